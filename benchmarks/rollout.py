@@ -163,7 +163,7 @@ def measure_in_a_process(options: argparse.Namespace) -> Figures:
 
 # ---------------------------------------------------------------------------------------------------------- whole path
 def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figures:
-    from slime_like.orchestration.cluster.bundles import bundle_sizes
+    from slime_like.orchestration.cluster.bundles import pieces_of
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.cluster.placement import Placement
     from slime_like.orchestration.rollout.engine_client import EngineClient
@@ -173,7 +173,7 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     config.run_dir.mkdir(parents=True, exist_ok=True)
     seconds, tokens, sampled = [], [], 0
     with ExitStack() as stack:
-        slots = sum(bundle_sizes(config, with_trainers=False))
+        slots = sum(pieces_of(config, with_trainers=False).bundles)
         stack.enter_context(Cluster(config.cluster, config.run_dir / "worker_logs", slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
         supervisor, pool = launch_engines(config, stack, placement, print)

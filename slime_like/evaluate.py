@@ -16,7 +16,7 @@ from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.observability.progress import Progress
 from slime_like.observability.tables import held_out_rows
-from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.engine_client import EngineClient
@@ -24,7 +24,7 @@ from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evalua
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.engines import launch_engines
 from slime_like.orchestration.trainer.alone import run_directory
-from slime_like.system.whole_file import whole_file
+from slime_like.system.disk import whole_file
 
 
 def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False) -> EvaluationResult:
@@ -43,7 +43,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, total_steps=0))
-        slots = sum(bundle_sizes(config, with_trainers=False))
+        slots = sum(pieces_of(config, with_trainers=False).bundles)
         with progress.waiting("starting Ray"):
             stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots, note=progress.note))
             placement = stack.enter_context(Placement(config, with_trainers=False))

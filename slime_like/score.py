@@ -25,7 +25,7 @@ from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
-from slime_like.system.whole_file import whole_file
+from slime_like.system.disk import whole_file
 from slime_like.system.words import counted
 
 

@@ -1,6 +1,6 @@
-"""``slime-like`` as a child that is terminated (SIGTERM) when its parent ends.
+"""``slime-like`` in a child process that gets SIGTERM when its parent ends. Linux only.
 
-Run as ``python -m slime_like.commands.child_main PARENT_PID ARGUMENTS...``. Linux only, as is all of this.
+Run as ``python -m slime_like.commands.child_main PARENT_PID ARGUMENTS...``.
 """
 
 import ctypes
@@ -14,6 +14,6 @@ _PR_SET_PDEATHSIG = 1
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):  # it was faster
+    if os.getppid() != int(sys.argv[1]):  # the parent ended before
         sys.exit(1)
     sys.exit(main(sys.argv[2:]))

@@ -19,8 +19,6 @@ from slime_like.system.words import counted
 SHORTEST_SILENCE_S = 6.0
 """Ray checks the health of a node several times before the node is lost."""
 
-_OWN_FIELDS = ("cluster.address",)
-
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -30,49 +28,27 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
     add("--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)")
     add("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
-    add(
-        "--address",
-        default="",
-        metavar="ADDRESS",
-        help="this node's address (default: found by route to node 0)",
-    )
-    add(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        metavar="PORT",
-        help="port of Ray's GCS on node 0 (default: %(default)s)",
-    )
-    add(
-        "--token_file",
-        type=Path,
-        metavar="FILE",
-        help="key shared by all nodes (default: created beside run_dir)",
-    )
+    add("--address", default="", metavar="ADDRESS", help="this node's address (default: found by route to node 0)")
+    add("--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of node 0's GCS (default: %(default)s)")
+    add("--token_file", type=Path, metavar="FILE", help="key shared by all nodes (default: created next to run_dir)")
     add("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)")
     for name, what in (
         ("nodes_timeout_s", "timeout for all nodes to join"),
         ("ray_timeout_s", "timeout for Ray to start on a node"),
-        ("silence_s", "a node that does not answer for this time counts as lost"),
+        ("silence_s", "time without an answer after which a node counts as lost"),
         ("stop_s", "time for training to stop before it is killed"),
     ):
-        add(
-            f"--{name}",
-            type=float,
-            default=getattr(defaults, name),
-            metavar="S",
-            help=f"{what}, in seconds (default: %(default)g)",
-        )
+        what += ", in seconds (default: %(default)g)"
+        add(f"--{name}", type=float, default=getattr(defaults, name), metavar="S", help=what)
     add("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first")
     add("--dry_run", action="store_true", help="print what every node would do; start nothing")
 
 
 def _run(given: argparse.Namespace, flags: list[str]) -> int:
-    """The exit code is the same on every node."""
-    for name in _OWN_FIELDS:
-        if has_flag(flags, name):
-            problem = f"{name} cannot be set: launch starts the cluster; use slime-like train to join one"
-            raise ConfigError(problem, code="flag-excluded")
+    """Return the exit code, which is the same on every node."""
+    if has_flag(flags, "cluster.address"):
+        problem = "cluster.address cannot be set: launch starts the cluster; use slime-like train to join one"
+        raise ConfigError(problem, code="flag-excluded")
     names = _slurm_names(given.slurm_nodes)
     options, config = _sized(_options(given, names, tuple(flags)), given.gpus_per_node)
     if given.dry_run:
@@ -95,7 +71,7 @@ def _slurm_names(text: str) -> list[str]:
 
 def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]) -> LaunchOptions:
     if given.head and given.nodes is None and not names:
-        problem = f"--head={given.head} (HEAD_ADDR) is given, but not how many nodes take part: give --nodes (NODES)"
+        problem = f"--head={given.head} (HEAD_ADDR) needs the number of nodes; give --nodes (NODES)"
         raise ConfigError(problem, code="nodes-missing")
     if given.nodes is not None and names and given.nodes != len(names):
         problem = f"--nodes={given.nodes}, but --slurm_nodes names {len(names)} nodes; give one of the two"
@@ -118,8 +94,8 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
 def _sized(options: LaunchOptions, gpus_per_node: int | None) -> tuple[LaunchOptions, RunConfig]:
     """Add the cluster's size to the flags, and read the configuration with them.
 
-    A node has the GPUs that were given, else those of this node, else the recipe's. Without any, it has as many CPU
-    slots as the run needs.
+    The number of GPUs per node is the given one, else this node's, else the recipe's. Without any, each node has as
+    many CPU slots as the run needs.
     """
     size = ["--cluster.nodes", str(options.nodes)]
     if devices := gpus_per_node or local_gpus():
@@ -137,7 +113,7 @@ def _sized(options: LaunchOptions, gpus_per_node: int | None) -> tuple[LaunchOpt
 
 
 def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) -> Iterator[str]:
-    """Describe the launch and its problems on this node; nothing is started, resolved or written."""
+    """Describe the launch and its problems on this node. Nothing is started, resolved or written."""
     from slime_like.checks.check import check
     from slime_like.launch.commands import plan_arguments, train_arguments
     from slime_like.orchestration.cluster.bundles import pieces_of

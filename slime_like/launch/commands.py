@@ -1,31 +1,42 @@
-"""The commands that a launch runs: ``slime-like plan`` on node 0, then ``slime-like train``."""
+"""Commands that a launch runs as child processes: ``slime-like plan`` on node 0, then ``slime-like train``."""
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.errors import FAILED, LaunchError
 from slime_like.launch.exit import Verdict
-from slime_like.system.subcommand import Child
+from slime_like.system.interrupts import raise_if_interrupted
 
 _STOP_S = 10.0
+_PREFIX = "slime-like: "
+_LINES = 60
+_LOOK_EVERY_S = 0.1
 
 
 def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
+    """Build the arguments of ``train``, which joins the ``cluster`` if one is given."""
     address = ["--cluster.address", cluster] if cluster else []
     return ["train", *([str(options.config)] if options.config else []), *options.flags, *address]
 
 
 def plan_arguments(options: LaunchOptions, config: RunConfig) -> list[str]:
-    """Build the arguments of ``plan`` for the started cluster; the plan is also written to a file."""
+    """Build the arguments of ``plan`` for the started cluster. The plan is also written to a file."""
     preflight = ["--preflight", "--output", str(_plan_path(config))]
     return ["plan", *([str(options.config)] if options.config else []), *preflight, *options.flags]
 
 
 def run_plan(options: LaunchOptions, config: RunConfig, environment: Mapping[str, str]) -> Verdict:
-    """Plan unless the options say otherwise; where the run does not fit, standard output has the reasons in full."""
+    """Plan, unless the options say otherwise. If the run does not fit, standard output has all reasons."""
     if not options.plan:
         return Verdict(0)
     path = _plan_path(config)
@@ -36,23 +47,81 @@ def run_plan(options: LaunchOptions, config: RunConfig, environment: Mapping[str
 
 
 def why_it_does_not_fit(output: Path) -> str:
-    """The problems of a plan that was written to ``output``, as one sentence."""
+    """Return the problems of a plan that was written to ``output``, as one sentence."""
     problems = json.loads(output.read_text(encoding="utf-8"))["problems"]
-    return "; ".join(problems) or "it needs more memory than a GPU has; its table on node 0 lists where"
+    return "; ".join(problems) or "it needs more memory than a GPU has; see its table on node 0"
+
+
+def _plan_path(config: RunConfig) -> Path:
+    return launch_directory(config.run_dir) / "plan.json"
 
 
 def run_command(
     arguments: list[str], environment: Mapping[str, str], stop_s: float, watch: Callable[[], None] = lambda: None
 ) -> Verdict:
-    """Run ``slime-like ARGUMENTS`` to its end; ``watch`` is called meanwhile, and what it raises ends the command."""
-    with Child(arguments, environment, stop_s) as child:
-        try:
-            code = child.wait(watch)
-        except LaunchError:
-            child.stop(_STOP_S)  # a part of the run is gone, so that it cannot end in good order
-            raise
-        return Verdict(code if code >= 0 else FAILED, f"{child.command}: {child.sentence()}" if code else "")
+    """Run ``slime-like ARGUMENTS`` to its end. ``watch`` is called while waiting, and its errors end the command.
+
+    Args:
+        stop_s: time for the command to stop after an interrupt before it is killed, in seconds.
+    """
+    child = _Child(arguments, environment)
+    try:
+        code = child.wait(watch)
+    except LaunchError:
+        stop_s = _STOP_S  # a part of the run is gone, so it cannot stop in good order
+        raise
+    finally:
+        child.stop(stop_s)
+    return Verdict(code if code >= 0 else FAILED, f"slime-like {arguments[0]}: {child.sentence()}" if code else "")
 
 
-def _plan_path(config: RunConfig) -> Path:
-    return launch_directory(config.run_dir) / "plan.json"
+class _Child:
+    """``slime-like ARGUMENTS`` in a process that ends with this one. Its standard error is passed on."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "slime_like.commands.child_main", str(os.getpid()), *arguments],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,  # Ctrl-C on the terminal reaches it only through this process
+        )
+        self._pump = threading.Thread(target=self._copy, name="stderr", daemon=True)
+        self._pump.start()
+
+    def wait(self, watch: Callable[[], None]) -> int:
+        """Wait for the exit code."""
+        while (code := self._process.poll()) is None:
+            raise_if_interrupted()
+            watch()
+            time.sleep(_LOOK_EVERY_S)
+        return code
+
+    def stop(self, within_s: float) -> None:
+        """Interrupt the command like Ctrl-C does, and kill it after ``within_s`` seconds."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)  # for SIGTERM, Ray prints a stack trace
+            try:
+                self._process.wait(within_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        self._pump.join(_STOP_S)
+
+    def sentence(self) -> str:
+        """Return the command's final message without the prefix. Several problems are joined."""
+        lines = list(self._lines)
+        starts = [index for index, line in enumerate(lines) if line.startswith(_PREFIX)]
+        if not starts:
+            return f"it ended with exit code {self._process.returncode}; its output there has the cause"
+        first = lines[starts[-1]].removeprefix(_PREFIX)
+        listed = [line.removeprefix("  - ") for line in lines[starts[-1] + 1 :] if line.startswith("  - ")]
+        return "; ".join(listed) or first
+
+    def _copy(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._lines.append(line.decode(errors="replace").rstrip("\n"))
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()

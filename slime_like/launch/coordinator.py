@@ -8,15 +8,15 @@ from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import INTERRUPTED, LaunchError, SlimeLikeError
-from slime_like.launch.agreement import Agreement, facts, marker
+from slime_like.launch.agreement import facts
 from slime_like.launch.commands import run_command, run_plan, train_arguments
 from slime_like.launch.exit import ExitNotes, NodeEndedError, Verdict, failure
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError
 from slime_like.orchestration.cluster.place import Place, find_place
-from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
+from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
 from slime_like.orchestration.cluster.token import create_token
 from slime_like.system.interrupts import polls, take_interrupt
-from slime_like.system.network import listen
+from slime_like.system.network import host_and_port, listen
 
 _LEAVE_S = 60.0
 _LINGER_S = 1.0
@@ -29,7 +29,7 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     """Lead the run to its end on all nodes.
 
     Raises:
-        SlimeLikeError: before Ray's head was up; the other nodes need an exit note.
+        SlimeLikeError: Ray's head did not start. The other nodes need an exit note.
     """
     require_valid(config)
     place = find_place(0, options.head, options.address)
@@ -40,16 +40,17 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     if verdict.code:
         notes.leave(verdict)
         return verdict
-    spec = node_spec(config, options.nodes, place, None, options.port)
-    with marker(config.run_dir) as path, RayNode(spec, environment, options.ray_timeout_s) as node:
-        ready = node.wait_ready()
-        place.report(f"Ray's head is up at {ready.gcs}, its logs in {ready.logs}")
-        gcs = Gcs(ready.gcs, token, options.silence_s)
+    parameters = node_parameters(config, options.nodes, place, None, options.port)
+    with RayNode(parameters, environment, options.ray_timeout_s) as node:
+        node.wait_ready()
+        address = host_and_port(place.address, options.port)
+        place.report(f"Ray's head is up at {address}, its logs in {node.directory}")
+        gcs = Gcs(address, token, options.silence_s)
         members = _Members(place, options.nodes, gcs, node)
         try:
-            gcs.put_new("agreement", asdict(Agreement(str(place), options.nodes, str(path), facts(config))))
+            gcs.put_new("agreement", {"head": str(place), "nodes": options.nodes, "facts": facts(config)})
             members.wait_for_all(options.nodes_timeout_s, notes)
-            arguments = train_arguments(options, ready.gcs)
+            arguments = train_arguments(options, address)
             verdict = _named(place, run_command(arguments, environment, options.stop_s, members.require_alive))
             if verdict.code:
                 members.settle()
@@ -68,9 +69,9 @@ def _require_free(address: str, port: int) -> None:
         listen(address, port).close()
     except OSError as error:
         raise LaunchError(
-            f"port {port} of {address} cannot be listened on ({error.strerror})",
+            f"cannot listen on port {port} of {address} ({error.strerror})",
             code="port-taken",
-            remedy="end what uses it, or give another PORT to every node",
+            remedy="end the process that uses it, or give another PORT to every node",
         ) from error
 
 
@@ -79,7 +80,7 @@ def _named(place: Place, verdict: Verdict) -> Verdict:
 
 
 class _Members:
-    """The nodes of the run, as Ray's GCS lists them."""
+    """Nodes of the run, as Ray's GCS lists them."""
 
     def __init__(self, place: Place, nodes: int, gcs: Gcs, node: RayNode) -> None:
         self._place = place
@@ -90,9 +91,9 @@ class _Members:
         self._checked_at = 0.0
 
     def wait_for_all(self, timeout_s: float, notes: ExitNotes) -> None:
-        """Raise ``LaunchError`` where a node ends before, or does not join in time."""
+        """Wait for all nodes to join. Raise ``LaunchError`` if a node ends before that, or does not join in time."""
         nodes = len(self._missing) + 1
-        self._place.report(f"awaiting {nodes - 1} more ({self._place.interface})")
+        self._place.report(f"waiting for {nodes - 1} more ({self._place.interface})")
         for _ in polls(_POLL_S, timeout_s):
             self.require_alive()
             notes.require_none_ended(self._missing)
@@ -105,7 +106,7 @@ class _Members:
         raise LaunchError(away, code="node-missing", remedy="start the same command there with its NODE_RANK")
 
     def require_alive(self) -> None:
-        """Raise ``LaunchError`` where a node has ended the run or was lost, this one included."""
+        """Raise ``LaunchError`` if a node, including this one, has ended the run or was lost."""
         if time.monotonic() < self._checked_at + _POLL_S:
             return
         self._checked_at = time.monotonic()
@@ -133,12 +134,12 @@ class _Members:
         return LaunchError(why, code="ray-ended", who=str(self._place), phase=phase, remedy=_REMEDY)
 
     def settle(self) -> None:
-        """Watch for a moment more: a node that is lost is a better cause than what its loss has caused."""
+        """Watch for a moment longer: the loss of a node explains more than its consequences."""
         for _ in polls(_POLL_S, _SETTLE_S):
             self.require_alive()
 
     def dismiss(self, verdict: Verdict) -> bool:
-        """Publish the verdict and wait until the other nodes have left Ray; whether it reached all of them."""
+        """Publish the verdict, and wait until the other nodes have left Ray. Return whether it reached all of them."""
         with suppress(UnreachableError):
             self._gcs.put_new("verdict", asdict(verdict))
             time.sleep(_LINGER_S)  # nodes that have not joined read it, too

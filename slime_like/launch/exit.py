@@ -1,32 +1,33 @@
-"""End of a node: its verdict, which all nodes share, and the note that it leaves for nodes that Ray does not connect.
+"""End of a node: its verdict, which all nodes share, and the note it leaves for nodes that Ray doesn't connect to it.
 
-A node that ends before Ray connects it (a refused configuration, a taken port) leaves a note, which the nodes that wait
-for it read. A note of an earlier start may lie there, too: each node removes its note when it starts. Until then it
-counts only if the node stays away for a while, and not at all once it is older than the wait for nodes.
+A node that ends before Ray connects it (a rejected configuration, a taken port) leaves a note. The nodes that wait for
+it read the note and end, too. Each node removes its own note of an earlier start when it starts. Until then, an old
+note counts only if the node stays away for a while, and only while it is younger than the wait for nodes.
 """
 
 import json
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime_like.config.launch import LaunchOptions, launch_directory
-from slime_like.errors import ConfigError, LaunchError, SlimeLikeError, exit_code
+from slime_like.errors import FAILED, ConfigError, LaunchError, SlimeLikeError, exit_code
 from slime_like.system.disk import write_private
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Exit code of every node, and the cause where it is not 0."""
+    """Exit code of every node, and the cause if it is not 0."""
 
     code: int
     sentence: str = ""
 
 
 class NodeEndedError(LaunchError):
-    """Another node has ended the run; this one ends with the same ``verdict``."""
+    """Another node has ended the run. This node ends with the same ``verdict``."""
 
     code = "node-ended"
 
@@ -41,30 +42,24 @@ class RefusedError(LaunchError):
     code = "rank-refused"
 
 
-def failure(error: SlimeLikeError, who: str = "") -> Verdict:
-    """Verdict of a run that ``error`` has ended, on node ``who`` if the error does not name it."""
+def failure(error: Exception, who: str = "") -> Verdict:
+    """Return the verdict of a run that ``error`` has ended. ``who`` is the node, if the error doesn't name it."""
     if isinstance(error, NodeEndedError):
         return error.verdict
+    if not isinstance(error, SlimeLikeError):
+        return Verdict(FAILED, f"{who}: {type(error).__name__}: {error}")
     sentence = "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else str(error)
     return Verdict(exit_code(error), f"{who}: {sentence}" if who else sentence)
 
 
 class ExitNotes:
-    """The note of this node, and those that others leave from now on."""
+    """Note of this node, and notes that the other nodes leave from now on. Removes this node's earlier note."""
 
     def __init__(self, run_dir: Path, options: LaunchOptions) -> None:
-        """Raises ``LaunchError``: this node's note of an earlier start cannot be removed."""
         self._paths = [launch_directory(run_dir) / f"ended-{rank}.json" for rank in range(options.nodes)]
         self._own = self._paths[options.node_rank]
-        try:
+        with suppress(NotADirectoryError):
             self._own.unlink(missing_ok=True)
-        except NotADirectoryError:
-            pass
-        except OSError as error:
-            raise LaunchError(
-                f"{self._own} cannot be removed ({error.strerror}), and reports to the other nodes that this one ended",
-                code="note-not-removed",
-            ) from error
         self._earlier = [_modified(path) for path in self._paths]
         self._return_at = time.monotonic() + 2 * options.silence_s
         self._patience_s = options.nodes_timeout_s
@@ -78,9 +73,10 @@ class ExitNotes:
             print(f"[slime-like] {why} ({error.strerror})", file=sys.stderr, flush=True)
 
     def require_none_ended(self, ranks: Iterable[int] = (0,)) -> None:
-        """
+        """Check the notes of these nodes.
+
         Raises:
-            NodeEndedError: one of these nodes has left a note in this start, or shortly before and did not return.
+            NodeEndedError: a node left a note in this start, or shortly before it and did not return.
         """
         for rank in ranks:
             modified = _modified(self._paths[rank])

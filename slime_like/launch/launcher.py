@@ -15,29 +15,28 @@ from slime_like.system.interrupts import take_interrupt
 
 
 def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
-    """Take part in a run on ``options.nodes`` nodes, until it has ended on all of them.
+    """Take part in a run on ``options.nodes`` nodes until it has ended on all of them.
 
     Raises:
-        SlimeLikeError: before Ray connected this node with the others, which find the reason in its exit note.
+        SlimeLikeError: a failure before Ray connected this node. The other nodes find the reason in its exit note.
     """
-    if options.nodes == 1:  # its Ray is training's own, on loopback
+    if options.nodes == 1:  # training starts Ray on loopback
         require_valid(config)
         verdict = run_plan(options, config, os.environ)
         if not verdict.code:
             verdict = run_command(train_arguments(options, None), os.environ, options.stop_s)
         return Verdict(verdict.code)  # the command has printed the cause
-    notes = ExitNotes(config.run_dir, options)
+    notes, here = ExitNotes(config.run_dir, options), f"node {options.node_rank} ({socket.gethostname()})"
     try:
         return lead(options, config, notes) if options.leads else follow(options, config, notes)
     except NodeEndedError as ended:
         return ended.verdict
     except RefusedError:
         raise
-    except SlimeLikeError as error:
-        notes.leave(failure(error))
+    except Exception as error:
+        notes.leave(failure(error, "" if isinstance(error, SlimeLikeError) else here))
         raise
     except KeyboardInterrupt:
         take_interrupt()
-        sentence = f"interrupted on node {options.node_rank} ({socket.gethostname()})"
-        notes.leave(Verdict(FAILED, sentence))
-        return Verdict(INTERRUPTED, sentence)
+        notes.leave(Verdict(FAILED, f"interrupted on {here}"))
+        return Verdict(INTERRUPTED, f"interrupted on {here}")

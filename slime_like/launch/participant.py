@@ -10,11 +10,11 @@ from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
-from slime_like.launch.agreement import Agreement
+from slime_like.launch.agreement import require_equal
 from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
 from slime_like.orchestration.cluster.place import Place, find_place
-from slime_like.orchestration.cluster.ray_node import RayNode, node_spec, ray_environment
+from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
 from slime_like.orchestration.cluster.token import await_token
 from slime_like.system.interrupts import polls, raise_if_interrupted, take_interrupt
 from slime_like.system.network import host_and_port
@@ -27,7 +27,7 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
     """Take part until node 0 publishes the verdict, or is lost.
 
     Raises:
-        SlimeLikeError: node 0 was not found; it needs an exit note.
+        SlimeLikeError: node 0 was not found. It needs an exit note.
         RefusedError: the run has no place for this node.
     """
     place = find_place(options.node_rank, options.head, options.address)
@@ -36,17 +36,17 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
     where = host_and_port(place.head, options.port)
     agreement = _find_head(where, token, place, max(1.0, deadline - time.monotonic()), notes)
     head = _Head(Gcs(where, token, options.silence_s), place, notes)
-    head.claim_rank(agreement.nodes)
+    head.claim_rank(agreement["nodes"])
     place.report(f"reported to node 0 at {where} from {place.address} ({place.interface})")
     with ExitStack() as stack:  # Ray stays here until node 0 has ended training in good order
         try:
             require_valid(config)  # every node checks: paths may exist on one and not on another
-            agreement.require(config)
+            require_equal(config, agreement["head"], agreement["facts"])
             environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
-            spec = node_spec(config, options.nodes, place, where, options.port)
-            node = stack.enter_context(RayNode(spec, environment, options.ray_timeout_s))
-            ready = node.wait_ready(head.require_runs)
-            place.report(f"joined Ray's head at {where}, logs in {ready.logs}")
+            parameters = node_parameters(config, options.nodes, place, where, options.port)
+            node = stack.enter_context(RayNode(parameters, environment, options.ray_timeout_s))
+            node.wait_ready(head.require_runs)
+            place.report(f"joined Ray's head at {where}, logs in {node.directory}")
             while (problem := node.problem()) is None:
                 head.require_runs()
                 time.sleep(_POLL_S)
@@ -63,13 +63,14 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
     return verdict
 
 
-def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: ExitNotes) -> Agreement:
-    """Raise ``LaunchError`` where node 0 does not answer in time, has ended, or has another token."""
+def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: ExitNotes) -> dict[str, Any]:
+    """Return node 0's agreement. Raise ``LaunchError`` if it does not answer in time, has ended, or rejects the key."""
     gcs, why = Gcs(where, token, silence_s=0.0), "Ray's head is starting"
     for _ in polls(_POLL_S, timeout_s):
         try:
             if found := gcs.get("agreement"):
-                return Agreement(**found)
+                agreement: dict[str, Any] = found
+                return agreement
         except UnreachableError as error:
             why = str(error)
         except WrongTokenError as error:
@@ -77,18 +78,18 @@ def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: Ex
                 f"{where} answers, but does not accept this node's key",
                 code="wrong-token",
                 who=str(place),
-                remedy="give every node the same TOKEN_FILE, or another PORT where another cluster uses this one",
+                remedy="give every node the same TOKEN_FILE, or another PORT if another cluster uses this one",
             ) from error
         notes.require_none_ended()
     raise LaunchError(
         f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why})",
         code="head-silent",
-        remedy="is HEAD_ADDR right, and was node 0 started there?",
+        remedy="check HEAD_ADDR, and whether node 0 was started there",
     )
 
 
 class _Head:
-    """Node 0, as its GCS answers. Each method raises ``NodeEndedError`` where node 0 is lost."""
+    """Node 0, through its GCS. Each method raises ``NodeEndedError`` if node 0 is lost."""
 
     def __init__(self, gcs: Gcs, place: Place, notes: ExitNotes) -> None:
         self._gcs = gcs
@@ -96,8 +97,8 @@ class _Head:
         self._notes = notes
 
     def claim_rank(self, nodes: int) -> None:
-        """Raises ``RefusedError``: the rank is taken, or there is no such rank."""
-        rank, reason = self._place.rank, f"of NODES={nodes} it is 1 to {nodes - 1}"
+        """Claim this node's rank. Raise ``RefusedError`` if the rank is taken, or there is no such rank."""
+        rank, reason = self._place.rank, f"with NODES={nodes} it must be 1 to {nodes - 1}"
         if rank < nodes:
             if self._ask(lambda: self._gcs.put_new(f"rank-{rank}", str(self._place))):
                 return
@@ -105,7 +106,7 @@ class _Head:
         raise RefusedError(f"NODE_RANK={rank} on {self._place.host} is rejected: {reason}")
 
     def require_runs(self) -> None:
-        """Raise ``NodeEndedError`` where node 0 has published the verdict."""
+        """Raise ``NodeEndedError`` if node 0 has published the verdict."""
         raise_if_interrupted()
         if verdict := self._ask(lambda: self._gcs.get("verdict")):
             raise NodeEndedError(Verdict(**verdict))

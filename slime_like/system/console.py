@@ -1,16 +1,12 @@
-"""A console whose closed reader is an error, as it is for ``print``."""
+"""Console that treats a closed reader as an error, like ``print`` does."""
 
 import rich.console
 
 
 class Console(rich.console.Console):
-    """Rich's own ends the process with 1 instead, before the command has written its files."""
+    """Console of rich, which by itself would end the process before the command has written its files."""
 
     def on_broken_pipe(self) -> None:
-        """Called while a ``BrokenPipeError`` is handled; standard output is not written to again.
-
-        Raises:
-            BrokenPipeError: it.
-        """
+        """Raise the ``BrokenPipeError`` that is being handled. Nothing more is written."""
         self.quiet = True
         raise

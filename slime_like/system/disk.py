@@ -1,12 +1,14 @@
-"""Durable writes, and sentences about a disk that refuses them or a file that lost bytes."""
+"""Durable and atomic writes, and descriptions of failed writes and damaged files."""
 
 import itertools
 import os
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import TextIO
 
 
 def refusal(path: Path, reason: str) -> str:
@@ -18,7 +20,7 @@ def refusal(path: Path, reason: str) -> str:
 
 
 def length_fault(found: int, written: int) -> str | None:
-    """Describe a file of ``found`` bytes of which ``written`` were written; follows its name."""
+    """Describe a file whose size is not the number of bytes written, or return ``None``. Follows the file's name."""
     if found == written:
         return None
     if found > written:
@@ -35,7 +37,7 @@ def _room(path: Path) -> str:
 
 
 def replace_directory(partial: Path, directory: Path) -> None:
-    """Put ``partial`` in the place of ``directory``; what was there is moved aside first, then removed."""
+    """Rename ``partial`` to ``directory``. An existing directory is moved aside first and then removed."""
     old = directory.parent / f".{directory.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
@@ -46,7 +48,7 @@ def replace_directory(partial: Path, directory: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or a directory's names, durable."""
+    """Make a file's content or a directory's entries durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -55,7 +57,7 @@ def sync(path: Path) -> None:
 
 
 def open_log(directory: Path, role: str) -> FileIO:
-    """Create the first of ROLE.log, ROLE.2.log and so on that does not exist; open for appending and reading."""
+    """Create the first of ROLE.log, ROLE.2.log and so on that does not exist, for appending and reading."""
     names = itertools.chain([f"{role}.log"], (f"{role}.{number}.log" for number in itertools.count(2)))
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
     while True:
@@ -64,23 +66,19 @@ def open_log(directory: Path, role: str) -> FileIO:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """The files of ``source`` under new names, without a copy where the file system has such links.
-
-    Raises:
-        OSError: the disk refused.
-    """
+    """Link the files of ``source`` into ``target``, or copy them if the file system has no hard links."""
 
     def link_or_copy(source: str, target: str) -> None:
         try:
             os.link(source, target)
-        except OSError:  # another file system, or one without links; what hinders a copy, too, is raised by it
+        except OSError:  # another file system, or one without links
             shutil.copyfile(source, target)
 
     shutil.copytree(source, target, copy_function=link_or_copy)
 
 
 def sync_tree(directory: Path) -> None:
-    """Make all files below a directory durable, and their names."""
+    """Make all files below a directory, and their names, durable."""
     for place, _, files in os.walk(directory, topdown=False):
         for name in files:
             sync(Path(place, name))
@@ -88,13 +86,22 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file, whole or not at all, that only its owner may read; its directory is made where there is none.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file that only its owner may read, completely or not at all. A missing directory is created."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
         stream.write(text)
     draft.replace(path)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """Open a file that appears under its name once it is complete. Links are followed. A failure leaves nothing."""
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

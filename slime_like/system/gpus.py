@@ -1,22 +1,18 @@
-"""NVIDIA GPUs of this machine, looked at without torch, and without initialising CUDA."""
+"""NVIDIA GPUs of this machine, examined without torch and without initializing CUDA."""
 
-import ctypes
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 _GPU = re.compile(r"nvidia\d+")
-_NVML = "libnvidia-ml.so.1"
 _MASK_WORDS = 64
-"""Words of the library's masks of cores: enough for 4,096."""
-
-_Answer = TypeVar("_Answer")
+"""64-bit words of a mask of cores: enough for 4,096."""
 
 
 def local_gpus(devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that processes started here may use: those of ``CUDA_VISIBLE_DEVICES``, else all there are."""
+    """Count the NVIDIA GPUs that processes started here may use, as limited by ``CUDA_VISIBLE_DEVICES``."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     there = sum(bool(_GPU.fullmatch(entry.name)) for entry in devices.iterdir())
     if visible is None or not there:
@@ -24,59 +20,42 @@ def local_gpus(devices: Path = Path("/dev")) -> int:
     return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
 
 
-def compute_capability(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> tuple[int, int] | None:
-    """Compute capability of a GPU, asked of the driver's management library.
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Return the compute capability of a GPU, or ``None`` if the driver's management library doesn't know it.
 
     Args:
-        device: its index or its UUID, as in ``CUDA_VISIBLE_DEVICES``.
-
-    Returns:
-        ``None`` where it cannot be found out.
+        device: index or UUID, as in ``CUDA_VISIBLE_DEVICES``.
     """
-
-    def ask(nvml: Any, handle: ctypes.c_void_p) -> tuple[int, int] | None:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        failed = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-        return None if failed else (major.value, minor.value)
-
-    return _asked(device, load, ask)
+    found: tuple[int, int] | None = _asked(device, lambda nvml, gpu: nvml.nvmlDeviceGetCudaComputeCapability(gpu))
+    return found
 
 
-def stay_near(device: str, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+def stay_near(device: str) -> None:
     """Keep this thread, and threads it starts, on the cores of the GPU's NUMA node.
 
-    Host memory that they touch first is then on that node, too; a copy from another one takes two to three times as
+    Host memory that they touch first is then on that node, too. A copy from another node takes two to three times as
     long. Cores that this process may not use stay out. If no core is left or none is known, nothing changes.
 
     Args:
-        device: its index or its UUID.
+        device: index or UUID.
     """
-
-    def ask(nvml: Any, handle: ctypes.c_void_p) -> set[int]:
-        words = (ctypes.c_ulong * _MASK_WORDS)()
-        if nvml.nvmlDeviceGetCpuAffinity(handle, ctypes.c_uint(_MASK_WORDS), words):
-            return set()
-        mask = int.from_bytes(bytes(words), "little")
-        return {core for core in range(mask.bit_length()) if mask >> core & 1}
-
-    if near := (_asked(device, load, ask) or set()) & os.sched_getaffinity(0):
+    words = _asked(device, lambda nvml, gpu: nvml.nvmlDeviceGetCpuAffinity(gpu, _MASK_WORDS)) or ()
+    near = {64 * index + bit for index, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+    if near := near & os.sched_getaffinity(0):
         os.sched_setaffinity(0, near)
 
 
-def _asked(device: str, load: Callable[[str], Any], ask: Callable[[Any, ctypes.c_void_p], _Answer]) -> _Answer | None:
-    """Return what ``ask`` finds out about a device from the library and the device's handle."""
+def _asked(device: str, ask: Callable[[Any, Any], Any]) -> Any:
+    """Return what ``ask`` finds, given the library and the device's handle, or ``None`` if the library fails."""
+    from ray._private.thirdparty import pynvml as nvml  # takes a second in a process without Ray
+
     try:
-        nvml = load(_NVML)
-    except OSError:
+        nvml.nvmlInit()
+        try:
+            by_index = device.isdecimal()
+            gpu = nvml.nvmlDeviceGetHandleByIndex(int(device)) if by_index else nvml.nvmlDeviceGetHandleByUUID(device)
+            return ask(nvml, gpu)
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
         return None
-    if nvml.nvmlInit_v2():
-        return None
-    handle = ctypes.c_void_p()
-    try:
-        if device.isdecimal():
-            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(device)), ctypes.byref(handle))
-        else:
-            failed = nvml.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle))
-        return None if failed else ask(nvml, handle)
-    finally:
-        nvml.nvmlShutdown()

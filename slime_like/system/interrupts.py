@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that are not lost: libraries swallow a KeyboardInterrupt that reaches them at the wrong moment."""
+"""Ctrl-C and SIGTERM that are not lost, even if a library swallows a ``KeyboardInterrupt``."""
 
 import signal
 import sys
@@ -8,10 +8,10 @@ from types import FrameType
 
 
 class InterruptHandler:
-    """A signal handler that raises ``KeyboardInterrupt``, and remembers that it did.
+    """Signal handler that raises ``KeyboardInterrupt`` and remembers it.
 
     Attributes:
-        noted: a signal has come.
+        noted: whether a signal arrived.
     """
 
     def __init__(self) -> None:
@@ -22,13 +22,13 @@ class InterruptHandler:
         raise KeyboardInterrupt
 
     def install(self) -> None:
-        """Take over both signals. Main thread only."""
+        """Handle both signals. Call in the main thread."""
         signal.signal(signal.SIGINT, self)
         signal.signal(signal.SIGTERM, self)
         sys.unraisablehook = self._swallowed
 
     def _swallowed(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        """Suppress the report of an ignored interrupt, e.g. in a fork's callbacks: it is noted already."""
+        """Suppress the report of an interrupt that a callback ignored: it is noted already."""
         if not (self.noted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
             sys.__unraisablehook__(unraisable)
 
@@ -36,12 +36,12 @@ class InterruptHandler:
 def raise_if_interrupted() -> None:
     """Raise ``KeyboardInterrupt`` if a signal was noted, even if a library swallowed the first exception."""
     if any(handler.noted for handler in _handlers()):
-        take_interrupt()  # what ends the run must not be interrupted itself
+        take_interrupt()  # otherwise the cleanup would be interrupted, too
         raise KeyboardInterrupt
 
 
 def polls(every_s: float, timeout_s: float) -> Iterator[None]:
-    """Yield now and every ``every_s`` seconds, for the last time when ``timeout_s`` have passed; interrupts end it."""
+    """Yield now and every ``every_s`` seconds, and a last time after ``timeout_s`` seconds. Raises on an interrupt."""
     deadline = time.monotonic() + timeout_s
     while True:
         raise_if_interrupted()
@@ -52,13 +52,13 @@ def polls(every_s: float, timeout_s: float) -> Iterator[None]:
 
 
 def take_signals_back() -> None:
-    """Reinstall the handlers after libraries that replaced them below Python's, as Ray's C++ does."""
+    """Reinstall the handlers after libraries that replaced them in C, like Ray does."""
     for handler in _handlers():
         handler.install()
 
 
 def take_interrupt() -> None:
-    """Record that a caught ``KeyboardInterrupt`` is dealt with: waiting on the way out does not raise it once more."""
+    """Record that a caught ``KeyboardInterrupt`` is handled, so waits during the cleanup don't raise it again."""
     for handler in _handlers():
         handler.noted = False
 

@@ -1,6 +1,6 @@
-"""Plain values between ranks, as JSON in tensors of bytes: torch's collectives of objects unpickle, and execute code.
+"""Plain values between ranks, as JSON in tensors of bytes. torch's object collectives unpickle, which can execute code.
 
-Every call is collective over ``group``, by default the world. Values are what JSON holds; tuples arrive as lists.
+Every call is collective over ``group``, by default the world. Values must be JSON types. Tuples arrive as lists.
 """
 
 import json
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Every rank's ``value`` on the group's first rank, ``None`` on the others.
+    """Return every rank's ``value`` on the group's first rank, and ``None`` on the others.
 
     Args:
-        device: one that the group's backend moves.
+        device: device that the group's backend supports.
     """
     data = _encoded(value, device)
     sizes = _sizes(data, group)
@@ -29,7 +29,7 @@ def gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | Non
 
 
 def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value`` on every rank; see ``gather_json``."""
+    """Return every rank's ``value`` on every rank; see ``gather_json``."""
     data = _encoded(value, device)
     sizes = _sizes(data, group)
     padded = _padded(data, max(sizes))
@@ -39,7 +39,7 @@ def all_gather_json(value: Any, device: torch.device, group: dist.ProcessGroup |
 
 
 def scatter_json(values: list[Any] | None, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """This rank's one of the ``values`` of the group's first rank; the others give ``None``."""
+    """Return this rank's element of the first rank's ``values``. Other ranks pass ``None``."""
     encoded = None if values is None else [_encoded(value, device) for value in values]
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
     if encoded is not None:
@@ -52,7 +52,7 @@ def scatter_json(values: list[Any] | None, device: torch.device, group: dist.Pro
 
 
 def _encoded(value: Any, device: torch.device) -> Tensor:
-    """(n,) uint8; JSON is never empty."""
+    """Return the JSON text as (n,) uint8. It is never empty."""
     text = bytearray(json.dumps(value, separators=(",", ":")).encode())
     return torch.frombuffer(text, dtype=torch.uint8).to(device)
 
@@ -62,7 +62,7 @@ def _decoded(data: Tensor) -> Any:
 
 
 def _sizes(data: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Of every rank's ``data``."""
+    """Return the number of bytes of every rank's ``data``."""
     own = torch.tensor([data.numel()], dtype=torch.int64, device=data.device)
     everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, own, group=group)

@@ -4,21 +4,20 @@ import re
 
 _BOX = re.compile(r"\\boxed(?![A-Za-z])\s*")
 _FRAME = re.compile(r"\\fbox(?![A-Za-z])\s*")
-_END = re.compile(r"[$\n]|\\[])]")
-"""Of a formula or line."""
+_END_OF_FORMULA = re.compile(r"[$\n]|\\[])]")
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last ``\boxed{}``, with its own braces, else of the last ``\fbox{}``.
+    r"""Return the content of the last ``\boxed{}``, or else of the last ``\fbox{}``.
 
-    Without braces (``$\boxed 9$``) it ends with the formula or line. ``None`` without a box that is closed.
+    Without braces (``$\boxed 9$``), it ends with the formula or line. ``None`` if there is no closed box.
     """
     boxes = list(_BOX.finditer(text)) or list(_FRAME.finditer(text))
     if not boxes:
         return None
     begin = boxes[-1].end()
     if not text.startswith("{", begin):
-        return _END.split(text[begin:], maxsplit=1)[0].strip().removesuffix(".") or None
+        return _END_OF_FORMULA.split(text[begin:], maxsplit=1)[0].strip().removesuffix(".") or None
     depth = 0
     for place in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)

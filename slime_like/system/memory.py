@@ -1,4 +1,4 @@
-"""Memory settings of this process: the allocator, and objects that are never freed."""
+"""Memory settings of this process."""
 
 import atexit
 import ctypes
@@ -13,14 +13,14 @@ _STEP_BYTES = 2**26
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory, in blocks of up to 1 GiB, from now on in this process.
+    """Let glibc keep freed memory, in blocks of up to 1 GiB.
 
-    By itself it returns blocks of some MiB to the kernel as soon as they are freed, and a training step asks for the
-    same ones again at once: faulting them in, zeroed page by page, is an eighth of a model's step on a CPU. The process
-    stays at the size of its peak, which it reaches again in the next step.
+    By default, glibc returns blocks of some MiB to the kernel as soon as they are freed, and the next operation of a
+    training step allocates them again. The page faults take an eighth of a step on a CPU. The process stays at its peak
+    size, which it would reach again in the next step.
 
     Returns:
-        If it does; other C libraries are left alone.
+        ``False`` with another C library, which is left alone.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -33,9 +33,9 @@ def keep_freed_memory() -> bool:
 def permanent_allocations() -> Iterator[None]:
     """Exempt objects created inside from garbage collection, for imports of large packages.
 
-    Python looks for garbage again and again while a trainer's packages make a million objects, a sixth of the time that
-    their import takes, and later looks through all of them each time. Here it looks neither inside nor, afterwards, at
-    what is there. When the process ends it does once more, since packages warn of objects that were not freed.
+    A trainer's packages create a million objects. Searching them for garbage takes a sixth of the import's time, and
+    later more time in every collection. The exemption ends with the process, since packages warn of objects that were
+    not freed.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -7,7 +7,7 @@ import psutil  # type: ignore[import-untyped]
 
 
 def interfaces() -> dict[str, str]:
-    """Name of the interface behind each of this host's addresses."""
+    """Return the name of the interface for each address of this host."""
     return {
         str(entry.address).partition("%")[0]: str(name)
         for name, entries in psutil.net_if_addrs().items()
@@ -17,9 +17,9 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has ``address``; ``None`` where this host has no such address.
+    """Return the name of the interface that has ``address``, or ``None`` if this host doesn't have the address.
 
-    All of 127.0.0.0/8 is a Linux host's own, although its loopback interface lists one address.
+    A Linux host has all of 127.0.0.0/8, although its loopback interface lists one address.
     """
     known = interfaces()
     if address not in known and is_loopback(address):
@@ -28,7 +28,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """This host's address on the way to ``host``. Nothing is sent: a datagram socket only looks up the route.
+    """Return this host's address on the route to ``host``. Nothing is sent.
 
     Raises:
         OSError: there is no route.
@@ -40,31 +40,21 @@ def address_towards(host: str, port: int = 9) -> str:
     return address
 
 
-def resolve(host: str) -> str:
-    """The first address of ``host``, which may be an address.
-
-    Raises:
-        OSError: the name does not resolve.
-    """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(found[0][4][0])
-
-
 def is_loopback(address: str) -> bool:
-    """Raises ``ValueError``: it is no address."""
+    """Return whether an address is loopback. Raises ``ValueError`` if it is not an address."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def host_and_port(host: str, port: int) -> str:
-    """Format host and port; brackets keep an IPv6 address apart from the port."""
+    """Format host and port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on ``address`` alone; port 0 has the system choose.
+    """Return a socket that listens on ``address`` only. With port 0, the system chooses a free one.
 
     Raises:
-        OSError: another process does, or the address is not this host's.
+        OSError: the port is taken, or the address is not this host's.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger

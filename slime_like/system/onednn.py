@@ -1,8 +1,7 @@
-"""Matrix products in float32 by oneDNN, on processors where torch's own choice of a library holds back.
+"""Matrix products in float32 by oneDNN, on processors where it is faster than torch's default.
 
-torch gives them to MKL, which uses AVX-512 on Intel's processors only: on others its code for AVX2 does 80 GFLOP/s on a
-core of an AMD EPYC 9005 where oneDNN, which torch ships too, does 200. Both round in float32. torch has no switch
-between them.
+torch uses MKL, which uses AVX-512 only on Intel's processors. On one core of an AMD EPYC 9005, MKL's code for AVX2
+reaches 80 GFLOP/s, and oneDNN, which torch also ships, reaches 200. Both round in float32. torch has no switch.
 """
 
 import warnings
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 _LEAST_PRODUCTS = 2**20
-"""Multiplications below which what a call costs decides."""
+"""Multiplications below which the cost of a call dominates."""
 _INNER_BLOCK = 1024
-"""Of factors of which neither lies in rows: what is put in order at once stays in the cache."""
+"""Length of the blocks that are copied into rows, so that they stay in the cache."""
 
 
 def pays_here() -> bool:
@@ -27,18 +26,18 @@ def pays_here() -> bool:
 
 @cache
 def use_onednn() -> tuple[object, ...]:
-    """Let torch compute large float32 products of matrices on the CPU by oneDNN from now on, where it pays.
+    """Let torch compute large float32 matrix products on the CPU by oneDNN from now on, if that is faster here.
 
-    For this process, autograd's own products included, whatever library's module asks for them. May be called again.
+    This applies to the whole process, including autograd. Repeated calls are harmless.
 
     Returns:
-        What must live as long as that holds; nothing where torch's own choice is kept.
+        Objects whose lifetime keeps it in effect.
     """
     return replaced_products() if pays_here() else ()
 
 
 def replaced_products() -> tuple[object, ...]:
-    """The same on any processor whose torch has oneDNN. It ends when what is returned does."""
+    """Do the same on any processor. It ends with the lifetime of the returned objects."""
     library = torch.library.Library("aten", "IMPL")
     own_mm, own_addmm = (torch.library.get_kernel(f"aten::{name}", "CPU") for name in ("mm", "addmm"))
 
@@ -52,7 +51,7 @@ def replaced_products() -> tuple[object, ...]:
         return own_addmm.call_boxed(keys, bias, a, b, beta=beta, alpha=alpha)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that they are replaced
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl("mm", mm, "CPU", with_keyset=True)
         library.impl("addmm", addmm, "CPU", with_keyset=True)
     return (library,)
@@ -68,10 +67,10 @@ def _is_large(a: Tensor, b: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """(M, K) times (K, N), contiguous.
+    """Multiply (M, K) by (K, N). The result is contiguous.
 
-    oneDNN reads one factor row by row, the other in any order. Where neither lies in rows, the smaller one is copied,
-    in blocks where K is long, as in a weight's gradient.
+    oneDNN needs one factor in rows. If neither is, as in a weight's gradient, the smaller one is copied, in blocks if K
+    is long.
     """
     if a.is_contiguous():
         return _linear(a, b.t())
@@ -83,15 +82,15 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _blocks(a: Tensor, b: Tensor) -> Tensor:
-    """The same, with ``a`` copied into rows, of a long K one block that stays in the cache after the other."""
+    """Multiply with ``a`` copied into rows, block by block along K."""
     pairs = zip(a.split(_INNER_BLOCK, dim=1), b.split(_INNER_BLOCK), strict=True)
     return reduce(Tensor.add_, (_linear(left.contiguous(), right.t()) for left, right in pairs))
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.t()``; what torch's compiler calls for a linear layer on a CPU.
+    """Compute ``x @ weight.t()`` by the operator that torch's compiler uses for a linear layer on a CPU.
 
-    A part of a wider matrix, whose rows or columns have gaps between them, would take 1,000 times as long.
+    A weight with gaps between its rows or columns would take 1,000 times as long, so it is copied.
     """
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()

@@ -1,4 +1,4 @@
-"""Host memory that CUDA has locked: copies between it and a GPU need no staging, and may run beside one another."""
+"""Host memory locked by CUDA. Copies between it and a GPU need no staging and can overlap."""
 
 import mmap
 import weakref
@@ -8,49 +8,49 @@ import torch
 from torch import Tensor
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for all of the process's devices."""
+"""cudaHostRegisterPortable: locked for all devices of the process."""
 
 
 class LockedMemory:
-    """A mapping's memory, locked if this process uses CUDA: until it is let go, or nothing looks into it any more.
+    """Memory of a mapping, locked if this process uses CUDA, until ``let_go`` or until no view of it is left.
 
-    CUDA must never hold what is unmapped: the system gives the address out again, and the next lock there fails, or
-    copies come from the old pages. A mapping has whole pages, so that no two locks share one.
+    Memory must be unlocked before it is unmapped. Otherwise the system reuses the address, and the next lock there
+    fails, or copies read the old pages. A mapping has whole pages, so no two locks share one.
 
     Raises:
-        RuntimeError: CUDA refuses.
+        RuntimeError: CUDA cannot lock the memory.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        # A view unlocks as it goes: the mapping itself would be unmapped before its finalizers run.
+        # The view unlocks when it is freed. Finalizers of the mapping would run after it is unmapped.
         self._view = np.frombuffer(mapping, np.uint8)
         self._unlock: weakref.finalize[[int], np.ndarray] | None = None
         if torch.cuda.is_initialized():
             address = self._view.ctypes.data
             _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, self.nbytes, _PORTABLE))
             self._unlock = weakref.finalize(self._view, _unlock, address)
-            self._unlock.atexit = False  # the process's end unlocks, too
+            self._unlock.atexit = False  # the end of the process unlocks, too
 
     @property
     def nbytes(self) -> int:
         return self._view.nbytes
 
     def part(self, start: int, nbytes: int) -> np.ndarray:
-        """(nbytes,) uint8; the memory stays mapped as long as it lives."""
+        """Return a (nbytes,) uint8 view, which keeps the memory mapped."""
         return self._view[start : start + nbytes]
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 with a storage of that size, as ``part``."""
+        """Return a (nbytes,) uint8 view as a tensor whose storage has that size."""
         return torch.frombuffer(self._view, dtype=torch.uint8, count=nbytes, offset=start)
 
     def let_go(self) -> None:
-        """Unlock it; no copy of a device may be under way. What looks into it stays valid."""
+        """Unlock the memory while no device copies. Views stay valid."""
         if self._unlock is not None:
             self._unlock()
 
 
 def _unlock(address: int) -> None:
-    if torch.cuda.is_initialized():  # not in a fork, which has locked nothing
+    if torch.cuda.is_initialized():  # a fork has locked nothing
         _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
 
 

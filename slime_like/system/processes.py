@@ -1,4 +1,4 @@
-"""Child processes by id: who is new, and how they are ended; Python's resource tracker among them."""
+"""Descendants of this process, how they are ended, and Python's resource tracker."""
 
 import os
 import subprocess
@@ -14,20 +14,17 @@ _TRACKER = "multiprocessing.resource_tracker"
 
 
 def process_ids() -> frozenset[int]:
-    """Ids of all descendants of this process, without resource trackers."""
+    """Return the ids of all descendants of this process, without resource trackers."""
     return frozenset(descendants(os.getpid()))
 
 
 def new_children(before: Collection[int]) -> list[int]:
-    """Descendants that are not in ``before``, without resource trackers."""
+    """Return the descendants of this process that are not in ``before``, without resource trackers."""
     return [pid for pid in descendants(os.getpid()) if pid not in before]
 
 
 def descendants(process_id: int) -> list[int]:
-    """Descendants of a process, without Python's resource trackers.
-
-    Those remove what the others leave, and end when they do.
-    """
+    """Return the descendants of a process, without Python's resource trackers, which end after all others."""
     try:
         children = psutil.Process(process_id).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -36,7 +33,7 @@ def descendants(process_id: int) -> list[int]:
 
 
 def is_alive(process_id: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return bool(psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -44,22 +41,22 @@ def is_alive(process_id: int) -> bool:
 
 
 def mapped_files(process_ids: Iterable[int], prefix: str) -> tuple[Path, ...]:
-    """Files whose path begins with ``prefix`` and which one of these processes has mapped into its memory."""
+    """Return the files with this path prefix that the processes have mapped into memory."""
     found: set[Path] = set()
     for pid in process_ids:
         try:
             lines = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
-        except OSError:  # it has just ended
+        except OSError:  # the process has ended
             continue
         found |= {Path(line[line.index(prefix) :]) for line in lines if prefix in line}
     return tuple(sorted(found))
 
 
 def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
-    """Wait ``grace_s`` for processes that are ending, ask the rest to, then kill."""
+    """Wait ``grace_s`` seconds for processes that are ending, then terminate the rest, then kill."""
     alive: list[psutil.Process] = []
     for pid in process_ids:
-        with suppress(psutil.NoSuchProcess):  # it has ended, perhaps this moment: those of one engine end together
+        with suppress(psutil.NoSuchProcess):
             alive.append(psutil.Process(pid))
     for timeout_s, end in ((grace_s, psutil.Process.terminate), (2.0, psutil.Process.kill)):
         _, alive = psutil.wait_procs(alive, timeout=timeout_s)
@@ -70,11 +67,10 @@ def end_processes(process_ids: Iterable[int], grace_s: float) -> None:
 
 
 def start_tracker() -> None:
-    """Start this process's resource tracker, out of reach, unless there is one.
+    """Start this process's resource tracker in a separate session, unless there is one.
 
-    It removes shared memory and semaphores once all who share them are gone. A worker of Ray's that ends kills its
-    children, and when it has ended, all of its process group is killed; a tracker among them would die with those it is
-    to clean up after.
+    The tracker removes shared memory and semaphores after the processes that share them have ended. A Ray worker kills
+    its children and its process group when it ends, which would kill a normal tracker before it can clean up.
     """
     usual = util.spawnv_passfds
     util.spawnv_passfds = _spawn  # type: ignore[assignment]
@@ -85,7 +81,7 @@ def start_tracker() -> None:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether the process is a tracker: those end by themselves, after all others have."""
+    """Return whether the process is a resource tracker."""
     try:
         return any(_TRACKER in part for part in process.cmdline())
     except psutil.NoSuchProcess:
@@ -93,8 +89,7 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> None:
-    """Start it in a separate session and detached, otherwise as multiprocessing does. Without a process id,
-    multiprocessing does not wait for it."""
+    """Start the tracker like multiprocessing does, but detached. Without a process id, nothing waits for it."""
     subprocess.run(
         ["/bin/sh", "-c", '"$@" &', "sh", path, *args[1:]], pass_fds=passfds, start_new_session=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Work on tensors in a few threads: reading, casting, checksums, comparing and writing all leave Python's lock."""
+"""Work on tensors in a few threads. Reading, casting, hashing, comparing and writing tensors release Python's lock."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -13,15 +13,14 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _LOOK_EVERY_S = 0.2
-"""Between looks at progress and at whether the user has interrupted."""
 
 
 class StoppedError(Exception):
-    """A job gave up because another one failed."""
+    """Error that ends a job because another one failed."""
 
 
 class Tracker:
-    """Bytes done by all jobs, and whether they must stop."""
+    """Count of the bytes done by all jobs, and the request to stop them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,11 +32,7 @@ class Tracker:
         return self._done
 
     def advance(self, nbytes: int) -> None:
-        """Count, and go on only if no thread has failed: called after every tensor.
-
-        Raises:
-            StoppedError: the work is over.
-        """
+        """Count a finished tensor. Raises ``StoppedError`` after a failure of another job."""
         with self._lock:
             self._done += nbytes
         if self._stopped.is_set():
@@ -54,12 +49,12 @@ def run_jobs(
     finished: Callable[[Result], None],
     progress: Callable[[int], None],
 ) -> None:
-    """Do every job; the first failure, or an interruption, stops the others after their current tensor.
+    """Do all jobs. The first failure, or an interrupt, stops the others after their current tensor.
 
     Args:
         work: runs in a worker thread.
-        workers: threads; memory is that of one tensor in each.
-        finished: called in this thread with every result, as they come.
+        workers: number of threads, each of which holds one tensor.
+        finished: called in this thread with every result.
         progress: called in this thread with the bytes done.
     """
     tracker = Tracker()
@@ -78,7 +73,7 @@ def run_jobs(
         except BaseException:
             tracker.stop()
             pool.shutdown(wait=True, cancel_futures=True)
-            for future in waiting:  # what was done meanwhile is not lost
+            for future in waiting:  # keep jobs that finished meanwhile
                 if not future.cancelled() and future.exception() is None:
                     finished(future.result())
             raise

@@ -1,4 +1,4 @@
-"""Flags of a run that is there to be broken."""
+"""Flags of a run for fault tests."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ from tests.conftest import Tiny
 
 
 def quick(tiny: Tiny, run_dir: Path, *more: str) -> list[str]:
-    """The transformers engine starts at once; no evaluation."""
+    """Return flags with the transformers engine, which starts fastest, and without evaluation."""
     return tiny.rl_flags(run_dir, "--rollout.engine", "transformers", "--evaluation.files", "[]", *more)

@@ -1,4 +1,4 @@
-"""Reward functions that hang or fail, for the reward workers to import."""
+"""Reward functions that hang or fail, imported by reward workers."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from slime_like.interfaces.reward import RewardResult
 
 
 def hangs_once(prompt: str, response: str, answer: str, marker: str) -> RewardResult:
-    """The first call with a response that lacks the answer never returns; ``marker`` is the file that remembers it."""
+    """Hang in the first call with a wrong response. The file ``marker`` records that it happened."""
     if answer not in response and not Path(marker).exists():
         Path(marker).touch()
         while True:
@@ -16,7 +16,7 @@ def hangs_once(prompt: str, response: str, answer: str, marker: str) -> RewardRe
 
 
 def fails_once_saved(prompt: str, response: str, answer: str, file: str) -> RewardResult:
-    """Works until ``file`` is there and has not been written to for four seconds, in which the disk may take it."""
+    """Fail once ``file`` exists and has not changed for four seconds, in which it is written to disk."""
     if Path(file).exists():
         while (left_s := Path(file).stat().st_ctime + 4 - time.time()) > 0:
             time.sleep(left_s)

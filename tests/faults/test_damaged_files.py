@@ -1,4 +1,4 @@
-"""Disks that fill, files that change or lose bytes: one sentence, and the last good checkpoint intact."""
+"""Full disks and damaged files end in one sentence, and the last good checkpoint is intact."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from tests.support.processes import run
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for one checkpoint of the tiny model, not for two."""
+    """File system with room for one checkpoint of the tiny model, not for two."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=11m", "tmpfs", str(disk)], capture_output=True)
@@ -45,8 +45,8 @@ def test_a_full_disk_at_save_leaves_the_last_good_checkpoint(
     assert not list(checkpoints.glob(".partial*"))
 
 
-def test_a_run_that_fails_keeps_the_checkpoint_that_was_written_meanwhile(tiny: Tiny, tmp_path: Path) -> None:
-    """The save of step 2 is whole during step 3, which never ends."""
+def test_a_run_that_fails_keeps_a_checkpoint_written_in_the_background(tiny: Tiny, tmp_path: Path) -> None:
+    """The save of step 2 finishes during step 3, which never ends."""
     checkpoints = tmp_path / "run" / "checkpoints"
     written = checkpoints / ".partial-step-000002" / "trainer" / "__0_0.distcp"
     functions = f"[{{name: 'tests.faults.rewards:fails_once_saved', options: {{file: {written}}}}}]"
@@ -61,7 +61,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_written_meanwhile(tiny: 
     assert not list(checkpoints.glob(".partial*"))
 
 
-def test_other_data_is_refused_at_resume_before_anything_starts(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
+def test_other_data_is_rejected_at_resume_before_anything_starts(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "run", symlinks=True)
     data = tmp_path / "sft.jsonl"
     data.write_text((tiny.data / "sft.jsonl").read_text() + json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
@@ -72,10 +72,10 @@ def test_other_data_is_refused_at_resume_before_anything_starts(tiny: Tiny, trai
     assert "starting" not in finished.stderr
 
 
-def test_a_flipped_bit_is_refused_at_resume_and_auto_resumes_from_the_checkpoint_before(
+def test_a_flipped_bit_is_rejected_at_resume_and_auto_resumes_from_the_previous_checkpoint(
     tiny: Tiny, trained: Path, tmp_path: Path
 ) -> None:
-    """Only the ranks read so much, when the run is open already."""
+    """Only the ranks read whole checkpoints, after the run has started."""
     shutil.copytree(trained, tmp_path / "run", symlinks=True)
     checkpoint = tmp_path / "run" / "checkpoints" / "latest" / "trainer"
     largest = max(checkpoint.rglob("*"), key=lambda file: file.stat().st_size)
@@ -91,5 +91,5 @@ def test_a_flipped_bit_is_refused_at_resume_and_auto_resumes_from_the_checkpoint
     finished = run(tiny.sft_flags(tmp_path / "run", "--steps", "3"), tmp_path / "log-auto")
     assert finished.code == 0 and finished.left_behind == [], finished.stderr
     assert "passed over: " in finished.stderr and "step-000001 after step 1" in finished.stderr
-    # Of step 2 there are two records: it was run again.
+    # Step 2 was run twice.
     assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 2, 3]

@@ -1,4 +1,4 @@
-"""What goes wrong is one sentence, an exit code that is not 0, and nothing left running."""
+"""Failures end in one sentence and a nonzero exit code, and leave nothing running."""
 
 import json
 import shutil
@@ -20,47 +20,31 @@ NO_CHECKPOINT = "slime-like: no checkpoint has been written "
 
 
 def one_sentence(finished: Finished) -> str:
-    """The error itself, and no traceback: the last line of standard error, but for the one that says how to go on."""
+    """Return the error without a traceback: the last line of standard error, not counting the hint on resuming."""
     assert "Traceback" not in finished.stderr, finished.stderr
     assert finished.left_behind == []
     *_, before, last = "", *finished.stderr.strip().splitlines()
     return before if last.startswith((RESUME, NO_CHECKPOINT)) else last
 
 
-def test_a_missing_model_is_refused_before_anything_starts(tiny: Tiny, tmp_path: Path) -> None:
-    finished = run(tiny.rl_flags(tmp_path / "run", "--model.path", str(tmp_path / "nowhere")), tmp_path / "log", 120)
-    assert finished.code == 2
-    assert "model.path" in finished.stderr and "nowhere" in finished.stderr
-    assert not (tmp_path / "run").exists()
-    one_sentence(finished)
-
-
 @pytest.mark.parametrize(
     ("engine", "argument", "value"),
     [
         ("transformers", "attn_implementation", "none_such"),
-        # A context longer than its KV cache can ever hold, which its other process finds.
+        # The KV cache is too small for the context, which vLLM's other process finds.
         pytest.param("vllm", "kv_cache_memory_bytes", "1000", marks=pytest.mark.acceptance),
     ],
 )
 def test_an_engine_that_does_not_start(tiny: Tiny, tmp_path: Path, engine: str, argument: str, value: str) -> None:
-    """What each engine says of it is in tests/engines; what a run makes of that does not depend on which."""
+    """tests/engines covers each engine's message. The run handles all of them alike."""
     flags = ["--rollout.engine", engine, f"--rollout.engine_args.{argument}", value]
     finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 1
     assert f"engine 0 ({engine}), starting: {engine} engine 0 did not start: " in one_sentence(finished)
 
 
-def test_a_transport_that_does_not_reach_is_refused_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
-    """These engines could not start: no start was tried."""
-    flags = ["--rollout.engine_args.kv_cache_memory_bytes", "1000", "--sync.transport", "nccl"]
-    finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
-    assert finished.code == 2
-    assert one_sentence(finished).endswith(" [out-of-reach]")
-
-
-def test_an_engine_that_cannot_take_the_weights_is_refused_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
-    """This one could not start: no start was tried."""
+def test_an_engine_that_cannot_update_the_weights_is_rejected_before_engines_start(tiny: Tiny, tmp_path: Path) -> None:
+    """The engine could not start, so no start was tried."""
     make_tiny_model(tmp_path / "model", family="qwen3_moe")
     flags = ["--model.path", str(tmp_path / "model"), "--rollout.engine_args.kv_cache_memory_bytes", "1000"]
     finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
@@ -69,7 +53,7 @@ def test_an_engine_that_cannot_take_the_weights_is_refused_before_engines_start(
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
-    """One weight is infinite: the forward pass overflows, and no update may follow."""
+    """The forward pass overflows, and no update may follow."""
     poisoned = tmp_path / "model"
     shutil.copytree(tiny.model, poisoned)
     weights = load_file(poisoned / "model.safetensors")
@@ -90,8 +74,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -
     ],
 )
 def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: str, how: str, engine: str) -> None:
-    """By hand, by a scheduler's SIGTERM, or by ``timeout``, which sends it to the whole group. With a checkpoint, the
-    last line says how to go on; without one, that there is none."""
+    """``timeout`` signals the whole group. The last line says how to resume, or that there is no checkpoint."""
     every = "0" if "sync" in moment else "1"
     flags = tiny.rl_flags(tmp_path / "run", "--steps", "1000", "--rollout.engine", engine, "--checkpoint.every", every)
     with Command(flags, tmp_path / "log") as command:
@@ -106,22 +89,7 @@ def test_an_interrupted_run_ends_everything(tiny: Tiny, tmp_path: Path, moment: 
     latest = (tmp_path / "run" / "checkpoints" / "latest").resolve()
     assert ("checkpoint" in moment) == (finished.stderr.splitlines()[-1] == f"{RESUME}{latest}")
     assert (NO_CHECKPOINT in finished.stderr) == ("sync" in moment)
-    assert "SIGTERM" not in finished.stderr  # what Ray's own handler prints
-
-
-def test_a_cluster_that_does_not_answer(tiny: Tiny, tmp_path: Path) -> None:
-    flags = tiny.rl_flags(tmp_path / "run", "--cluster.address", "127.0.0.1:1")
-    finished = run(flags, tmp_path / "log", timeout_s=120)
-    assert finished.code == 1
-    assert "cluster.address=127.0.0.1:1: nothing answers there" in one_sentence(finished)
-
-
-def test_a_bad_data_row_names_file_and_line(tiny: Tiny, tmp_path: Path) -> None:
-    data = tmp_path / "bad.jsonl"
-    data.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n" + '{"prompt": "2+2="\n')
-    finished = run(tiny.rl_flags(tmp_path / "run", "--data.train", str(data)), tmp_path / "log", 120)
-    assert finished.code != 0
-    assert f"{data}:2:" in one_sentence(finished)
+    assert "SIGTERM" not in finished.stderr  # Ray's handler would print it
 
 
 def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
@@ -135,7 +103,7 @@ def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
-    """One response costs its sample, and is reported."""
+    """The response loses its sample, and is reported."""
     functions = f"[{{name: 'tests.faults.rewards:hangs_once', options: {{marker: {tmp_path}/hung}}}}]"
     flags = ["--reward.functions", functions, "--reward.timeout_s", "1", "--steps", "1"]
     finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")

@@ -1,4 +1,4 @@
-"""Agents, their engine and the driver are killed: at most a rollout is lost, and a resumed run ends the same."""
+"""Killed agents, engines and drivers cost at most a rollout, and a resumed run gives the same result."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Engines on the trainers' devices, killed in every turn: each is replaced, and what it had is sampled again."""
+"""Engines on the trainers' devices are replaced when killed in any turn, and their requests are sampled again."""
 
 import time
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ _RESTART_TIMEOUT_S = 180.0
 def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
     tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], turns: tuple[str, ...], to_its_end: bool
 ) -> None:
-    """The only engine, once in each of ``turns``, in one run; it is ended by Ctrl-C if not ``to_its_end``."""
+    """The only engine is killed once in each turn of one run. If not ``to_its_end``, Ctrl-C ends the run."""
     restarts, steps = str(len(turns)), STEPS if to_its_end else 1000
     flags = ["--rollout.engine", engine, "--cluster.placement", "colocated", "--rollout.max_engine_restarts", restarts]
     flags += ["--steps", str(steps), "--rollout.prompts_per_step", str(PROMPTS), "--sync.bucket_mb", "0.01"]
@@ -68,13 +68,13 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
     assert audit.trained >= PROMPTS * len(rows)
     for row in rows:
         assert row["weights/probe_gap"] < 1e-4
-        assert row["train_actor_training/engine_gap_max"] < 1e-4  # sampled by the weights of the step before
+        assert row["train_actor_training/engine_gap_max"] < 1e-4  # sampled with the previous step's weights
         assert row["rollout/staleness_max"] == 0
 
 
 @contextmanager
 def _held(command: Command, call: str) -> Iterator[None]:
-    """Inside, an actor is stopped in ``call``, and with it the run in its turn."""
+    """Stop an actor in ``call``, which keeps the run in its turn."""
     process = _stopped_in(command, call)
     try:
         yield

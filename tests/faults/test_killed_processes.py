@@ -1,4 +1,4 @@
-"""Processes that are killed: the run ends with one sentence, or goes on and loses nothing."""
+"""After a process is killed, the run ends with one sentence, or continues and loses nothing."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ from tests.support.processes import Command
 # vLLM renames its process, where the operating system lets it.
 VLLM_CORE = ("VLLM::EngineCore", "multiprocessing.spawn")
 _ENGINE_HANGS_S = 20.0
-"""Longer than a rank's death stays unnoticed, and a bound on how long the run's end waits for the engine."""
+"""Longer than a rank's death stays unnoticed. The end of the run waits for the engine at most this long."""
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ _ENGINE_HANGS_S = 20.0
             "generation",
             marks=pytest.mark.acceptance,
         ),
-        # That every engine reports its death is in tests/engines; what a run makes of it does not depend on which.
+        # tests/engines covers each engine's report. The run handles all of them alike.
         pytest.param("vllm", VLLM_CORE, "engine 0 (vllm)", "sync", marks=pytest.mark.acceptance),
         pytest.param("sglang", ("sglang::scheduler",), "engine 0 (sglang)", "generation", marks=pytest.mark.acceptance),
         ("transformers", ("ray::TrainerRank",), "trainer rank 0", "generation"),
@@ -40,7 +40,7 @@ _ENGINE_HANGS_S = 20.0
 def test_a_killed_process_ends_the_run_with_one_sentence(
     tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], who: str, busy_with: str
 ) -> None:
-    """Killed at whatever the run is doing, mostly one thing; the sentence says who, and in which phase."""
+    """The sentence names the process and the phase."""
     flags = ["--rollout.engine", engine, "--steps", "1000", "--rollout.max_engine_restarts", "0"]
     flags += ["--rollout.prompts_per_step", "32"] if busy_with == "generation" else ["--sync.bucket_mb", "0.001"]
     with Command(quick(tiny, tmp_path / "run", *flags), tmp_path / "log") as command:
@@ -54,21 +54,21 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     sentence = one_sentence(finished)
     assert who in sentence
     assert " while " in sentence or ", " in sentence
-    assert "raylet" not in finished.stdout + finished.stderr  # Ray's own paragraph
+    assert "raylet" not in finished.stdout + finished.stderr  # from Ray's message
 
 
 @pytest.mark.parametrize(
     ("engine", "victim", "ahead"),
     [
         ("transformers", ("ray::EngineActor",), 1),
-        # vLLM's engine dies beside its actor: in the suite with colocated placement.
+        # The default run kills a vLLM engine with colocated placement.
         pytest.param("vllm", VLLM_CORE, 1, marks=pytest.mark.acceptance),
     ],
 )
 def test_a_killed_engine_is_replaced_and_no_group_is_lost(
     tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], ahead: int
 ) -> None:
-    """The only engine: its requests wait for its successor, which has the weights of the day before it serves."""
+    """Requests of the only engine wait for its successor, which gets the current weights before it serves."""
     flags = ["--rollout.engine", engine, "--steps", "12", "--rollout.prompts_per_step", "16"]
     flags += ["--rollout.max_staleness", str(ahead), "--algorithm.importance_correction", "truncate"]
     run_dir = tmp_path / "run"
@@ -88,7 +88,7 @@ def test_a_killed_engine_is_replaced_and_no_group_is_lost(
 
 
 def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny, tmp_path: Path) -> None:
-    """An engine that joins a transport waits for the rank that opened it, for minutes."""
+    """An engine that joins a transport would wait minutes for the rank."""
     with Command(quick(tiny, tmp_path / "run"), tmp_path / "log") as command:
         engine = _running(command, "ray::EngineActor.start")
         engine.suspend()
@@ -103,7 +103,7 @@ def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny,
 
 
 def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path: Path) -> None:
-    """The only one: rewarded groups wait for its successor, and each is trained once, with reference logprobs."""
+    """Groups wait for the successor of the only worker. Each is trained once, with reference logprobs."""
     flags = ["--steps", "6", "--rollout.prompts_per_step", "16", "--algorithm.kl_coef", "0.1"]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags, "--reference.placement", "workers"), tmp_path / "log") as command:
@@ -121,13 +121,13 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
 
 
 def role_logs(run_dir: Path) -> set[str]:
-    """Logs named after what their process is in the run."""
+    """Return the names of logs of ranks, engines and reference workers."""
     roles = ("trainer-*.log", "engine-*.log", "reference-*.log")
     return {path.name for role in roles for path in (run_dir / "worker_logs").glob(role)}
 
 
 def _running(command: Command, call: str) -> psutil.Process:
-    """The first process seen at ``call``, which Ray shows as the title of an actor's process."""
+    """Wait for an actor to run ``call``, which Ray shows in the title of its process."""
     while True:
         assert command.process.poll() is None, command.output
         for process in command.descendants():

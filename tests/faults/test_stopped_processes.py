@@ -1,4 +1,4 @@
-"""Processes that are stopped instead of killed: reported, then ended or replaced."""
+"""Stopped processes are reported, and then ended or replaced."""
 
 import signal
 import time
@@ -15,7 +15,7 @@ from tests.support.processes import Command
 
 
 def _impatient(arguments: Sequence[str]) -> int:
-    """The command, whose patience is that of a test; by default ``benchmarks/kills`` measures it."""
+    """Run the command with short times. ``benchmarks/kills`` measures the default ones."""
     stopped.LOOK_EVERY_S, stopped.REPORT_AFTER_S, stopped.END_AFTER_S = 0.5, 1.0, 3.0
     return main(arguments)
 
@@ -30,7 +30,7 @@ def test_a_stopped_rank_ends_the_run_and_a_stopped_engine_is_replaced(tiny: Tiny
         command.wait_for("engine 0 (transformers) was restarted", timeout_s=60)
         command.wait_for_rows(run_dir, count=(run_dir / "metrics.jsonl").read_text().count("\n") + 2)
         rank = command.named("ray::TrainerRank")
-        for _ in range(2):  # one that goes on in time is left alone
+        for _ in range(2):  # a process that continues in time is not ended
             rank.send_signal(signal.SIGSTOP)
             time.sleep(1.0)
             rank.send_signal(signal.SIGCONT)

@@ -1,11 +1,11 @@
-"""Several hosts on one machine: each with a network, host name, processes, /tmp and /dev/shm.
+"""Several hosts on one machine, each with a network, host name, processes, /tmp and /dev/shm.
 
-Linux namespaces, made with ``unshare`` and ``ip``, which takes root. The cluster's hosts share one network and one
-directory; their first one has a second interface, to a network in which an outsider sits. Whatever runs on a host ends
-with it: its process 1 is killed, and the kernel kills the rest.
+They are Linux namespaces, made with ``unshare`` and ``ip``, which needs root. The cluster's hosts share one network and
+one directory. The first one has a second interface to the network of an outsider. Processes of a host end with it: its
+process 1 is killed, and the kernel kills the others.
 
-Where namespaces are forbidden, two loopback addresses of this machine stand for the two nodes, which then share all but
-their address, and there is no outsider. A host's processes are known there by a variable that they inherit.
+Without permission for namespaces, the two nodes are two loopback addresses of this machine, and there is no outsider.
+The processes of a node are then recognized by an inherited variable.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _UNSHARE = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-c
 
 
 def why_not() -> str:
-    """Why hosts cannot be made here; "" where they can."""
+    """Return why hosts cannot be made here, or ""."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("unshare", "nsenter", "ip"):
@@ -55,7 +55,7 @@ def why_not() -> str:
 
 @dataclass
 class Running:
-    """A command on a host, its output in a file."""
+    """A command on a host, with its output in a file."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -87,9 +87,12 @@ class Running:
 
 @dataclass
 class Host:
-    """One host; ``init`` is the id, out here, of its process 1, or 0 where it is an address of this machine.
+    """One host.
 
-    ``kept`` holds its network's namespace once its power is off."""
+    Attributes:
+        init: id of its process 1 in this process's namespace; 0 if the host is an address of this machine.
+        kept: handle that keeps its network's namespace after the power is off.
+    """
 
     name: str
     address: str
@@ -105,7 +108,7 @@ class Host:
         return done.stdout
 
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
-        # Another machine has not what engines set in this process when other tests started them in it.
+        # Other tests may have started engines in this process, which set variables.
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
         variables = [f"{name}={value}" for name, value in {**kept, **(environment or {}), _MARK: self._mark}.items()]
         with log.open("w") as out:
@@ -123,7 +126,7 @@ class Host:
         return f"{os.getpid()}-{self.address}"
 
     def processes(self) -> list[psutil.Process]:
-        """Everything alive on it but process 1, by the namespace that the kernel says it is in, or by our variable."""
+        """Return its living processes except process 1."""
         return [process for process in psutil.process_iter() if self._has(process) and _is_alive(process)]
 
     def _has(self, process: psutil.Process) -> bool:
@@ -136,7 +139,7 @@ class Host:
             return False
 
     def listening(self) -> list[tuple[str, int, str]]:
-        """Address, port and process name of every TCP listener; "*" is every address."""
+        """Return address, port and process name of every TCP listener. "*" is every address."""
         found = []
         for line in self.run(["ss", "-ltnpH"]).splitlines():
             columns = line.split()
@@ -147,9 +150,9 @@ class Host:
         return found
 
     def power_off(self) -> None:
-        """Without a word to anybody, network included."""
+        """End the host without closing its connections."""
         if self.init:
-            # The other end of its cable keeps its address, as at a switch; it would go with this end's namespace.
+            # The other end of its cable keeps its address, like at a switch, as long as this namespace exists.
             self.kept = Path(f"/proc/{self.init}/ns/net").open()  # noqa: SIM115
             self.run(["ip", "link", "set", "eth0", "down"])
             os.kill(self.init, signal.SIGKILL)
@@ -175,13 +178,13 @@ def _is_alive(process: psutil.Process) -> bool:
 
 @dataclass
 class Network:
-    """Two hosts of a cluster, and one that does not belong to it.
+    """Two hosts of a cluster, and an outsider.
 
     Attributes:
         nodes: the cluster's two.
-        outsider: is routed to the cluster's network by node 0's other one; ``None`` on loopback.
+        outsider: reaches the cluster's network through node 0's second interface; ``None`` on loopback.
         shared: directory that both nodes see under the same path.
-        why_loopback: why these are no hosts but addresses; "" where they are.
+        why_loopback: why the nodes are loopback addresses, or "".
     """
 
     nodes: list[Host]
@@ -192,7 +195,7 @@ class Network:
 
 @contextmanager
 def two_hosts(shared: Path) -> Iterator[Network]:
-    """Up inside, gone outside."""
+    """Yield the hosts, which are removed at the end."""
     why = why_not()
     with ExitStack() as stack:
         if why:
@@ -209,7 +212,7 @@ def two_hosts(shared: Path) -> Iterator[Network]:
         )
         _wire(first, "eth0", "10.77.0.1", second, "eth0", "10.77.0.2")
         _wire(first, "eth1", "192.168.77.1", outsider, "eth0", "192.168.77.9")
-        # The other way into the cluster: its addresses, by way of the node between.
+        # A second way into the cluster: its addresses, through node 0.
         outsider.run(["ip", "route", "add", "10.77.0.0/24", "via", "192.168.77.1"])
         for node in (first, second):
             _furnish(node, shared)
@@ -217,7 +220,7 @@ def two_hosts(shared: Path) -> Iterator[Network]:
 
 
 def _boot(stack: ExitStack, name: str, address: str) -> Host:
-    # Process 1 waits for what its host orphans, as a real one does.
+    # Process 1 waits for orphans, like a real one.
     init = "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
     outer = subprocess.Popen([*_UNSHARE, sys.executable, "-c", init], stdin=subprocess.DEVNULL)
     stack.callback(_shut_down, outer)
@@ -232,7 +235,7 @@ def _boot(stack: ExitStack, name: str, address: str) -> Host:
 
 
 def _shut_down(outer: subprocess.Popen[bytes]) -> None:
-    outer.kill()  # --kill-child takes process 1 along, and that the rest
+    outer.kill()  # --kill-child also ends process 1, and the kernel ends the others
     outer.wait()
 
 
@@ -250,7 +253,7 @@ def _wire(left: Host, left_card: str, left_address: str, right: Host, right_card
 
 
 def _furnish(host: Host, shared: Path) -> None:
-    """Mount a separate /tmp and /dev/shm; what lies below them that every host has stays there."""
+    """Mount a separate /tmp and /dev/shm that still contain directories shared by all hosts."""
     found_everywhere = {REPO, Path(sys.prefix), Path(sys.base_prefix), shared}
     found_everywhere |= {path.resolve() for path in found_everywhere}
     for replaced in (Path("/tmp"), Path("/dev/shm")):

@@ -1,6 +1,6 @@
-"""A node that fails ends the run on every node with one sentence, soon, and leaves nothing.
+"""A node that fails ends the run on every node soon, with one sentence, and leaves nothing.
 
-All cases are started at once, each with a separate port and run directory: most of their time is spent waiting.
+All cases run at the same time, each with a separate port and run directory, since they mostly wait.
 """
 
 import shutil
@@ -28,7 +28,7 @@ def network(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Iterator[Ne
 
 @dataclass
 class Ended:
-    """How all cases ended: exit codes and closing lines by rank, output, and what was left on either host."""
+    """Exit codes and last lines of all cases by rank, their output, and processes left on either host."""
 
     codes: dict[str, list[int]]
     said: dict[str, list[str]]
@@ -50,8 +50,8 @@ def ended(network: Network, tiny: Tiny) -> Ended:
             for rank, host in enumerate(network.nodes)
         ]
 
-    begin("killed")  # with Ray and training on
-    begin("never", NODES="3", NODES_TIMEOUT_S="75")  # in which both start Ray, while all the others start
+    begin("killed")
+    begin("never", NODES="3", NODES_TIMEOUT_S="75")  # long enough for both to start Ray
     begin("stopped", NODES="3")
     begin("plan", "--cluster.gpu_memory_gib", "0.001", PLAN="1", ENGINE="transformers", SILENCE_S="10")
     other = network.shared / "other-key"
@@ -69,13 +69,13 @@ def ended(network: Network, tiny: Tiny) -> Ended:
 
 
 def _launcher(run: Running) -> psutil.Process:
-    """The process the script has become: ``nsenter``'s child on a host, else our own."""
+    """Return the process that runs the script: ``nsenter``'s child on a host."""
     process = psutil.Process(run.process.pid)
     return process.children()[0] if "nsenter" in process.name() else process
 
 
 def test_a_node_that_never_comes(ended: Ended, network: Network) -> None:
-    """Both nodes that joined name the one that did not."""
+    """Both nodes that joined name the missing one."""
     expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 75 s; start the same "
     assert ended.codes["never"] == [1, 1]
     for line in ended.said["never"]:
@@ -89,14 +89,14 @@ def test_a_node_that_is_interrupted_ends_the_others(ended: Ended, network: Netwo
 
 
 def test_node_0_is_killed_outright(ended: Ended, network: Network) -> None:
-    """With Ray and training on: only the nodes themselves are left to end them."""
+    """Training has started, so the other node must end it."""
     assert ended.codes["killed"] in ([-9, 1], [137, 1])
     lost = f"slime-like: {here(network, 1)} has lost node 0 ({network.nodes[0].address}): its connection ended"
     assert ended.said["killed"][1].startswith(lost), ended.output["killed"]
 
 
 def test_a_plan_that_is_rejected(ended: Ended, network: Network) -> None:
-    """Rejected before Ray starts; both nodes report it."""
+    """Both nodes report it, and Ray does not start."""
     assert ended.codes["plan"] == [1, 1]
     for line in ended.said["plan"]:
         assert f"{here(network, 0)}, slime-like plan: " in line, ended.output["plan"]
@@ -105,7 +105,7 @@ def test_a_plan_that_is_rejected(ended: Ended, network: Network) -> None:
 
 
 def test_a_node_with_another_key(ended: Ended, network: Network) -> None:
-    """Ray's head does not answer it; node 0 finds its sentence beside the key."""
+    """Ray's head rejects the node. Node 0 reads the node's note."""
     assert ended.codes["other key"] == [1, 1]
     refused = f"slime-like: {here(network, 1)}: {network.nodes[0].address}:"
     for line in ended.said["other key"]:

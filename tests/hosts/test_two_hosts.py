@@ -1,8 +1,8 @@
-"""``scripts/run_qwen_32b.sh`` on two hosts: the script itself, real addresses, a Ray node on each.
+"""``scripts/run_qwen_32b.sh`` on two hosts with real addresses and a Ray node on each.
 
-One pair of hosts and two starts serve all tests: the first trains to its end over pipeline x context ranks,
-while strangers knock; the second, with another engine and layout, goes on from it and loses a node. Nearly all of their
-time is that of processes that start, nine seconds of a core for every rank: the second has no more ranks than hosts.
+One pair of hosts and two starts serve all tests. The first start trains to its end over pipeline x context ranks, while
+a stranger sends requests. The second one resumes with another engine and layout, and loses a node. Starting a rank
+takes nine seconds of a core, so the second start has one rank per host.
 """
 
 import json
@@ -25,7 +25,7 @@ PORT = 6380
 TWO_RANKS_EACH = ("--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")
 ONE_RANK_EACH = ("--trainer.parallel.pipeline", "2")
 NOT_LOOKED_AT = ("--checkpoint.export_hf", "false", "--logging.tensorboard", "false")
-RAYS_OWN = ("gcs_server", "raylet", "ray::", "python")  # the driver is a worker of Ray's, too
+RAYS_OWN = ("gcs_server", "raylet", "ray::", "python")  # the driver has a Ray server, too
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,10 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 def start(
     host: Host, rank: int, network: Network, tiny: Tiny, log: str, flags: tuple[str, ...] = (), **environment: str
 ) -> Running:
-    """The script, with a configuration of seconds in place of the recipe."""
+    """Start the script with a tiny configuration instead of the recipe."""
     run_dir = ("--run_dir", str(network.shared / "run")) if "--run_dir" not in flags else ()
     everything = tiny.rl_flags(Path("unused"), "--rollout.prompts_per_step", "4", "--evaluation.files", "[]")[4:]
-    everything += ["--reward.start_timeout_s", "400", "--rollout.start_timeout_s", "400"]  # whatever else runs here
+    everything += ["--reward.start_timeout_s", "400", "--rollout.start_timeout_s", "400"]  # the machine may be busy
     variables = {
         "CONFIG": "configs/quickstart.yaml",
         "MODEL": str(network.shared / "model"),
@@ -59,11 +59,11 @@ def start(
 
 @dataclass
 class Knocking:
-    """What was found on node 0 while it trained.
+    """Requests to node 0 while it trained.
 
     Attributes:
-        listeners: address, port and process of everything that listened.
-        answers: answers by port at its address in the cluster, to a stranger who is routed there.
+        listeners: address, port and process of every listener.
+        answers: answers to a stranger by port, at the node's address in the cluster.
     """
 
     listeners: list[tuple[str, int, str]]
@@ -80,7 +80,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(network: Network, tiny: Tiny) -> Trained:
-    """The first start, to its end."""
+    """Run the first start to its end."""
     shutil.copytree(tiny.model, network.shared / "model")
     shutil.copytree(tiny.data, network.shared / "data")
     flags = (*TWO_RANKS_EACH, "--checkpoint.every", "2")
@@ -95,7 +95,7 @@ def trained(network: Network, tiny: Tiny) -> Trained:
 
 
 def knock(network: Network) -> Knocking | None:
-    """``None`` without an outsider."""
+    """Send requests from the outsider, if there is one."""
     if network.outsider is None:
         return None
     listeners = network.nodes[0].listening()
@@ -108,12 +108,12 @@ def knock(network: Network) -> Knocking | None:
 
 
 def here(network: Network, node: int) -> str:
-    """How a node is called in messages."""
+    """Return a node's name in messages."""
     return f"node {node} ({network.nodes[node].name}, {network.nodes[node].address})"
 
 
 def left_on(host: Host, grace_s: float = 30.0) -> list[str]:
-    """Command lines of what still runs there after a grace."""
+    """Return the command lines of processes that still run after a grace period."""
     deadline = time.monotonic() + grace_s
     while (left := host.processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -145,12 +145,12 @@ def test_the_script_trains_over_both_hosts(trained: Trained, network: Network) -
 @pytest.fixture
 def knocking(trained: Trained, network: Network) -> Knocking:
     if trained.knocking is None:
-        pytest.skip(f"no outsider, for these nodes are loopback addresses: {network.why_loopback}")
+        pytest.skip(f"no outsider, since the nodes are loopback addresses: {network.why_loopback}")
     return trained.knocking
 
 
-def test_what_listens_listens_on_the_clusters_interface(knocking: Knocking) -> None:
-    """But for Ray's own servers: they know loopback and every address, nothing between."""
+def test_only_ray_listens_beyond_the_clusters_interface(knocking: Knocking) -> None:
+    """Ray's servers can only listen on loopback or on every address."""
     for address, port, who in knocking.listeners:
         assert address in ("10.77.0.1", "127.0.0.1", "*"), (address, port, who)
         if address == "*":
@@ -158,7 +158,7 @@ def test_what_listens_listens_on_the_clusters_interface(knocking: Knocking) -> N
 
 
 def test_a_stranger_who_is_routed_to_the_cluster_is_rejected(knocking: Knocking) -> None:
-    """Ray's own servers ask for the key; nothing else serves a request without it."""
+    """Ray's servers ask for the key, and nothing else serves a request without it."""
     everywhere = {str(port) for address, port, _ in knocking.listeners if address == "*"}
     assert len(everywhere) > 5 and str(PORT) in knocking.answers
     for port, answers in knocking.answers.items():
@@ -178,7 +178,7 @@ class LostNode:
 
 @pytest.fixture(scope="module")
 def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
-    """The second start, with SGLang in the place of one of two ranks; node 1 loses its power in the middle."""
+    """Run the second start, with SGLang, until node 1 loses its power."""
     flags = (*ONE_RANK_EACH, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
     variables = {"ENGINE": "sglang", "SILENCE_S": "12"}
     runs = [start(host, rank, network, tiny, "second", flags, **variables) for rank, host in enumerate(network.nodes)]
@@ -189,7 +189,7 @@ def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
     return LostNode(runs[0], code, time.monotonic() - began, left_on(network.nodes[0]))
 
 
-def test_a_second_start_goes_on_with_another_engine_and_layout(lost: LostNode, network: Network) -> None:
+def test_a_second_start_resumes_with_another_engine_and_layout(lost: LostNode, network: Network) -> None:
     assert "step-000002 after step 2" in lost.run.output
     assert "rollout.engine: transformers -> sglang" in lost.run.output
     assert "cluster.placement: separate -> colocated" in lost.run.output
@@ -197,7 +197,7 @@ def test_a_second_start_goes_on_with_another_engine_and_layout(lost: LostNode, n
 
 
 def test_a_node_that_dies_ends_the_run_with_its_name(lost: LostNode, network: Network) -> None:
-    """In a bounded time: silence, then the bound on training's end."""
+    """The bound is the silence, then the time for training to stop."""
     assert lost.code == 1
     assert lost.run.last_line.startswith(f"slime-like: {here(network, 1)} was lost during `slime-like train`: ")
     assert lost.seconds < 90

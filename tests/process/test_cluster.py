@@ -1,4 +1,4 @@
-"""A real Ray cluster: placement, token, and daemons that die or stop; a Ray that does not start is one sentence."""
+"""A real Ray cluster: placement, token, failed starts, and daemons that die or stop."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from tests.unit.orchestration.cluster.test_bundles import config
 
 @pytest.fixture
 def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InterruptHandler]:
-    """Signal handler of the command. Nothing is started, so nothing needs a guard."""
+    """Signal handler of the command, without a guard, since nothing is started."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "files"))
     monkeypatch.setattr(orphan_reaper, "start", lambda *_: subprocess.Popen(["cat"], stdin=subprocess.PIPE))
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored at the end, like the signals' handlers
@@ -43,7 +43,7 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interru
 def test_ray_that_does_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, how: str, rejects: Rejects
 ) -> None:
-    """Ray's own handler of SIGTERM is never installed."""
+    """Ray's handler of SIGTERM is never installed."""
     found: list[Any] = []
 
     def init(**_: Any) -> None:
@@ -59,22 +59,20 @@ def test_ray_that_does_not_start(
     assert found == [handler]
 
 
-def test_an_object_store_larger_than_memory_is_rejected_before_ray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, rejects: Rejects
-) -> None:
-    monkeypatch.setattr(ray, "init", None)
-    (tmp_path / "logs").mkdir()
+def test_an_object_store_larger_than_memory_is_rejected_with_the_setting(tmp_path: Path) -> None:
     more = 2 * psutil.virtual_memory().total // 2**20
-    with rejects(SlimeLikeError, "object-store-size"):
-        Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1).__enter__()
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    starting = Cluster(ClusterConfig(object_store_mb=more), tmp_path / "logs", 1)
+    with pytest.raises(SlimeLikeError) as caught:
+        starting.__enter__()
+    assert caught.value.code == "ray-not-started" and "lower cluster.object_store_mb" in caught.value.problem
+    assert starting._guard.wait(60) == 0
 
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_cluster_that_does_not_answer_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: InterruptHandler, listens: bool, rejects: Rejects
 ) -> None:
-    """Ray itself would ask forever."""
+    """Ray would try forever."""
     monkeypatch.setattr(cluster, "_ANSWER_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
@@ -85,7 +83,7 @@ def test_a_cluster_that_does_not_answer_is_rejected(
 
 
 def test_a_cluster_is_private_and_places_what_fits(tmp_path: Path, rejects: Rejects) -> None:
-    """What the cluster does not have is rejected instead of waited for."""
+    """A run that needs more devices than the cluster has is rejected immediately."""
     references = {"placement": "workers", "workers": 2}
     fits = config(tmp_path, trainer={"parallel": {"data": 3}}, reference=references, algorithm={"kl_coef": 0.1})
     larger = config(tmp_path, trainer={"parallel": {"data": 300}})
@@ -96,7 +94,7 @@ def test_a_cluster_is_private_and_places_what_fits(tmp_path: Path, rejects: Reje
         token = private / "token"
         assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(token) and token.stat().st_mode & 0o777 == 0o600
         assert _answered_with("wrong" * 10) == "AuthenticationError" and _answered_with(token.read_text()) == "answered"
-        for _ in range(2):  # the second time needs what the first one gave back
+        for _ in range(2):  # the second one needs devices that the first one released
             with Placement(fits) as placement:
                 assert placement.device == "CPU" and placement.num_nodes == 1
                 assert [placement.ranks_on_node(rank) for rank in range(3)] == [3, 3, 3]
@@ -113,7 +111,7 @@ def test_a_cluster_is_private_and_places_what_fits(tmp_path: Path, rejects: Reje
 
 
 def _answered_with(token: str) -> str:
-    """What the living cluster's GCS answers a process that has this token."""
+    """Return how the GCS answers a process that has this token."""
     program = (
         "import sys\nfrom ray._raylet import GcsClient\n"
         "try:\n    print('answered' if GcsClient(address=sys.argv[1]).get_all_node_info(5) else 'none')\n"
@@ -127,7 +125,7 @@ def _answered_with(token: str) -> str:
 
 
 def test_a_failure_after_the_death_of_a_daemon_names_the_daemon(tmp_path: Path) -> None:
-    """A raylet ends with its agent; what failed in the driver meanwhile is a consequence."""
+    """A raylet ends with its agent. The driver's error is a consequence."""
     with pytest.raises(SlimeLikeError) as caught, Cluster(ClusterConfig(), tmp_path / "logs", slots=1):
         raylet = _child("raylet")
         agents = [child for child in raylet.children() if "RuntimeEnvAgent" in " ".join(child.cmdline())]
@@ -153,7 +151,7 @@ def test_a_daemon_that_dies_while_ray_starts_is_named(tmp_path: Path, monkeypatc
     with pytest.raises(SlimeLikeError) as caught:
         starting.__enter__()
     assert caught.value.code == "ray-not-started" and "gcs_server ended by itself with -9" in caught.value.problem
-    assert starting._guard.wait(60) == 0  # it ends what Ray's failed start leaves
+    assert starting._guard.wait(60) == 0  # it ends processes that Ray's failed start left
 
 
 def _child(name: str) -> psutil.Process:
@@ -161,16 +159,16 @@ def _child(name: str) -> psutil.Process:
     return found
 
 
-def test_a_stopped_daemon_ends_whatever_the_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing fails by itself here: the driver waits for no answer of Ray.
+def test_a_stopped_daemon_interrupts_any_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver does not wait for Ray here, so nothing else fails.
 
-    A process in the background of a script ignores SIGINT, and continues to: only the watch's own is heard.
+    The process ignores SIGINT, like one that a script starts in the background. It keeps ignoring others' SIGINT.
     """
-    # An earlier test's handler of SIGTERM would be taken for one that has lost SIGINT to a library.
+    # Also reset SIGTERM: an earlier test may have left an ``InterruptHandler``.
     given = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}
     usual = {number: signal.signal(number, handler) for number, handler in given.items()}
     monkeypatch.setattr(stopped, "END_AFTER_S", 1.5)
-    monkeypatch.setattr(daemons, "_FAILS_BEFORE_S", 0.0)  # as on a machine too busy to look again
+    monkeypatch.setattr(daemons, "_FAILS_BEFORE_S", 0.0)  # like on a busy machine
     notes: list[str] = []
     try:
         with (

@@ -1,4 +1,4 @@
-"""Calls of Ray's GCS: bounded, with the token, and with the reason where they fail."""
+"""Calls of Ray's GCS: the token, bounds, and reasons of failures."""
 
 import socket
 import time
@@ -13,8 +13,7 @@ from slime_like.orchestration.cluster.ray_node import ray_environment
 from tests.unit.launch.gcs_server import HOST, TOKEN, gcs_server
 
 
-def test_values_are_stored_once_and_members_listed_for_who_has_the_token() -> None:
-    """Members by rank, with their end."""
+def test_values_are_stored_once_and_members_are_listed_with_the_token() -> None:
     with gcs_server() as (server, port):
         with pytest.raises(WrongTokenError):
             Gcs(f"{HOST}:{port}", "w" * 32, silence_s=5).put_new("verdict", {})
@@ -37,7 +36,7 @@ def test_values_are_stored_once_and_members_listed_for_who_has_the_token() -> No
 def test_a_gcs_that_does_not_answer_is_given_up(
     listens: bool, refused: bool, bound_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Earlier if nothing listens: then its process has ended."""
+    """It is given up earlier if nothing listens, since its process has ended."""
     for name, seconds in (("_CALL_S", 0.2), ("_REFUSED_S", 0.2)):
         monkeypatch.setattr(gcs, name, seconds)
     with socket.socket() as holder:

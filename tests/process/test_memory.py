@@ -1,4 +1,4 @@
-"""Memory that is freed and wanted again."""
+"""Freed memory that is allocated again, and objects exempt from garbage collection."""
 
 import platform
 
@@ -30,13 +30,13 @@ print(min(faults[1:]))
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
-def test_freed_blocks_are_not_faulted_in_again() -> None:
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_blocks_cause_no_more_page_faults() -> None:
     again, kept = (int(python(_FAULTS, mode)) for mode in ("returned", "kept"))
-    assert again > 100  # pages may be huge
+    assert again > 100  # not more: pages may be huge
     assert kept < again / 10
 
 
-def test_what_is_made_to_stay_is_freed_when_the_process_ends() -> None:
-    """Else packages that count what they made (nanobind in Triton) print a page about it behind a command's end."""
+def test_permanent_objects_are_freed_when_the_process_ends() -> None:
+    """Packages that count their objects, like nanobind in Triton, would print a page of warnings."""
     assert python(_CYCLE) == "freed\n"

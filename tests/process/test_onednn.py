@@ -1,4 +1,4 @@
-"""Products by oneDNN replace torch's own for as long as asked."""
+"""Products by oneDNN replace torch's during the lifetime of a handle."""
 
 from tests.process.conftest import python
 
@@ -21,6 +21,6 @@ print(by_onednn())
 """
 
 
-def test_large_products_go_to_onednn_while_it_lasts() -> None:
-    """In a separate process: in this one an engine may have asked for it, for good."""
+def test_large_products_use_onednn_during_the_handles_lifetime() -> None:
+    """An engine may have replaced them permanently in the test process."""
     assert python(WHICH).split() == ["False", "True", "False"]

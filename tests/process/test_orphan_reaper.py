@@ -1,4 +1,4 @@
-"""What a killed driver's Ray session leaves is found by the logs it writes, and by nothing else."""
+"""Cleanup after a killed driver. Processes of its Ray session are found by the logs they write."""
 
 import os
 import subprocess
@@ -39,17 +39,17 @@ def processes(tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_a_dismissed_guard_touches_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_dismissed_guard_changes_nothing(tmp_path: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
     watching = orphan_reaper.start(DRIVER, tmp_path / "private", tmp_path / "logs", "slime-test-guard")
     assert orphan_reaper.dismiss(watching, in_order=True) and watching.returncode == 0
     assert processes["agent"].poll() is None
 
 
 @pytest.mark.parametrize("driver_reports", [False, True])
-def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_the_kill(
+def test_the_guard_of_a_failed_or_killed_driver_cleans_up_and_reports_only_the_kill(
     tmp_path: Path, processes: dict[str, subprocess.Popen[str]], capfd: pytest.CaptureFixture[str], driver_reports: bool
 ) -> None:
-    """Of processes, those alone that write the session's logs."""
+    """It ends only processes that write the session's logs."""
     name = f"slime-test-{os.getpid()}"
     left = Path("/dev/shm") / f"{name}.1.0"
     left.write_bytes(b"x")
@@ -61,7 +61,7 @@ def test_after_a_driver_that_failed_or_was_killed_it_cleans_up_and_reports_only_
     if driver_reports:
         assert orphan_reaper.dismiss(watching, in_order=False)
     else:
-        watching.stdin.close()  # as the kernel does for a process that is killed
+        watching.stdin.close()  # like the kernel does for a killed process
     assert watching.wait(60) == 0
     assert processes["agent"].wait(30) == -9
     assert [name for name, process in processes.items() if process.poll() is not None] == ["agent"]
@@ -84,7 +84,7 @@ PLASMA = "[W 7 7] connection.cc:216: The connection to the plasma store is faile
         ("[C 7 7] Failed to connect to GCS at address 127.0.0.1:1\n", "", "its gcs_server had ended"),
     ],
 )
-def test_the_logs_name_the_daemon_whose_loss_made_ray_end_the_driver(
+def test_logs_name_the_daemon_whose_loss_ended_the_driver(
     tmp_path: Path, driver: str, raylet: str, expected: str | None
 ) -> None:
     (tmp_path / "python-core-driver-01_7.log").write_text(driver)

@@ -1,7 +1,7 @@
-"""``slime-like`` and Ray's workers and agents and reward workers, forked from a server that has imported them.
+"""``slime-like``, Ray's workers and agents, and reward workers, forked from a server that has imported them.
 
-Ray starts a worker by the command in ``setup_worker_path``. Here that is ``worker_shim.py``, which hands its arguments,
-environment and standard streams to the server and waits; the fork goes on as Ray's script would.
+Ray starts a worker with the command in ``setup_worker_path``. Here, that is ``worker_shim.py``, which passes arguments,
+environment and standard streams to the server and waits. The fork continues like Ray's script.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _SERVER_START_S = 120
 
 
 class WorkerServer:
-    """Forks Ray's workers for the commands of this test process; ends with it."""
+    """Server that forks Ray's workers for the commands of this test process, and ends with it."""
 
     def __init__(self) -> None:
         forks = clean_forks()
@@ -75,7 +75,7 @@ def _serve_workers(path: str, ready: Any) -> None:
 
 
 def _become_worker(connection: socket.socket, length: int, descriptors: list[int]) -> NoReturn:
-    """``connection`` stays open as long as the worker lives."""
+    """Run a worker. ``connection`` stays open as long as it lives."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection.makefile("rb") as stream:
         request = json.loads(stream.read(length))
@@ -96,7 +96,7 @@ def _become_worker(connection: socket.socket, length: int, descriptors: list[int
     if "RAY_AUTH_MODE" in os.environ:  # read when Ray's core was imported
         Config.initialize(json.dumps({"AUTH_MODE": os.environ["RAY_AUTH_MODE"]}).encode())
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    sys.stdin = open(0)  # noqa: SIM115  # where an agent sees the raylet's end
+    sys.stdin = open(0)  # noqa: SIM115  # an agent detects the raylet's end there
     if arguments[0] == "-m":
         sys.argv = [arguments[1], str(os.getppid())]
         runpy.run_module(arguments[1], run_name="__main__")
@@ -119,7 +119,7 @@ def worker_server() -> WorkerServer:
 
 
 class ForkedCommand:
-    """``slime-like ARGUMENTS``, or another program, in a new session; methods as those of ``subprocess.Popen``."""
+    """``slime-like ARGUMENTS`` or another program in a new session, with the methods of ``subprocess.Popen``."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ def _command(
     directory: str,
     shim: str,
 ) -> None:
-    """The process ends like an interpreter: handlers run, output written."""
+    """Run the program, and end like an interpreter: exit handlers run, and output is written."""
     os.setsid()
     _inherit(environment, directory)
     for descriptor, file, flags in (
@@ -184,7 +184,7 @@ def _command(
 
 
 def _start_workers_by(shim: str) -> None:
-    """Of every Ray node that this process starts; its agents, too."""
+    """Start workers and agents of this process's Ray nodes through the shim."""
     usual = ray._private.node.Node.__init__
     services._build_python_executable_command_memory_profileable = lambda *_: [sys.executable, shim]
 

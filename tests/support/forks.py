@@ -1,7 +1,7 @@
-"""A server beside the test process that imports everything once and forks ranks, commands and Ray's workers.
+"""A server that imports everything once and forks ranks, commands and Ray's workers.
 
-The server runs no test. What tests leave in their own process (threads, locks held by them, environment variables,
-patches) would be inherited by its forks, and a fork of a process with threads may hang.
+The server runs no tests. Tests leave threads, locks, environment variables and patches in their process, which forks
+would inherit, and a fork of a process with threads may hang.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-# What is forked from the server has these already; a module that does not import there would be imported by every fork.
+# Forks have imported these modules. A module that fails to import in the server is imported by every fork.
 PRELOADED = [
     "pytest",
     "hypothesis",
@@ -43,12 +43,12 @@ FIRST_JOB = "01000000"
 
 
 def clean_forks() -> Any:
-    """Processes forked from the server. A test process has one, with the modules that its first user asks for: all
-    forks go through here, or later ranks import everything themselves."""
+    """Return a multiprocessing context that forks from the server. The first user's list of modules counts, so all
+    forks must use this context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        # What Ray's core reads as it is imported: of a cluster, the first job; a worker ends with its shim instead.
+        # Ray's core reads these when it is imported. A worker ends with its shim, not with a raylet.
         patch.setenv("RAY_JOB_ID", FIRST_JOB)
         patch.setenv("RAY_RAYLET_PID", str(os.getpid()))
         forkserver.ensure_running()

@@ -1,11 +1,11 @@
-"""What a process of another user obtains from a living run: ``OtherUser`` starts one, which needs root.
+"""A process of another user that attacks a living run. Starting it needs root.
 
-It reads what it should try from standard input, tries all of it round after round, and prints a line of JSON a round.
-An attempt on a file or a process must be refused as not permitted. A port must not serve: neither as Ray, nor as a
-store in which ranks meet; it is also sent garbage, which must not disturb the run.
+It reads its targets from standard input, attacks all of them round after round, and prints a line of JSON per round.
+Attempts on files and processes must fail for lack of permission. No port may serve it, neither as Ray nor as a store in
+which ranks meet. Ports also get garbage, which must not disturb the run.
 """
 
-import encodings.idna  # noqa: F401 (what Python imports on its way must be there before it is another user)
+import encodings.idna  # noqa: F401 (another user may not be able to import it later)
 import json
 import os
 import select
@@ -21,24 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import torch.distributed as dist
+
+from tests.hosts.stranger import ask
 
 UID = 65534
 _REST_S = 0.1
 _GARBAGE = (b"\0" * 64, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x80\x02c", b"\x3c" * 9, b"")
-_WRONG = "not-the-token-of-this-cluster-at-all"
-_METHODS = (
-    "NodeInfoGcsService/GetAllNodeInfo",
-    "NodeManagerService/GetNodeStats",
-    "ObjectManagerService/Pull",
-    "CoreWorkerService/NumPendingTasks",
-)
 
 
 @dataclass
 class Targets:
-    """Of a living run: its directory, Ray's session, listening ports of 127.0.0.1, processes, shared memory."""
+    """Parts of a living run: its directory, Ray's session, ports on 127.0.0.1, processes, shared memory."""
 
     run_dir: str
     session: str
@@ -49,7 +43,7 @@ class Targets:
 
 @dataclass
 class Round:
-    """Names of attempts: what was obtained, refused, or failed otherwise; and whether the run's directory was seen."""
+    """Names of attempts that succeeded, were refused, or failed otherwise, and whether the run's directory was seen."""
 
     obtained: list[str]
     refused: list[str]
@@ -58,7 +52,7 @@ class Round:
 
 
 class OtherUser:
-    """The process; starts at once, since its imports take seconds."""
+    """Handle on the process. It starts immediately, since its imports take seconds."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -71,14 +65,14 @@ class OtherUser:
         self._process.stdin.flush()
 
     def end(self) -> list[Round]:
-        """Let it finish its round; all rounds."""
+        """Let it finish its round, and return all rounds."""
         out, _ = self._process.communicate(timeout=60)
         assert self._process.returncode == 0
         return [Round(**json.loads(line)) for line in out.splitlines()]
 
 
 def _attempts(targets: Targets) -> dict[str, Callable[[], Any]]:
-    """Each has to be refused."""
+    """Return attempts by name. Each must be refused."""
     run, session = Path(targets.run_dir), Path(targets.session)
     private = session.parent.parent
     found: dict[str, Callable[[], Any]] = {
@@ -126,27 +120,15 @@ def _connect(path: Path) -> None:
 
 
 def _served(port: int) -> list[str]:
-    """What a port serves to whom has no token, after garbage."""
+    """Send garbage to a port, and return what it serves without the token."""
     for garbage in _GARBAGE:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
             connection.sendall(garbage)
-    found = [
-        f"{port} answers {method}" for method in _METHODS for token in ("", _WRONG) if _answers(port, method, token)
-    ]
+    found = [f"{port}: {answer}" for answer in ask("127.0.0.1", port, timeout_s=0.5) if answer.startswith("OK")]
     with suppress(dist.DistError, RuntimeError):
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
         found.append(f"{port} is a store with {store.list_keys()}")
     return found
-
-
-def _answers(port: int, method: str, token: str) -> bool:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        try:
-            metadata = [("authorization", f"Bearer {token}")] if token else []
-            channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=0.5, metadata=metadata)
-        except grpc.RpcError:
-            return False
-    return True
 
 
 def _round(targets: Targets) -> Round:
@@ -156,7 +138,7 @@ def _round(targets: Targets) -> Round:
             attempt()
         except PermissionError:
             found.refused.append(name)
-        except OSError as error:  # it is there no more
+        except OSError as error:  # it no longer exists
             found.other.append(f"{name}: {type(error).__name__}")
         else:
             found.obtained.append(name)
@@ -175,7 +157,7 @@ def _main() -> None:
         first = _round(targets)
         first.obtained += [answer for answers in served for answer in answers]
         print(json.dumps(asdict(first)), flush=True)
-    while not select.select([sys.stdin], [], [], _REST_S)[0]:  # it is closed at the end
+    while not select.select([sys.stdin], [], [], _REST_S)[0]:  # the test closes it at the end
         print(json.dumps(asdict(_round(targets))), flush=True)
 
 

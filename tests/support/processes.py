@@ -1,4 +1,4 @@
-"""Running the command line as a user does, and counting what it leaves behind."""
+"""Runs of the command line, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended; ``at`` is the monotonic time when it did, before what it leaves was waited for."""
+    """Result of a command. ``at`` is the monotonic time of its end, before the wait for its remains."""
 
     code: int
     stdout: str
@@ -36,13 +36,11 @@ class Finished:
 class Command:
     """``slime-like ARGUMENTS`` in a new process group.
 
-    It and its Ray workers are forked from a process that has imported them, in a third of the time; with ``forked``
-    false they are new interpreters, as a user starts them. A forked one may run another ``program``.
+    The command and its Ray workers are forked from a process that has imported them, which takes a third of the time.
+    With ``forked`` false, they are new interpreters, as a user starts them. A forked one may run another ``program``.
 
-    A context manager: a test that fails half-way leaves nothing that would disturb the next one.
-
-    The test process becomes the subreaper of whatever the command orphans, so that every descendant can be found
-    through the process tree, whatever it calls itself.
+    The context manager ends the command if a test fails. The test process becomes the subreaper of the command's
+    orphans, so every descendant is found through the process tree.
     """
 
     process: ForkedCommand | subprocess.Popen[bytes]
@@ -55,7 +53,7 @@ class Command:
         program: Callable[[Sequence[str]], int] = main,
     ) -> None:
         _adopt_orphans(True)
-        workers = worker_server() if forked else None  # there before the command, and stays
+        workers = worker_server() if forked else None  # started before the command, and not counted as left behind
         log_dir.mkdir(parents=True, exist_ok=True)
         self._out, self._err = log_dir / "stdout.txt", log_dir / "stderr.txt"
         self._before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -82,18 +80,18 @@ class Command:
 
     @property
     def output(self) -> str:
-        return "".join(file.read_text(errors="replace") for file in (self._out, self._err))  # while it writes
+        return "".join(file.read_text(errors="replace") for file in (self._out, self._err))  # it may be writing
 
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
-        """A signal to the whole process group: SIGINT is what Ctrl-C on a terminal does."""
+        """Send a signal to the whole process group, like Ctrl-C on a terminal."""
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to the command itself, as the kernel's out-of-memory killer does."""
+        """Kill the command, like the kernel's out-of-memory killer."""
         self.process.kill()
 
     def wait_for(self, text: str, timeout_s: float) -> None:
-        """Until standard output or standard error contains ``text``."""
+        """Wait until standard output or standard error contains ``text``."""
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -101,14 +99,14 @@ class Command:
             time.sleep(0.05)
 
     def wait_for_rows(self, run_dir: Path, count: int = 1, timeout_s: float = 240.0) -> None:
-        """Until ``count`` steps stand in the run's metrics."""
+        """Wait until the run's metrics have ``count`` steps."""
         metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + timeout_s
         while not metrics.is_file() or metrics.read_text().count('train_actor_training/loss"') < count:
             assert self.process.poll() is None and time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
     def descendants(self) -> list[psutil.Process]:
-        """Living processes that the command started, directly or not."""
+        """Return the living processes that the command started, directly or not."""
         found = []
         for child in psutil.Process().children(recursive=True):
             if child.pid not in self._before and child.pid != self.process.pid and not _is_zombie(child):
@@ -116,7 +114,7 @@ class Command:
         return found
 
     def listening_addresses(self) -> set[str]:
-        """Addresses at which the command or a descendant accepts TCP connections."""
+        """Return the addresses at which the command or a descendant accepts TCP connections."""
         found: set[str] = set()
         for process in [psutil.Process(self.process.pid), *self.descendants()]:
             try:
@@ -127,7 +125,7 @@ class Command:
         return found
 
     def named(self, *titles: str) -> psutil.Process:
-        """The descendant whose process title contains one of ``titles``."""
+        """Return the descendant whose process title contains one of ``titles``."""
         matches = [process for process in self.descendants() if any(title in _title(process) for title in titles)]
         assert matches, f"no descendant is called {titles}: {[_title(p) for p in self.descendants()]}"
         return matches[0]
@@ -144,10 +142,10 @@ class Command:
         return finished
 
     def _left_behind(self, grace_s: float = 30.0) -> list[str]:
-        """Titles of descendants still alive after a grace, for a killed driver is noticed after seconds, segments of
-        shared memory whose maker is gone, and the directory of its Ray session."""
+        """Return titles of descendants that are still alive after a grace period, segments of shared memory whose
+        maker is gone, and the directory of the Ray session."""
         deadline = time.monotonic() + grace_s
-        # Looked for twice: a process that ends during a look takes its children out of it, until they are ours.
+        # Check twice: if a process ends during a check, its children are missed until this process adopts them.
         while (self._is_something_left() or self._is_something_left()) and time.monotonic() < deadline:
             time.sleep(0.1)
         left = self.descendants()
@@ -161,12 +159,12 @@ class Command:
         return bool(self.descendants() or self._memory_left() or self._sessions())
 
     def _sessions(self) -> list[Path]:
-        """Ray's files, and the temporary ones of engines, where the command started a cluster."""
+        """Return directories of Ray's and the engines' files, if the command started a cluster."""
         mine = [path for path in _ray_sessions() if path.name.endswith(f"_{self.process.pid}")]
         return [path for path in mine if path not in self._sessions_before]  # an earlier process had the same id
 
     def _memory_left(self) -> list[Path]:
-        """Of this command, or of one beside it whose guard is just about to remove it."""
+        """Return segments of this command, or of a concurrent one that its guard has not removed yet."""
         return [path for path in _shared_memory() - self._memory_before if not _maker_lives(path)]
 
 
@@ -175,7 +173,7 @@ def _ray_sessions() -> set[Path]:
 
 
 def _shared_memory() -> set[Path]:
-    """Weight buckets in shared memory: ``slime-RUN.PID.NUMBER``."""
+    """Return weight buckets in shared memory, ``slime-RUN.PID.NUMBER``."""
     return set(Path("/dev/shm").glob("slime-*.*.*"))
 
 
@@ -184,20 +182,20 @@ def _maker_lives(bucket: Path) -> bool:
 
 
 def _adopt_orphans(on: bool) -> None:
-    """Make the test process the parent of whatever its descendants orphan, or stop being that."""
+    """Make the test process the parent of its descendants' orphans, or stop that."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def _is_zombie(process: psutil.Process) -> bool:
-    """Ended, but not yet waited for; orphans that were handed to us are waited for here."""
+    """Return whether a process is a zombie. Adopted zombies are collected here."""
     try:
         if process.status() != psutil.STATUS_ZOMBIE:
             return False
         if process.ppid() == os.getpid():
             os.waitpid(process.pid, os.WNOHANG)
     except (psutil.NoSuchProcess, ChildProcessError):
-        pass  # it went away while we looked
+        pass  # it ended during the check
     return True
 
 

@@ -1,6 +1,6 @@
-"""Stands where Ray starts a worker's interpreter: asks a server that has imported everything for a fork instead.
+"""Replacement of a Ray worker's interpreter, which asks a server that has imported everything for a fork.
 
-Ends with the worker, and the worker with it; it ends with Ray's raylet, which started it.
+Shim and worker end together, and with the raylet that started the shim.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 def ask(server: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as reward workers do
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # like reward workers
     request = json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ), "directory": str(Path.cwd())})
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(server)

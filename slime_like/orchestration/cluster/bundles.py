@@ -37,31 +37,14 @@ def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool 
     colocated = with_trainers and config.cluster.placement == "colocated"
     samples = with_engines and not config.supervised and not config.debug.load_rollouts
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
+    references = config.reference_workers * config.reference.parallel.world_size
     if with_engines and colocated and not config.supervised:
         size = min(math.lcm(size, tensor), ranks)
     return Pieces(
         [min(size, ranks - start) for start in range(0, ranks, size)],
         [tensor] * config.rollout.num_engines if samples and not colocated else (),
-        [group] * (num_reference_ranks(config) // group) if samples and with_trainers else (),
+        [group] * (references // group) if samples and with_trainers else (),
     )
-
-
-def bundle_sizes(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> list[int]:
-    """Return ``Pieces.bundles`` of a run."""
-    return pieces_of(config, with_trainers, with_engines).bundles
-
-
-def num_reference_ranks(config: RunConfig) -> int:
-    """Return the number of ranks of all reference workers."""
-    return config.reference_workers * config.reference.parallel.world_size
-
-
-@dataclass(slots=True)
-class NodeRoom:
-    """Free devices of one node."""
-
-    address: str
-    free: int
 
 
 class NoRoomError(Exception):
@@ -72,8 +55,8 @@ class NoRoomError(Exception):
         super().__init__(f"{size} devices on one node")
 
 
-def assign_nodes(pieces: Pieces, nodes: Sequence[NodeRoom]) -> list[int]:
-    """Return the node index of every bundle.
+def assign_nodes(pieces: Pieces, devices: Sequence[int]) -> list[int]:
+    """Return the node index of every bundle, given the free devices of every node.
 
     Ranks fill nodes in order and never go back, so neighbors stay together and pipeline stages follow the nodes.
     Engines take the first remaining room, then groups of reference ranks do.
@@ -81,7 +64,7 @@ def assign_nodes(pieces: Pieces, nodes: Sequence[NodeRoom]) -> list[int]:
     Raises:
         NoRoomError: a piece fits nowhere.
     """
-    free = [node.free for node in nodes]
+    free = list(devices)
     places: list[int] = []
     current = 0
     for block in pieces.ranks:
@@ -98,7 +81,7 @@ def assign_nodes(pieces: Pieces, nodes: Sequence[NodeRoom]) -> list[int]:
 def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
     """Return whether the run fits on empty nodes with these numbers of devices."""
     try:
-        assign_nodes(pieces_of(config), [NodeRoom("", count) for count in devices])
+        assign_nodes(pieces_of(config), devices)
     except NoRoomError:
         return False
     return True

@@ -21,7 +21,6 @@ from slime_like.orchestration.cluster import orphan_reaper
 from slime_like.orchestration.cluster.daemons import DaemonWatch
 from slime_like.orchestration.cluster.lean_node import lean_start, own_node, own_token
 from slime_like.orchestration.cluster.node import session_directory
-from slime_like.orchestration.cluster.object_store import object_store_problem
 from slime_like.orchestration.cluster.ray_session import (
     RAY_DIRECTORY,
     link_logs,
@@ -80,9 +79,6 @@ class Cluster:
                 code="ray-initialised",
                 remedy="call train() in a separate process",
             )
-        problem = object_store_problem(self._config.object_store_mb) if self._config.address is None else None
-        if problem is not None:
-            raise SlimeLikeError(problem, code="object-store-size")
         make_room(self._logs)
         if self._config.address is not None:
             _require_reachable(self._config.address)
@@ -117,24 +113,26 @@ class Cluster:
         died = self._cause_of(error)
         ended = self._stopped.close(wait=died is None) if self._stopped is not None else None
         self._end(in_order=kind is None)
-        if error is not None and died is not None:
-            then = f"; then: {error}" if isinstance(error, SlimeLikeError) else ""
+        if error is None:
+            return
+        then = f"; then: {error}" if isinstance(error, SlimeLikeError) else ""
+        if died is not None:
             remedy = f"{LIKELY_KILLER}; its log is in {self._logs}"
-            raise with_notes(
-                SlimeLikeError(f"{died}{then}", code="ray-died", who="cluster", remedy=remedy), error
-            ) from error
-        if ended is not None and isinstance(error, SlimeLikeError):
-            raise with_notes(
-                SlimeLikeError(f"{ended}; then: {error}", code="worker-stopped", who="cluster"), error
-            ) from error
+            cause = SlimeLikeError(f"{died}{then}", code="ray-died", who="cluster", remedy=remedy)
+        elif ended is not None and then:
+            cause = SlimeLikeError(f"{ended}{then}", code="worker-stopped", who="cluster")
+        else:
+            return
+        raise with_notes(cause, error) from error
 
     def _cause_of(self, error: BaseException | None) -> str | None:
         """Return the daemon whose end or stop caused the error, if one did."""
         if self._daemons is None:
             return None
         self._daemons.close()
-        found = self._daemons.cause() if isinstance(error, SlimeLikeError) or self._daemons.interrupted else None
-        if self._daemons.interrupted:
+        interrupted = self._daemons.interrupted_for is not None
+        found = self._daemons.cause() if isinstance(error, SlimeLikeError) or interrupted else None
+        if interrupted:
             take_interrupt()
         self._daemons.end_stopped()
         return found
@@ -187,7 +185,7 @@ def _require_reachable(address: str) -> None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         is_silent = isinstance(error, subprocess.SubprocessError)
         raise SlimeLikeError(
-            "what listens there gives no answer" if is_silent else f"nothing answers there ({error})",
+            "the server there does not answer" if is_silent else f"nothing answers there ({error})",
             code="cluster-silent",
             who=f"cluster.address={address}",
             remedy="give the HOST:PORT that `ray start --head` printed, or none to start a cluster on this machine",

@@ -40,7 +40,8 @@ class DaemonWatch:
         note: called with sentences about stopped daemons, from that thread.
 
     Attributes:
-        interrupted: the watch has interrupted the main thread like Ctrl-C. Only a watch made there can.
+        interrupted_for: daemon for whose end the watch has interrupted the main thread like Ctrl-C. Only a watch made
+            there can.
     """
 
     def __init__(self, node: LeanNode, note: Callable[[str], None]) -> None:
@@ -50,8 +51,7 @@ class DaemonWatch:
         self._deciding = threading.Lock()
         self._may_interrupt = threading.current_thread() is threading.main_thread()
         self._thread = threading.Thread(target=self._run, name="daemons", daemon=True)
-        self.interrupted = False
-        self._died: str | None = None
+        self.interrupted_for: str | None = None
         self._deaf = self._may_interrupt and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         if self._deaf:  # scripts start background commands ("&") like this; only this watch's interrupt counts then
             signal.signal(signal.SIGINT, self._hear)
@@ -64,7 +64,7 @@ class DaemonWatch:
                 self._over.set()
             self._thread.join()
         except KeyboardInterrupt:
-            if not self.interrupted:
+            if self.interrupted_for is None:
                 raise
             self._over.set()
         if self._deaf:
@@ -77,7 +77,7 @@ class DaemonWatch:
         """
         until = time.monotonic() + _FAILS_BEFORE_S
         while True:
-            if (died := self._died or self._node.ended_daemon()) is not None:
+            if (died := self.interrupted_for or self._node.ended_daemon()) is not None:
                 ended = self._watch.recently_ended(time.monotonic())
                 return f"{ended}; {died}" if ended else died
             if time.monotonic() >= until:
@@ -93,44 +93,42 @@ class DaemonWatch:
         looks = 0
         while not self._over.wait(_LOOK_EVERY_S):
             if looks % _LOOKS_PER_STOP == 0:
-                self._look_for_stops()
+                notes, end = self._watch.look(list(self._stopped()), time.monotonic())
+                for note in notes:
+                    self._note(note)
+                for one in end:
+                    one.kill()
             looks += 1
             if (died := self._node.ended_daemon()) is not None:
                 self._over.wait(_GRACE_S)
                 self._interrupt(died)
                 return
 
-    def _look_for_stops(self) -> None:
-        notes, end = self._watch.look(list(self._stopped()), time.monotonic())
-        for note in notes:
-            self._note(note)
-        for one in end:
-            one.kill()
-
     def _interrupt(self, died: str) -> None:
         with self._deciding:
             if self._may_interrupt and not self._over.is_set():
-                self._died, self.interrupted = died, True
+                self.interrupted_for = died
                 # The process could deliver its signal to a thread that is not running.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
+        if self.interrupted_for is not None:
             raise KeyboardInterrupt
 
     def _stopped(self) -> Iterator[Stopped]:
-        for name, process in self._processes():
-            if found := as_stopped(process, "this host", f"Ray's {name}"):
-                yield found
-
-    def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
         for kind in VITAL:
             for info in self._node.all_processes.get(kind, []):
                 with suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(info.process.pid)
-                    yield kind, process
+                    daemon = psutil.Process(info.process.pid)
+                    if found := as_stopped(daemon, "this host", f"Ray's {kind}"):
+                        yield found
                     # A raylet's children are its agents and the workers. StoppedWorkers checks the workers.
-                    for child in process.children():
-                        with suppress(psutil.NoSuchProcess):
-                            if _AGENT in " ".join(child.cmdline()):
-                                yield "runtime_env_agent", child
+                    for agent in (child for child in daemon.children() if _AGENT in _command(child)):
+                        if found := as_stopped(agent, "this host", "Ray's runtime_env_agent"):
+                            yield found
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""

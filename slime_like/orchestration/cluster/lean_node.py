@@ -22,6 +22,7 @@ from slime_like.orchestration.cluster.token import create_token
 _LOOPBACK = "127.0.0.1"
 _GCS_START_S = "60"
 VITAL = ("gcs_server", "raylet")
+_STORE_REMEDY = "lower cluster.object_store_mb, or give this machine or its /dev/shm more memory"
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
 
 
@@ -34,7 +35,11 @@ class LeanNode(ray._private.node.Node):
     """
 
     def __init__(self, ray_params: RayParams, **options: Any) -> None:
-        """Start the node. A ``SlimeLikeError`` names a daemon that ended in the meantime."""
+        """Start the node.
+
+        Raises:
+            SlimeLikeError: a daemon ended in the meantime, or there is no room for the object store.
+        """
         ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # otherwise Ray listens on all addresses
         ray_params.update(no_monitor=True, include_log_monitor=False)
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _GCS_START_S)  # Ray's 30 s are short on a busy machine
@@ -44,6 +49,8 @@ class LeanNode(ray._private.node.Node):
         except Exception as error:  # Ray can raise Exception itself
             if (died := self.ended_daemon()) is not None:
                 raise SlimeLikeError(died, code="ray-died") from error
+            if "object store" in str(error):
+                raise SlimeLikeError(str(error), code="object-store-size", remedy=_STORE_REMEDY) from error
             raise
 
     def start_api_server(self, **_: Any) -> None:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass, field
 
 from slime_like.errors import ConfigError
-from slime_like.system.network import address_towards, interface_of, interfaces, is_loopback, resolve
+from slime_like.system.network import address_towards, interface_of, interfaces, is_loopback
 
 _RAYS_LOCALHOST = ("127.0.0.1", "::1")
 
@@ -44,7 +44,10 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
             loopback although other nodes must reach it.
     """
     head = _resolved_head(head_name, address)
-    node = address or (head if rank == 0 else _address_towards(head))
+    try:
+        node = address or (head if rank == 0 else address_towards(head))
+    except OSError as error:
+        raise ConfigError(f"HEAD_ADDR={head} cannot be reached from here ({error.strerror})") from error
     if rank == 0 and node != head and not is_loopback(head):
         raise ConfigError(
             f"HEAD_ADDR={head_name} is {head}, but on node 0 NODE_ADDR={node}; give every node the same HEAD_ADDR"
@@ -54,7 +57,7 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
     except ValueError as error:
         raise ConfigError(f"NODE_ADDR={node} is not an address ({error}); give a number such as 10.0.0.2") from error
     if interface is None:
-        listed = ", ".join(address for address in interfaces() if not is_loopback(address)) or "loopback alone"
+        listed = ", ".join(address for address in interfaces() if not is_loopback(address)) or "only loopback"
         if rank == 0 and not address:
             raise ConfigError(
                 f"HEAD_ADDR={head_name} is {head}, which is not an address of {socket.gethostname()} (it has "
@@ -66,7 +69,7 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
 
 def _resolved_head(name: str, address: str) -> str:
     try:
-        head = resolve(name)
+        head = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a name
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"HEAD_ADDR={name} cannot be resolved ({why}); give node 0's address") from error
@@ -81,10 +84,3 @@ def _resolved_head(name: str, address: str) -> str:
             "a NODE_ADDR for each, for several nodes of one machine)"
         )
     return head
-
-
-def _address_towards(head: str) -> str:
-    try:
-        return address_towards(head)
-    except OSError as error:
-        raise ConfigError(f"HEAD_ADDR={head} cannot be reached from here ({error.strerror})") from error

@@ -16,7 +16,6 @@ from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.bundles import (
     RANK_LABEL,
-    NodeRoom,
     NoRoomError,
     along_devices,
     assign_nodes,
@@ -156,9 +155,9 @@ class Placement:
     def _await_room(self, deadline: float) -> list[str]:
         """Wait for room for all bundles, and return the address of each bundle's node."""
         while True:
-            nodes = node_rooms(self.device)
+            rooms = node_rooms(self.device)
             try:
-                return [nodes[place].address for place in assign_nodes(self._pieces, nodes)]
+                return [list(rooms)[place] for place in assign_nodes(self._pieces, list(rooms.values()))]
             except NoRoomError as error:
                 raise_if_interrupted()
                 if time.monotonic() > deadline:
@@ -179,7 +178,7 @@ class Placement:
             )
 
     def _busy_error(self) -> SlimeLikeError:
-        rooms = ", ".join(f"{room.address}: {room.free}" for room in node_rooms(self.device))
+        rooms = ", ".join(f"{address}: {free}" for address, free in node_rooms(self.device).items())
         return SlimeLikeError(
             f"{self._bundles} {self.device} were not free together within "
             f"trainer.start_timeout_s={self._config.trainer.start_timeout_s:g} s, tensor-parallel "
@@ -203,12 +202,12 @@ class Placement:
         return ranks + list(range(self._num_ranks, len(self._sizes)))
 
 
-def node_rooms(device: str) -> list[NodeRoom]:
-    """Return the free devices of all living nodes, in node order."""
+def node_rooms(device: str) -> dict[str, int]:
+    """Return the free devices of all living nodes by address, in node order."""
     # `ray.available_resources` sums over all nodes, and `ray.util.state` needs a server that runs don't start.
     free = ray._private.state.available_resources_per_node()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=_position)
-    return [NodeRoom(node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(device, 0))) for node in nodes]
+    return {node["NodeManagerAddress"]: int(free.get(node["NodeID"], {}).get(device, 0)) for node in nodes}
 
 
 def _position(node: dict[str, Any]) -> tuple[int, int, str]:

@@ -7,7 +7,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from slime_like.errors import SlimeLikeError
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 
 RAY_DIRECTORY = "r"
@@ -26,18 +25,9 @@ def make_private(parent: Path) -> Path:
     """Create a directory for all of Ray's files that no other user can enter.
 
     Ray opens its own directories, including sockets, to every user of the machine. Socket paths must be short.
-
-    Raises:
-        SlimeLikeError: ``parent`` refuses it.
     """
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="slime-", dir=parent))
-    except OSError as error:
-        problem = f"no directory can be made for Ray's files ({error.strerror})"
-        raise SlimeLikeError(
-            problem, code="no-ray-directory", who=str(parent), remedy="give another in RAY_TMPDIR"
-        ) from error
+    parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="slime-", dir=parent))
 
 
 def sessions(private: Path) -> list[Path]:

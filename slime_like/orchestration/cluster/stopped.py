@@ -113,7 +113,7 @@ class StopWatch:
                 left = END_AFTER_S - (now - since)
                 notes.append(
                     f"{one} has been stopped (SIGSTOP) for {now - since:.0f} s; it is ended in {left:.0f} s, unless "
-                    f"`kill -CONT {one.process}` there lets it go on"
+                    f"`kill -CONT {one.process}` there resumes it"
                 )
         return notes, end
 

@@ -25,7 +25,7 @@ def create_token(path: Path) -> str:
             write_private(path, secrets.token_urlsafe(32))
     except OSError as error:
         raise LaunchError(
-            f"the cluster's key {path} cannot be made ({error.strerror})", code="key-not-made", remedy="give TOKEN_FILE"
+            f"cannot create the cluster's key {path} ({error.strerror})", code="key-not-made", remedy="give TOKEN_FILE"
         ) from error
     return _read(path)
 
@@ -41,25 +41,22 @@ def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda
             return _read(path)
         watch()
     raise LaunchError(
-        f"no cluster key {path} within {timeout_s:.0f} s: node 0 creates it. Either node "
-        "0 was not started, or this directory is not on a file system that all nodes share",
+        f"no cluster key {path} within {timeout_s:.0f} s: node 0, which creates it, was not started, or the nodes do "
+        "not share this directory",
         code="key-missing",
         remedy="share it, or copy a key to every node and give TOKEN_FILE",
     )
 
 
 def _read(path: Path) -> str:
-    try:
-        about, token = path.stat(), path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"the cluster's key {path} cannot be read ({error})", code="key-unreadable") from error
+    about = path.stat()
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
         raise LaunchError(
-            f"the cluster's key {path} may be read by others than you",
+            f"the cluster's key {path} can be read by other users",
             code="key-unsafe",
             remedy="chown it to you, and chmod 600 it",
         )
-    if len(token) < _SHORTEST:
+    if len(token := path.read_text(encoding="utf-8").strip()) < _SHORTEST:
         raise LaunchError(
             f"the cluster's key {path} is shorter than {_SHORTEST} characters",
             code="key-short",

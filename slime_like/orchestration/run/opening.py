@@ -20,7 +20,7 @@ from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
-from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
@@ -194,7 +194,7 @@ class _Base:
         for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings_notes(config), start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
-        logs, slots = config.run_dir / "worker_logs", sum(bundle_sizes(config))
+        logs, slots = config.run_dir / "worker_logs", sum(pieces_of(config).bundles)
         with progress.waiting("starting Ray"):
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))

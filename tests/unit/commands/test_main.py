@@ -28,7 +28,7 @@ from slime_like.evaluate import engines_alone
 from slime_like.examples import tiny_model
 from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
-from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
@@ -142,7 +142,7 @@ def test_eval_ignores_what_only_training_uses(
     assert main(["eval", *needed, *flags]) == 0
     [(config, temporary)] = seen
     assert temporary and not config.run_dir.exists()
-    assert bundle_sizes(engines_alone(config), with_trainers=False) == [1] * config.rollout.num_engines
+    assert pieces_of(engines_alone(config), with_trainers=False).bundles == [1] * config.rollout.num_engines
     assert main(["eval", *needed, *flags, "--run_dir", "kept"]) == 0
     assert seen[1][0].run_dir == tmp_path / "kept" and not seen[1][1]
     if "sft" not in flags:  # a model that was trained on demonstrations can be sampled

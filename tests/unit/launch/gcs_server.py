@@ -1,4 +1,4 @@
-"""The part of Ray's GCS that a launch calls, as a gRPC server in this process: values, nodes and the token."""
+"""gRPC server with the part of Ray's GCS that a launch calls: values, nodes and the token."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +22,7 @@ TOKEN = "k" * 32
 
 
 class GcsServer(InternalKVGcsServiceServicer, NodeInfoGcsServiceServicer):  # type: ignore[misc]
-    """
-    Attributes:
-        values: what is stored.
-        nodes: what is listed.
-    """
+    """Stored values by key, and nodes by rank."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
@@ -66,7 +62,7 @@ def _require_token(context: Any) -> None:
 
 @contextmanager
 def gcs_server(port: int = 0) -> Iterator[tuple[GcsServer, int]]:
-    """The server and its port."""
+    """Yield the server and its port."""
     gcs = GcsServer()
     server = grpc.server(ThreadPoolExecutor(8))
     add_InternalKVGcsServiceServicer_to_server(gcs, server)

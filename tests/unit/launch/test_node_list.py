@@ -1,4 +1,4 @@
-"""Slurm's node lists, expected values as ``scontrol show hostnames`` prints them."""
+"""Slurm's node lists. Expected values are the output of ``scontrol show hostnames``."""
 
 import pytest
 
@@ -31,6 +31,6 @@ def test_expanded(text: str, expected: str) -> None:
         *(f"n[0-{MOST_NODES}]", "n[1-1000]m[1-1000]"),
     ],
 )
-def test_refused(text: str) -> None:
+def test_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="node list"):
         expand_node_list(text)

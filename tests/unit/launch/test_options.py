@@ -1,4 +1,4 @@
-"""Which node of which cluster a command makes this one; and what a dry run says."""
+"""Options of a launch, addresses of nodes, and the output of a dry run."""
 
 import math
 import shlex
@@ -31,13 +31,13 @@ def options(**fields: object) -> LaunchOptions:
         *({"silence_s": 0.0}, {"nodes_timeout_s": math.nan}, {"stop_s": math.inf}),
     ],
 )
-def test_refused(fields: dict[str, object], rejects: Rejects) -> None:
+def test_out_of_range_options_are_rejected(fields: dict[str, object], rejects: Rejects) -> None:
     with rejects(ConfigError, "option-range"):
         options(**fields)
 
 
 def test_a_node_finds_its_own_address() -> None:
-    """Loopback stands for several nodes of one machine where it is asked for in so many words."""
+    """An explicit loopback address is accepted, for several nodes on one machine."""
     lead, follow = place(), place(node_rank=1)
     assert place(node_rank=1, address="127.0.0.3").interface == "lo"
     assert (lead.address, lead.interface) == ("127.0.0.2", "lo") and str(lead).startswith("node 0 (")
@@ -59,7 +59,7 @@ def test_a_node_finds_its_own_address() -> None:
         ({"node_rank": 1, "address": "192.0.2.7"}, r"NODE_ADDR=192\.0\.2\.7 is not an address of "),
     ],
 )
-def test_a_wrong_address_is_refused(fields: dict[str, object], problem: str) -> None:
+def test_a_wrong_address_is_rejected(fields: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         place(**fields)
 
@@ -67,8 +67,13 @@ def test_a_wrong_address_is_refused(fields: dict[str, object], problem: str) -> 
 @pytest.mark.parametrize(
     ("parallel", "rollout", "nodes", "expected"),
     [
-        ({"tensor": 2, "pipeline": 2, "context": 2}, {}, 2, 6),  # 6 ranks; 2 ranks and 1 engine
-        ({"tensor": 2, "pipeline": 3}, {}, 2, 4),  # a group of two is not divided: 4, 2 + 1 engine
+        (
+            {"tensor": 2, "pipeline": 2, "context": 2},
+            {},
+            2,
+            6,
+        ),  # 6 ranks; 2 ranks and 1 engine
+        ({"tensor": 2, "pipeline": 3}, {}, 2, 4),  # 4 ranks; 2 ranks and 1 engine
         ({"tensor": 4}, {"tensor": 2}, 3, 4),
         ({"pipeline": 4}, {}, 2, 3),
         ({"data": 2}, {"tensor": 8}, 4, 8),
@@ -96,19 +101,15 @@ def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.Capture
     size = ["--cluster.nodes", "4", "--cluster.gpus_per_node", "8"]
     assert f"slime-like train {shlex.join([*flags, *size])} --cluster.address" in said
     assert "not yet:  model.path" in said
-    assert list(tmp_path.iterdir()) == []  # nothing was written
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("gpus", "recipe", "size"),
     [
-        (4, ["--cluster.gpus_per_node", "8"], "--cluster.gpus_per_node 4 --cluster"),  # this node's own
+        (4, ["--cluster.gpus_per_node", "8"], "--cluster.gpus_per_node 4 --cluster"),  # this node's
         (0, ["--cluster.gpus_per_node", "8"], "--cluster.gpus_per_node 8 --cluster"),
-        (
-            0,
-            [],
-            "--cluster.gpus_per_node 3 --cluster.allow_idle_gpus true --cluster",
-        ),  # CPU slots, of which one is left
+        (0, [], "--cluster.gpus_per_node 3 --cluster.allow_idle_gpus true --cluster"),  # CPU slots, one of them idle
     ],
 )
 def test_a_launch_sets_the_size_of_its_cluster(
@@ -133,6 +134,6 @@ def test_a_launch_sets_the_size_of_its_cluster(
         (["--", "--cluster.address", "10.0.0.1:1"], "flag-excluded"),
     ],
 )
-def test_contradictions_are_refused(arguments: list[str], code: str, rejects: Rejects) -> None:
+def test_contradictions_are_rejected(arguments: list[str], code: str, rejects: Rejects) -> None:
     with rejects(ConfigError, code):
         run(["launch", *arguments])

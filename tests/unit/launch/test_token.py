@@ -1,4 +1,4 @@
-"""Ray's token: made once, whole, for its owner alone."""
+"""Ray's token: created once, and readable only by its owner."""
 
 import stat
 import threading
@@ -12,7 +12,7 @@ from slime_like.orchestration.cluster.token import await_token, create_token
 from tests.support.rejections import Rejects
 
 
-def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:
+def test_a_key_is_created_once_and_found_by_waiting_nodes(tmp_path: Path) -> None:
     path = launch_directory(tmp_path / "runs" / "first") / "key"
     assert path == tmp_path / "runs" / ".first.cluster" / "key"  # not in the run directory, which may be moved aside
     found: list[str] = []
@@ -25,13 +25,16 @@ def test_made_once_and_found_by_who_waits(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["key"]
 
 
-@pytest.mark.parametrize(("mode", "text"), [(0o640, "x" * 32), (0o604, "x" * 32), (0o600, "short")])
-def test_an_unsafe_key_is_refused(tmp_path: Path, mode: int, text: str, rejects: Rejects) -> None:
+@pytest.mark.parametrize(
+    ("mode", "text", "code"),
+    [(0o640, "x" * 32, "key-unsafe"), (0o604, "x" * 32, "key-unsafe"), (0o600, "x" * 15, "key-short")],
+)
+def test_an_unsafe_key_is_rejected(tmp_path: Path, mode: int, text: str, code: str, rejects: Rejects) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(mode)
     for read in (create_token, lambda path: await_token(path, 1)):
-        with rejects(LaunchError, "key-short" if text == "short" else "key-unsafe"):
+        with rejects(LaunchError, code):
             read(path)
 
 

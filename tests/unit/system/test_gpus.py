@@ -1,14 +1,15 @@
-"""GPUs of this machine: how many there are; their compute capability and their cores by the driver's library."""
+"""GPUs of this machine: their number, and what the driver's management library knows of them."""
 
-import ctypes
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private.thirdparty import pynvml
 
 from slime_like.system import gpus
 from slime_like.system.gpus import compute_capability, local_gpus, stay_near
+
+HANDLE = object()
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,65 +23,51 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
     assert local_gpus(tmp_path) == 0
 
 
-def library(fails: str = "") -> Any:
-    """As NVML, with one GPU of compute capability 9.0; calls return 0, or 999 for the one that ``fails``."""
-
-    def call(name: str, act: Any) -> Any:
-        def function(*arguments: Any) -> int:
-            act(*arguments)
-            return 999 if name == fails else 0
-
-        return function
-
-    def find(device: Any, handle: Any) -> None:
-        assert device in (b"GPU-7f", 3) or device.value == 3
-        handle._obj.value = 1234
-
-    def capability(handle: Any, major: Any, minor: Any) -> None:
-        assert handle.value == 1234
-        major._obj.value, minor._obj.value = 9, 0
-
-    def affinity(handle: Any, size: Any, words: Any) -> None:
-        assert handle.value == 1234 and size.value == len(words)
-        words[0], words[1] = 0b1010, 1 << 6  # cores 1, 3 and 70
-
-    functions = {
-        "nvmlDeviceGetCpuAffinity": affinity,
-        "nvmlInit_v2": lambda: None,
-        "nvmlDeviceGetHandleByIndex_v2": find,
-        "nvmlDeviceGetHandleByUUID": find,
-        "nvmlDeviceGetCudaComputeCapability": capability,
-        "nvmlShutdown": lambda: None,
+def use_library(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> None:
+    """Replace NVML by a machine with GPU 3, which is GPU-7f, of compute capability 9.0, near cores 1, 3 and 70."""
+    answers: dict[str, tuple[list[Any], Any]] = {
+        "Init": ([()], None),
+        "Shutdown": ([()], None),
+        "DeviceGetHandleByIndex": ([(3,)], HANDLE),
+        "DeviceGetHandleByUUID": ([("GPU-7f",)], HANDLE),
+        "DeviceGetCudaComputeCapability": ([(HANDLE,)], (9, 0)),
+        "DeviceGetCpuAffinity": ([(HANDLE, 64)], [0b1010, 1 << 6] + [0] * 62),
     }
-    return SimpleNamespace(**{name: call(name, act) for name, act in functions.items()})
+
+    def call(name: str, *arguments: Any) -> Any:
+        allowed, answer = answers[name]
+        if name == fails or arguments not in allowed:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        return answer
+
+    for name in answers:
+        monkeypatch.setattr(pynvml, f"nvml{name}", lambda *arguments, name=name: call(name, *arguments))
 
 
 @pytest.mark.parametrize("device", ["3", "GPU-7f"])
-def test_compute_capability(device: str) -> None:
-    assert compute_capability(device, lambda _: library()) == (9, 0)
-    for fails in ("nvmlInit_v2", "nvmlDeviceGetCudaComputeCapability"):
-        assert compute_capability(device, lambda _, fails=fails: library(fails)) is None
-
-
-def test_without_a_driver_it_is_unknown() -> None:
-    assert compute_capability("0", lambda _: ctypes.CDLL("libnvidia-ml-missing.so.1")) is None
+def test_compute_capability(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_library(monkeypatch, "Init")
+    assert compute_capability(device) is None  # without a driver
+    use_library(monkeypatch)
+    assert compute_capability(device) == (9, 0)
 
 
 @pytest.mark.parametrize(
     ("allowed", "fails", "expected"),
     [
-        (range(96), "", {1, 3, 70}),
-        ({0, 1, 2, 70}, "", {1, 70}),  # what the user or a container leaves
-        ({0, 2}, "", None),
-        (range(96), "nvmlDeviceGetCpuAffinity", None),
-        (range(96), "nvmlDeviceGetHandleByUUID", None),
+        (range(96), "", [{1, 3, 70}]),
+        ({0, 1, 2, 70}, "", [{1, 70}]),  # limited by the user or a container
+        ({0, 2}, "", []),
+        (range(96), "DeviceGetCpuAffinity", []),
+        (range(96), "DeviceGetHandleByUUID", []),
     ],
 )
 def test_a_process_stays_on_its_gpus_cores(
-    allowed: Any, fails: str, expected: set[int] | None, monkeypatch: pytest.MonkeyPatch
+    allowed: Any, fails: str, expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound: list[set[int]] = []
+    use_library(monkeypatch, fails)
     monkeypatch.setattr(gpus.os, "sched_getaffinity", lambda pid: set(allowed))
     monkeypatch.setattr(gpus.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
-    stay_near("GPU-7f", lambda _: library(fails))
-    assert bound == ([] if expected is None else [expected])
+    stay_near("GPU-7f")
+    assert bound == expected

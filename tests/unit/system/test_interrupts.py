@@ -1,4 +1,4 @@
-"""An interrupt that a library swallows is raised where the run waits; one that was caught is not raised again."""
+"""Interrupts that a library swallows are raised again at the next wait. Handled ones are not."""
 
 import faulthandler
 import os
@@ -31,11 +31,11 @@ def test_an_interrupt_is_raised_once(number: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
     take_interrupt()
-    raise_if_interrupted()  # it is dealt with
+    raise_if_interrupted()  # it is handled
 
 
-def test_a_handler_below_pythons_own_is_put_aside(tmp_path: Path) -> None:
-    """``faulthandler`` stands for Ray's C++: Python knows nothing of it, and it writes before it passes a signal on."""
+def test_a_handler_installed_in_c_is_replaced(tmp_path: Path) -> None:
+    """``faulthandler`` acts like Ray's C++ here: it writes before it passes a signal on to Python."""
     with (tmp_path / "said").open("w+") as said:
         faulthandler.register(signal.SIGTERM, file=said, chain=True)
         take_signals_back()

@@ -1,4 +1,4 @@
-"""Products by oneDNN against float64, and against torch's own where they are not for oneDNN."""
+"""Products by oneDNN against float64. Other products are unchanged."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """To a few roundings of float32 at the size that sums of this length have."""
+    """Compare to a few float32 roundings of the largest value."""
     return float((found.detach().double() - expected).abs().max()) < 2e-6 * float(expected.abs().max())
 
 
@@ -30,7 +30,7 @@ def test_product_of_either_order(a_by_rows: bool, b_by_rows: bool, m: int, n: in
 
 @pytest.mark.parametrize("inner", [1024, 1025, 2500])
 def test_a_long_sum_over_columns_of_both(inner: int) -> None:
-    """A weight's gradient."""
+    """This is the product of a weight's gradient."""
     a, b = _random(inner, 40).t(), _random(inner, 30)
     found = product(a, b)
     assert found.is_contiguous() and _close(found, a.double() @ b.double())
@@ -57,8 +57,8 @@ def test_layers_and_their_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
-def test_other_products_stay_as_they_were(dtype: torch.dtype) -> None:
-    """Other types at any size, and small ones."""
+def test_other_products_are_unchanged(dtype: torch.dtype) -> None:
+    """Products of other types, and small ones."""
     size = 8 if dtype == torch.float32 else 200
     a, b, bias = _random(size, size, dtype=dtype), _random(size, size, dtype=dtype), _random(size, dtype=dtype)
     expected = [a @ b, torch.addmm(bias, a, b, beta=0.5, alpha=2.0), torch.addmm(b, a, b)]
@@ -68,7 +68,7 @@ def test_other_products_stay_as_they_were(dtype: torch.dtype) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_wrong_shapes_are_torchs_error() -> None:
+def test_wrong_shapes_raise_torchs_error() -> None:
     kept = replaced_products()
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.mm(_random(500, 500), _random(400, 500))
@@ -76,7 +76,7 @@ def test_wrong_shapes_are_torchs_error() -> None:
 
 
 def test_parts_of_a_wider_matrix() -> None:
-    """Rows and columns with gaps between them, as either factor."""
+    """Either factor may have gaps between its rows or columns."""
     a, wide, high = _random(_M, _K), _random(_K, 2 * _N)[:, :_N], _random(_K, 2 * _M)[:, ::2].t()
     for left, right in ((a, wide), (high, wide), (high, _random(_K, _N))):
         assert _close(product(left, right), left.double() @ right.double())

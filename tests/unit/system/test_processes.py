@@ -1,4 +1,4 @@
-"""Processes that end while they are being ended."""
+"""Processes that end by themselves while they are being ended."""
 
 import psutil
 import pytest
@@ -8,6 +8,6 @@ from slime_like.system.processes import end_processes
 UNUSED = 4_000_000  # no process has this id
 
 
-def test_one_that_ends_this_moment_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "pid_exists", lambda process_id: True)  # as it was when it was looked for
+def test_a_process_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "pid_exists", lambda process_id: True)  # it was there when it was found
     end_processes([UNUSED], grace_s=0.0)

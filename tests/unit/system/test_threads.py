@@ -23,7 +23,7 @@ def test_every_result_arrives_and_progress_ends_at_the_sum() -> None:
 
 
 def test_a_failure_stops_the_others_between_two_tensors() -> None:
-    """The other job would go on for ever; what is raised is the first failure, not that it was stopped."""
+    """The other job would run forever. The first failure is raised, not the stop."""
     going = threading.Event()
 
     def work(job: str, tracker: Tracker) -> str:
@@ -38,7 +38,7 @@ def test_a_failure_stops_the_others_between_two_tensors() -> None:
         run_jobs(["endless", "fails", "never started"], work, 2, lambda result: None, lambda done: None)
 
 
-def test_an_interruption_in_the_reporting_thread_stops_all() -> None:
+def test_an_interrupt_in_the_reporting_thread_stops_all() -> None:
     def work(job: int, tracker: Tracker) -> int:
         while True:
             tracker.advance(1)
@@ -47,8 +47,8 @@ def test_an_interruption_in_the_reporting_thread_stops_all() -> None:
         run_jobs([1, 2], work, 2, lambda result: None, Mock(side_effect=KeyboardInterrupt))
 
 
-def test_what_was_done_before_an_interruption_is_not_lost() -> None:
-    """The second job ends while the first one's result is being looked at."""
+def test_results_before_an_interrupt_are_not_lost() -> None:
+    """The second job ends while the first one's result is handled."""
     both, results = threading.Barrier(2), []
 
     def work(job: int, tracker: Tracker) -> int:

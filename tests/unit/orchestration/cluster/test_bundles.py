@@ -1,4 +1,4 @@
-"""How many devices a run reserves, and which node every rank and engine goes to."""
+"""Devices that a run reserves, and the node of every rank and engine."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,10 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.bundles import (
-    NodeRoom,
     NoRoomError,
     Pieces,
     along_devices,
     assign_nodes,
-    bundle_sizes,
     fits_on_nodes,
     pieces_of,
 )
@@ -36,14 +34,14 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
     ],
 )
 def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) -> None:
-    assert bundle_sizes(config(tmp_path, **sections)) == expected
+    assert pieces_of(config(tmp_path, **sections)).bundles == expected
 
 
 @pytest.mark.parametrize(
     ("parallel", "rollout", "placement", "expected"),
     [
         ({"tensor": 4, "pipeline": 2}, {"tensor": 2}, "separate", [4, 4]),
-        ({"tensor": 2, "pipeline": 4}, {"tensor": 4}, "colocated", [4, 4]),  # two groups make up an engine
+        ({"tensor": 2, "pipeline": 4}, {"tensor": 4}, "colocated", [4, 4]),  # an engine spans two groups
         ({"tensor": 4, "pipeline": 2}, {"tensor": 2}, "colocated", [4, 4]),
         ({"tensor": 2, "data": 3}, {"tensor": 4}, "colocated", [4, 2]),
         ({"data": 3}, {}, "separate", [1, 1, 1]),
@@ -60,21 +58,20 @@ def test_ranks_that_must_share_a_node(
     ("pieces", "free", "expected"),
     [
         (Pieces([8] * 4, []), [8] * 4, [0] * 8 + [1] * 8 + [2] * 8 + [3] * 8),
-        (Pieces([2] * 4, [1]), [5, 4], [0] * 4 + [1] * 4 + [0]),  # the engine takes what no group of two could
+        (Pieces([2] * 4, [1]), [5, 4], [0] * 4 + [1] * 4 + [0]),  # the engine fits where no group of two does
         (Pieces([4, 4], [2, 2]), [8, 3, 2], [0] * 8 + [1, 2]),
         (Pieces([4, 4], []), [3, 4, 7], [1] * 4 + [2] * 4),  # a node that is partly taken
         (Pieces([1, 1, 1], [4]), [2, 8], [0, 0, 1, 1]),
-        # a worker's tensor group is not divided: none of four is begun in what is left of the first node
+        # a group of four reference ranks does not start in the rest of the first node
         (Pieces([4], [2], references=[4, 4, 2]), [8, 8, 4], [0] * 4 + [0] + [1] * 8 + [0] * 2),
     ],
 )
 def test_nodes_are_filled_in_order(pieces: Pieces, free: list[int], expected: list[int]) -> None:
-    nodes = [NodeRoom(f"10.0.0.{index}", room) for index, room in enumerate(free)]
-    assert assign_nodes(pieces, nodes) == expected
+    assert assign_nodes(pieces, free) == expected
 
 
 def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
-    """Six ranks, an engine of one, and a worker: of four, it needs as many on one node."""
+    """Six ranks, an engine, and a reference worker, of one rank and then of four ranks on one node."""
     sections: dict[str, Any] = {"trainer": {"parallel": {"tensor": 3, "data": 2}}, "algorithm": {"kl_coef": 0.1}}
     run = config(tmp_path, **sections, reference={"placement": "workers"})
     assert pieces_of(run).references == [1]
@@ -86,14 +83,14 @@ def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "engines", "size"), [([4, 4], [], 4), ([2], [8], 8), ([16], [], 16)])
-def test_what_fits_on_no_node_is_named(blocks: list[int], engines: list[int], size: int) -> None:
+def test_a_piece_that_fits_on_no_node_is_named(blocks: list[int], engines: list[int], size: int) -> None:
     """Seven devices on two nodes hold one group of four, not two."""
     with pytest.raises(NoRoomError) as error:
-        assign_nodes(Pieces(blocks, engines), [NodeRoom("a", 4), NodeRoom("b", 3)])
+        assign_nodes(Pieces(blocks, engines), [4, 3])
     assert error.value.size == size
 
 
 def test_ranks_follow_nodes_then_devices() -> None:
-    """Nodes in the order in which they are filled, whatever their names; devices by number, not by letter."""
+    """Nodes in the order they are filled, and devices in numerical order."""
     nodes = ["10.0.0.9", "10.0.0.9", "10.0.0.9", "10.0.0.10", "10.0.0.10"]
     assert along_devices(nodes, [10, 2, 0, 1, 0]) == [2, 1, 0, 4, 3]

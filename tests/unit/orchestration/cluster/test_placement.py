@@ -12,7 +12,7 @@ from tests.unit.weights.test_pairing import gpus
 
 
 def test_ranks_are_counted_by_node(tmp_path: Path) -> None:
-    """Six ranks on two nodes, an engine, and two reference workers of two ranks, one of which is on a third node."""
+    """Six ranks on two nodes, an engine, and two reference workers of two ranks, with one rank on a third node."""
     config = RunConfig(
         run_dir=tmp_path,
         model={"path": tmp_path},
@@ -32,16 +32,16 @@ def test_ranks_are_counted_by_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rollout", "cluster", "expected"),
     [
-        ({}, "separate", [6, 6, 6, 2]),  # in turn with the trainers
+        ({}, "separate", [6, 6, 6, 2]),  # engines and trainers take turns
         ({"max_staleness": 1}, "separate", [9, 9, 9, 3]),
         ({"stream": True}, "separate", [6, 6, 6, 2]),
         ({"num_engines": 2}, "colocated", [4, 4]),
     ],
 )
-def test_ranks_that_compute_beside_an_engine(
+def test_ranks_that_compute_next_to_an_engine(
     tmp_path: Path, rollout: dict[str, Any], cluster: str, expected: list[int]
 ) -> None:
-    """Four ranks and four engines of two on two nodes; a colocated engine lies where its ranks do."""
+    """Four ranks and four engines of two ranks, on two nodes."""
     config = RunConfig(
         run_dir=tmp_path,
         model={"path": tmp_path},
@@ -56,8 +56,8 @@ def test_ranks_that_compute_beside_an_engine(
     assert [placement.ranks_beside_engine(engine) for engine in range(len(expected))] == expected
 
 
-def test_tensor_8_pipeline_2_context_2_against_engines_of_tensor_4() -> None:
-    """32 ranks on four nodes, 8 engines: every GPU's worker has its own rank, as the placement gave devices."""
+def test_engines_of_tensor_4_on_the_devices_of_tensor_8_pipeline_2_context_2() -> None:
+    """32 ranks on four nodes and 8 engines. Each engine worker is paired with the rank on its GPU."""
     raw = {
         "run_dir": "unused",
         "model": {"path": "unused"},
@@ -72,7 +72,7 @@ def test_tensor_8_pipeline_2_context_2_against_engines_of_tensor_4() -> None:
     for engine in range(8):
         devices = [ranks[rank] for rank in placement.shared_ranks(engine)]
         assert pair(ranks, devices) == list(range(4 * engine, 4 * engine + 4))
-        # CUDA may number a process's devices otherwise: each worker is still at its own GPU's rank.
+        # CUDA may number a process's devices in another order.
         assert pair(ranks, devices[::-1]) == [4 * engine + 3 - worker for worker in range(4)]
         assert len({place.node for place in devices}) == 1
         taken += pair(ranks, devices)

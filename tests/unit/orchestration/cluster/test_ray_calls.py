@@ -1,4 +1,4 @@
-"""Waiting for workers: what is shown meanwhile, and their end in one sentence. Ray is replaced by what it answers."""
+"""Waits for workers: names of those still missing, and failures as one sentence. Ray's answers are faked."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from slime_like.errors import EngineError, TrainerError
 from slime_like.orchestration.cluster import ray_calls
 
 
-def test_the_names_that_have_not_answered_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_without_an_answer_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
         return [sorted(references)[-1]], []  # the last one answers first
 
@@ -28,7 +28,7 @@ _REPORT = """1 worker(s) were killed due to the node running low on memory.
 Memory on the node (IP: 10.0.0.1, ID: 7d5b) was 22.91GB used / 23.54GB limit (0.973), above 0.9."""
 
 
-def test_a_worker_that_memory_ran_out_for_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ended_for_lack_of_memory_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(reference: object, timeout: float) -> None:
         raise OutOfMemoryError(_REPORT)
 

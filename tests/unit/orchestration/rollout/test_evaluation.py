@@ -20,7 +20,7 @@ from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import Generation, GenerationRequest
 from slime_like.interfaces.environment import Task
 from slime_like.observability.progress import Progress
-from slime_like.orchestration.cluster.bundles import bundle_sizes
+from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.trajectory import GroupedUnscoredTrajectories
@@ -145,7 +145,7 @@ def _config(tmp_path: Path, *flags: str) -> RunConfig:
 def test_engines_alone_ignore_training_settings(tmp_path: Path, flags: list[str]) -> None:
     alone = engines_alone(_config(tmp_path, *flags))
     assert alone == engines_alone(_config(tmp_path))
-    assert bundle_sizes(alone, with_trainers=False) == [2, 2]
+    assert pieces_of(alone, with_trainers=False).bundles == [2, 2]
 
 
 def test_engines_alone_keep_their_settings(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""A file that is written completely or not at all."""
+"""Files that are written completely or not at all."""
 
 from pathlib import Path
 
 import pytest
 
-from slime_like.system.whole_file import whole_file
+from slime_like.system.disk import whole_file
 
 
-def test_it_appears_whole_or_not_at_all_and_behind_its_link(tmp_path: Path) -> None:
+def test_a_file_appears_whole_or_not_at_all_and_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "out.jsonl", tmp_path / "out.jsonl"
     target.write_text("earlier")
