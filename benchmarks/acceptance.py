@@ -15,11 +15,11 @@ MOST_BEFORE, LEAST_AFTER, MOST_CONTROL_RISE = 0.5, 0.9, 0.05
 EIGHT_RANKS, FSDP = "tp2-pp2-cp2", "fsdp"
 OTHER_ENGINES = ("sglang", "transformers")  # the seeds run with vLLM
 RESUMED = "fsdp-on-two-ranks"
-"""Begins in the middle of another run: it has no accuracy from before."""
+"""A run that continues another one, so that it has no accuracy before training."""
 
 
 def accuracies(run_dir: Path) -> tuple[float, float]:
-    """Held-out accuracy before the first and after the last step."""
+    """Return held-out accuracy before the first and after the last step."""
     values = [
         row["evaluation/accuracy"] for row in read_metrics(run_dir / "metrics.jsonl") if "evaluation/accuracy" in row
     ]

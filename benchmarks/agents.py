@@ -1,11 +1,11 @@
-"""What 64 agents at once cost beside engine, trainer and their own work: ``python -m benchmarks.agents``.
+"""Measure the overhead of 64 concurrent agents: ``python -m benchmarks.agents``.
 
-The calculator as an agent behind the endpoint, by OpenAI's client: tiny model, transformers engine, 64 rollouts a step,
-each agent in a process. Processor time of every process of a run is counted over its steady steps. How much of the
-engine's actor is the endpoint (HTTP, sessions, templates, agents' pipes) is measured in this process, with the same
-agents and engine: it has the event loop's thread for itself, and the engine computes in others. Orchestration is the
-endpoint, the driver, Ray and rewards, as a share of all. The phase "orchestration", wall time between phases,
-stands beside it.
+The calculator agent calls the endpoint with OpenAI's client: tiny model, transformers engine, 64 rollouts per step, one
+process per agent. The processor time of every process of the run is counted over its steady steps. The endpoint's part
+of the engine's actor (HTTP, sessions, templates, agents' pipes) is measured in this process with the same agents and
+engine: the endpoint has the event loop's thread to itself, and the engine computes in others. Orchestration is the
+endpoint, the driver, Ray and rewards, as a share of all processor time. The report also shows the phase
+"orchestration", which is wall time between phases.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Run:
     Attributes:
         seconds: processor seconds by role.
         step_s: wall seconds.
-        turns: of a rollout.
+        turns: turns per rollout.
         phase: share of the phase "orchestration", percent.
     """
 
@@ -57,7 +57,7 @@ class Run:
 
 
 def measure_run(run_dir: Path, flags: list[str]) -> Run:
-    """Train, and count meanwhile."""
+    """Train and measure."""
     log = run_dir.with_suffix(".log")
     with log.open("wb") as file:
         command = [*_COMMAND, "train", str(RECIPE), *flags, "--run_dir", str(run_dir)]
@@ -77,7 +77,7 @@ def measure_run(run_dir: Path, flags: list[str]) -> Run:
 
 
 def _at_step(process: "subprocess.Popen[bytes]", run_dir: Path, step: int) -> dict[int, tuple[str, float]]:
-    """Role and processor seconds of every process of the run, when it has trained this step."""
+    """Return role and processor seconds of every process of the run once it has trained this step."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not (run_dir / METRICS_FILE).is_file() or _trained(run_dir) < step:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -99,7 +99,7 @@ def _trained(run_dir: Path) -> int:
 
 
 def endpoint_s(config: RunConfig, waves: int) -> float:
-    """Processor seconds of the event loop's thread for each call, over ``waves`` of 64 rollouts after two others."""
+    """Return the event loop's processor seconds per call, over ``waves`` of 64 rollouts after two warm-up waves."""
 
     async def run() -> float:
         tokenizer, engine = load_tokenizer(config.model.path), TransformersEngine(config, 0)
@@ -137,7 +137,7 @@ def endpoint_s(config: RunConfig, waves: int) -> float:
 
 
 def table(run: Run, call_s: float) -> tuple[str, bool]:
-    """The result as Markdown, and whether the goal is met."""
+    """Return the result as Markdown, and whether the goal is met."""
     calls, total = _GROUPS * _SAMPLES * run.turns, sum(run.seconds.values())
     endpoint = calls * call_s
     share = 100 * (endpoint + run.seconds["others"]) / total

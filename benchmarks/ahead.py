@@ -1,11 +1,11 @@
-"""Sampling beside training against taking turns, streamed and not: ``python -m benchmarks.ahead [--result FILE]``.
+"""Compare sampling ahead with taking turns, streamed or not: ``python -m benchmarks.ahead [--result FILE]``.
 
-The load: 128 responses a step from an untrained tiny model whose 264 tokens are about equally likely. Four of them end
-a response, so that lengths are geometric: mean about 60, cut at 256, the longest of a step four times the mean. The
-engine's processes are pinned to one core and the trainer's to another, in all manners, so that turns always leave one
-of them idle. The bound is (g + t) / max(g, t), g and t being the seconds of sampling and of training when they take
-turns; the trainer's idle share is what it waits for samples. A step's samples fill about nine micro-batches, so that
-most of them can be streamed (``rollout.stream``).
+A step has 128 responses from an untrained tiny model whose 264 tokens are about equally likely. Four of the tokens end
+a response, so lengths are geometric: the mean is about 60, the limit 256, and the longest is four times the mean. The
+engine's processes are always pinned to one core and the trainer's to another: taking turns leaves one core idle.
+The bound is (g + t) / max(g, t), with g and t the seconds of sampling and training when they take turns. The trainer's
+idle share is the time that it waits for samples. A step fills about nine micro-batches, so that most of them can be
+streamed (``rollout.stream``).
 """
 
 import argparse
@@ -33,7 +33,7 @@ _STOP_IDS = "[20, 60, 100, 140]"
 
 @dataclass(frozen=True)
 class Manner:
-    """How sampling and training go together."""
+    """How sampling and training are combined."""
 
     ahead: int
     streams: bool
@@ -48,15 +48,15 @@ class Manner:
 
 @dataclass(frozen=True)
 class Figures:
-    """Means over the steady steps of one run, in seconds, but for ``length`` in tokens.
+    """Means over the steady steps of one run: seconds, and ``length`` in tokens.
 
     Attributes:
         step: whole step.
-        sampling: generate and reward, where they take turns with training.
-        training: score, train and sync, likewise.
-        idle: the trainer without samples.
-        length: tokens of a response.
-        staleness: mean of the versions between sampling and training.
+        sampling: generate and reward, if they take turns with training.
+        training: score, train and sync, if they take turns with sampling.
+        idle: time in which the trainer has no samples.
+        length: tokens per response.
+        staleness: mean number of versions between sampling and training.
     """
 
     step: float
@@ -96,7 +96,7 @@ def flags(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> l
 
 
 def measure(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> Figures:
-    """Run once, pinned, and read its steady steps."""
+    """Run once, pinned, and read the steady steps."""
     log = root / f"log-{manner.directory}"
     with Command(flags(root, model, engine, manner, steps), log, forked=False) as command:
         ended = threading.Event()
@@ -111,7 +111,7 @@ def measure(root: Path, model: Path, engine: str, manner: Manner, steps: int) ->
         sys.exit(f"error: the run {manner} ended with {finished.code}: {finished.stderr[-500:]}")
     metrics = read_metrics(root / manner.directory / METRICS_FILE)
     records = [record for record in metrics if STEP_TIME in record]
-    # The last steps of a run that samples ahead have nothing left to sample: they are not steady.
+    # A run that samples ahead has nothing left to sample in its last steps, so they are not steady.
     steady = records[_WARM_UP : len(records) - 3]
 
     def mean(*names: str) -> float:
@@ -128,7 +128,7 @@ def measure(root: Path, model: Path, engine: str, manner: Manner, steps: int) ->
 
 
 def _keep_pinned(descendants: Callable[[], list[psutil.Process]], ended: threading.Event) -> None:
-    """Engine and reward processes on one core, trainer ranks on the other; whatever they start inherits it."""
+    """Pin engine and reward processes to one core and trainer ranks to the other; their children inherit it."""
     engine_core, trainer_core = sorted(os.sched_getaffinity(0))[:2]
     while not ended.wait(_LOOK_EVERY_S):
         for process in descendants():
@@ -144,7 +144,7 @@ def _keep_pinned(descendants: Callable[[], list[psutil.Process]], ended: threadi
 
 
 def report(found: dict[Manner, Figures], engine: str, steps: int, load: float) -> str:
-    """``found`` begins with turns that are not streamed; the last is held against the goal."""
+    """Report ``found``, which starts with unstreamed turns; its last entry is compared with the goal."""
     turns, best = next(iter(found.values())), list(found)[-1]
     bound = (turns.sampling + turns.training) / max(turns.sampling, turns.training)
     ratio = turns.step / found[best].step
@@ -174,7 +174,7 @@ def main() -> None:
     options = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("error: two cores are needed, one for the engine and one for the trainer")
-    os.environ["OMP_NUM_THREADS"] = "1"  # an engine takes the cores that it starts on, and is pinned to one later
+    os.environ["OMP_NUM_THREADS"] = "1"  # an engine would use all cores it starts on, and is pinned only later
     load, model = load_average(), options.out / "model"
     make_tiny_model(model)
     make_arithmetic_data(model / "data")

@@ -1,7 +1,7 @@
-"""Time and memory of the head's forward and backward: ``python -m benchmarks.head [--device cuda]``.
+"""Measure time and memory of the head's forward and backward: ``python -m benchmarks.head [--device cuda]``.
 
-Each row is one chunk size with one kind of row kernels. On CUDA the default shape is the head of Qwen3-4B in bfloat16
-with a pack of 8,192 tokens; on a CPU it is a tiny one in float32. The fastest of ``--repeats`` runs counts.
+Each row is one chunk size with one kind of row kernel. On CUDA the default shape is the head of Qwen3-4B in bfloat16
+with a pack of 8,192 tokens; on a CPU it is a tiny head in float32. The fastest of ``--repeats`` runs is reported.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CHUNKS = {"cuda": (308, 1024, 0, 2048), "cpu": (64, 0)}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement. ``peak_bytes`` is the most memory that CUDA tensors took, inputs and gradients included."""
+    """One measurement. ``peak_bytes`` is the peak memory of CUDA tensors, including inputs and gradients."""
 
     chunk: int
     kernels: str
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def rows(
     device: torch.device, shape: Sequence[int], chunks: Sequence[int], entropy: bool, repeats: int
 ) -> Iterator[Row]:
-    """Measure every chunk size, with each kind of kernels that ``device`` has."""
+    """Measure every chunk size with each kind of kernel that ``device`` has."""
     tokens, vocabulary, width = shape
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     g = torch.Generator(device).manual_seed(0)
@@ -71,7 +71,7 @@ def rows(
 
 
 def _run(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, entropy: bool) -> float:
-    """Seconds of one forward and backward, with the device idle at both ends."""
+    """Return the seconds of one forward and backward, with the device idle before and after."""
     hidden.grad = weight.grad = None
     _synchronize(hidden.device)
     start = time.perf_counter()

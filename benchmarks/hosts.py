@@ -1,7 +1,7 @@
-"""``scripts/run_qwen_32b.sh`` on two hosts with every engine: ``python -m benchmarks.hosts OUT RESULT [ENGINE ...]``.
+"""Run the 32B recipe on two hosts with every engine: ``python -m benchmarks.hosts OUT RESULT [ENGINE ...]``.
 
-Eight ranks, tensor 2 x pipeline 2 x context 2 over both hosts; each engine trains two steps, and two more by a second
-start. What takes time is that every start imports everything nine times. Exit code 1 if a bound does not hold.
+Eight ranks (tensor 2 x pipeline 2 x context 2) span both hosts. Each engine trains two steps, and two more after a
+second start. Most time is spent importing everything nine times per start. Exit code 1 if a bound does not hold.
 """
 
 import datetime
@@ -25,11 +25,11 @@ class Row:
     """Two starts with one engine.
 
     Attributes:
-        seconds: wall time of either start.
+        seconds: wall time of each start.
         codes: exit codes of both nodes in both starts.
         steps: steps trained.
         gap: largest logprob difference between engine and trainer in the sync's probe.
-        left: processes left on the hosts.
+        left: processes still on the hosts afterwards.
     """
 
     engine: str

@@ -1,4 +1,4 @@
-"""How much of a run's step time is orchestration: ``python -m benchmarks.orchestration RUN_DIR``."""
+"""Report the share of orchestration in a run's step time: ``python -m benchmarks.orchestration RUN_DIR``."""
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ class PhaseReport:
     seconds: dict[str, float]
 
     def share(self, phase: str) -> float:
-        """Percent of all step time."""
+        """Return the phase's percentage of step time."""
         return 100 * self.seconds[phase] / self.step_s
 
 
@@ -51,7 +51,7 @@ def phase_report(metrics_path: Path, skip: int = WARMUP_STEPS) -> PhaseReport:
 
 
 def format_report(report: PhaseReport) -> str:
-    """The report as a table of text."""
+    """Format the report as a table of text."""
     lines = [f"{'phase':<15}{'mean seconds':>14}{'share':>9}"]
     lines += [f"{phase:<15}{value:>14.4f}{report.share(phase):>8.2f}%" for phase, value in report.seconds.items()]
     lines.append(f"{'step':<15}{report.step_s:>14.4f}{100:>8.2f}%")

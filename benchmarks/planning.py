@@ -1,6 +1,6 @@
-"""How long ``slime-like plan`` takes for 64 and for 1,024 ranks: ``python -m benchmarks.planning RESULT``.
+"""Measure the time of ``slime-like plan`` for 64 and 1,024 ranks: ``python -m benchmarks.planning RESULT``.
 
-Each is the command itself, as a separate process on two cores. Exit code 1 if a bound does not hold.
+The command itself runs in a separate process on two cores. Exit code 1 if a bound does not hold.
 """
 
 import datetime
@@ -17,7 +17,7 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the flags that make it so large, and the bound on its time in seconds."""
+    """A recipe, the flags that set its size, and the bound on its time in seconds."""
 
     recipe: str
     ranks: int
@@ -39,7 +39,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One run: exit code, first line, wall and processor seconds, and the largest resident memory in GiB."""
+    """One run: exit code, first line, wall and processor seconds, and peak resident memory in GiB."""
 
     case: Case
     code: int

@@ -1,12 +1,12 @@
-"""Steps on groups of samples with shared prompts beside the same steps without: ``python -m benchmarks.prefixes``.
+"""Compare steps with and without shared prompts: ``python -m benchmarks.prefixes``.
 
-One trainer rank, one process per row of the table. Both kinds of packs are trained in turns, which of them first
-changes, and the ratio is the median over the pairs. Time is the processor's, of forward and backward on one thread:
-other work on the machine hardly counts. Memory is what autograd keeps between them, weights apart. The norm of the
-gradient must be the same.
+One trainer rank, one process per row of the table. Both kinds of packs are trained in turns, in alternating order, and
+the ratio is the median over the pairs. Time is processor time of forward and backward on one thread, so that other work
+on the machine hardly matters. Memory is what autograd keeps between them, without weights. The gradient norms must be
+equal.
 
-Goals: 0.40 of the time and 0.45 of the memory where shared tokens are 0.30 of all; 1.05 of the
-time where hardly anything could be shared.
+Goals: 0.40 of the time and 0.45 of the memory if sharing leaves 0.30 of the tokens; 1.05 of the time if almost nothing
+can be shared.
 """
 
 import argparse
@@ -43,13 +43,13 @@ _HUNDRED_MILLION = {
     "head_dim": 64,
 }
 MODELS: dict[str, tuple[dict[str, Any], int, int]] = {"tiny": ({}, 4, 11), "100m": (_HUNDRED_MILLION, 1, 5)}
-"""By name: sizes beside the tiny Qwen3's, groups of a step, pairs."""
+"""Maps each name to differences from the tiny Qwen3's sizes, groups per step, and pairs."""
 SIDES = ("megatron", "fsdp")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens of prompt and response, samples of a prompt, and the bounds of time and memory."""
+    """Tokens of prompt and response, samples per prompt, and the bounds on time and memory."""
 
     prompt: int
     response: int
@@ -63,7 +63,7 @@ SHAPES = (Shape(256, 64, 8, 0.40, 0.45), Shape(16, 256, 4, 1.05, 1.05))
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """With sharing over without."""
+    """Ratios of the values with sharing to those without."""
 
     time: float
     memory: float
@@ -72,7 +72,7 @@ class Ratios:
 
 
 class _Kept:
-    """Storages that autograd keeps, without those of ``weights``."""
+    """Counts the storages that autograd keeps, except those of ``weights``."""
 
     def __init__(self, weights: set[int]) -> None:
         self._weights = weights
@@ -86,13 +86,13 @@ class _Kept:
 
     @property
     def nbytes(self) -> int:
-        """After the step: then FSDP has emptied the weights that it had gathered."""
+        """Return the bytes. Call it after the step, when FSDP has freed its gathered weights."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
 def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
-    """One row of the table."""
-    warnings.simplefilter("ignore")  # Megatron's, of packages that are not installed
+    """Measure one row of the table."""
+    warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed
     sizes, groups, pairs = MODELS[model]
     if not directory.exists():
         make_tiny_model(directory, dtype="float32", max_position_embeddings=4096, **sizes)
@@ -100,7 +100,7 @@ def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
     config = RunConfig(
         run_dir=directory / "run",
         model={"path": directory, "dtype": "float32"},
-        # So small a rate that all steps compute the same.
+        # A learning rate so small that all steps compute the same.
         trainer={"backend": side, "share_prefixes": "prompts", "optimizer": {"lr": 1e-12}, **threads},
     )
     vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
@@ -116,7 +116,7 @@ def measure(directory: Path, model: str, side: str, shape: Shape) -> Ratios:
             norms.append(_step(trainer, pack)[1])
         kept.append(storages.nbytes)
     if abs(norms[1] / norms[0] - 1) > 1e-3:
-        raise RuntimeError(f"gradients' norms {norms[0]} and {norms[1]}: not the same was computed")
+        raise RuntimeError(f"gradient norms {norms[0]} and {norms[1]} differ: the two sides did not compute the same")
     seconds: list[dict[str, float]] = []
     for pair in range(pairs):
         both = [("copied", copied), ("shared", shared)][:: 1 if pair % 2 else -1]
@@ -149,8 +149,8 @@ def _storages(trainer: Any) -> set[int]:
 
 
 def _step(trainer: Any, pack: PackedTrajectory) -> tuple[float, float]:
-    """Processor's seconds of forward and backward; the gradient's norm."""
-    pack.old_logprobs = None  # those of the pass itself
+    """Return processor seconds of forward and backward, and the gradient norm."""
+    pack.old_logprobs = None  # on-policy: uses the forward pass's own
     denominator = float(pack.targets.numel())
     started = time.process_time()
     trainer.begin_step(denominator, real_tokens([pack]))

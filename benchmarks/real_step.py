@@ -1,9 +1,9 @@
-"""Seconds of a step of a real model's size on a CPU, by phase: ``python -m benchmarks.real_step [--result FILE]``.
+"""Time a step with a model of real size on a CPU, by phase: ``python -m benchmarks.real_step [--result FILE]``.
 
-The model has the shape of SmolLM2-135M (30 layers, 9 heads, 3 KV heads, 49,152 tokens) and random weights: nothing is
-downloaded. A step samples 16 prompts 8 times, 64 tokens each, and makes one update. ``--against DIR`` runs another
-checkout of this project in turn with this one, so that a drift of the machine's speed hits both. ``--flags`` gives both
-further settings, e.g. another model and its data; ``--flags-here`` gives this one settings that the other has not.
+The model has the shape of SmolLM2-135M (30 layers, 9 heads, 3 KV heads, 49,152 tokens) and random weights; nothing is
+downloaded. A step samples 16 prompts 8 times, 64 tokens each, and makes one update. ``--against DIR`` alternates with
+another checkout of this project, so that a drift of the machine's speed affects both. ``--flags`` gives both additional
+settings, e.g. another model and its data; ``--flags-here`` gives only this one settings that the other does not have.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def flags(run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -
 
 
 def measure(checkout: Path, run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
-    """Median seconds of the steps after the first, which touches memory for the first time."""
+    """Return median seconds of all steps but the first, which touches memory for the first time."""
     more = options.flags + (options.flags_here if checkout == Path.cwd() else [])
     command = [str(Path(sys.executable).parent / "slime-like"), *flags(run_dir, model, options, dtype), *more]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}

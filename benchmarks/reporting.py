@@ -1,7 +1,7 @@
-"""Time and memory of ``slime-like report`` for a long run: ``python -m benchmarks.reporting OUT_DIR RESULT``.
+"""Measure time and memory of ``slime-like report`` for a long run: ``python -m benchmarks.reporting OUT_DIR RESULT``.
 
-The run has 10,000 steps, whose metrics all change, debug tables at every tenth step as by default, and five million
-events in its ledger. Each command is a separate process, its imports included; the fastest of three counts, since
+The run has 10,000 steps with changing metrics, debug tables at every tenth step (the default), and five million events
+in its ledger. Each command runs in a separate process, imports included. The fastest of three runs is reported, because
 others may use the machine. Exit code 1 if a bound does not hold.
 """
 
@@ -23,12 +23,12 @@ TABLES_EVERY = 10
 SAMPLES, TOKENS = 4, 500
 GROUPS_PER_STEP = 125
 STEPS = 10_000
-"""With ``GROUPS_PER_STEP`` groups of four events each: 5 million events."""
+"""Steps of ``GROUPS_PER_STEP`` groups with four events each: 5 million events."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One command: its exit code, last line, wall and processor seconds, and the largest resident memory in MB."""
+    """One command: its exit code, last line, wall and processor seconds, and peak resident memory in MB."""
 
     command: list[str]
     code: int
@@ -43,7 +43,7 @@ class Row:
 
 
 def write_run(run_dir: Path, steps: int) -> None:
-    """Write metrics, tables and ledger by the code that writes them in a run."""
+    """Write metrics, tables and ledger with the code that writes them in a run."""
     from slime_like.config import LoggingConfig, RunConfig
     from slime_like.config.reading.load import save_config
     from slime_like.data.ledger import Ledger
@@ -72,7 +72,7 @@ def write_run(run_dir: Path, steps: int) -> None:
 
 
 def log_tables(logger: "MetricLogger", step: int, draw: random.Random) -> None:  # noqa: F821
-    """``SAMPLES`` samples of ``TOKENS`` tokens, as a reference and an engine score them."""
+    """Log ``SAMPLES`` samples of ``TOKENS`` tokens with scores of a reference and an engine."""
     import numpy as np
     import torch
 
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     run_dir = options.out / f"steps-{options.steps}"
-    if not run_dir.exists():  # in another process: what this one holds would count as the commands' memory
+    if not run_dir.exists():  # in another process, because memory of this one would count for the commands
         writer = get_context("spawn").Process(target=write_run, args=(run_dir, options.steps))
         writer.start()
         writer.join()

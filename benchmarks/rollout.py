@@ -45,7 +45,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds and sampled tokens of every measured round, and a hash of what was sampled in all of them."""
+    """Seconds and sampled tokens of every measured round, and a hash of all sampled tokens."""
 
     seconds: list[float]
     tokens: list[int]
@@ -53,7 +53,7 @@ class Figures:
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens per second of every round."""
+        """Return every round's tokens per second."""
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
     @property
@@ -77,7 +77,7 @@ def configure(options: argparse.Namespace) -> RunConfig:
 
 
 def rounds(config: RunConfig, count: int, size: int) -> list[list[Prompt]]:
-    """A short one to warm up, then the measured ones."""
+    """Return a short warm-up round, then the measured rounds."""
     source = PromptSource(config.data.train, load_tokenizer(config.model.path), config.data, config.seed)
     return [source.next(_WARM_UP_PROMPTS), *(source.next(size) for _ in range(count))]
 
@@ -117,7 +117,7 @@ async def measure_bare(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -
             sampled = _hash(sampled, answers)
     await stop()
     del ask, stop
-    gc.collect()  # AsyncLLM sits in reference cycles, and complains when collected at interpreter exit
+    gc.collect()  # AsyncLLM is in reference cycles and complains if it is collected at interpreter exit
     return Figures(seconds, tokens, sampled)
 
 
@@ -155,7 +155,7 @@ async def _start_adapter(config: RunConfig):  # type: ignore[no-untyped-def]
 
 
 def measure_in_a_process(options: argparse.Namespace) -> Figures:
-    """The bare engine where nothing else is."""
+    """Measure the bare engine in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.rollout", "--bare", *sys.argv[1:]]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=True)
     return Figures(**json.loads(finished.stdout.strip().splitlines()[-1]))
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out = options.out.absolute()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by torch where an engine is started
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when an engine starts
     config = configure(options)
     if options.bare:
         figures = asyncio.run(measure_bare(config, rounds(config, options.rounds, options.prompts)))

@@ -1,11 +1,11 @@
-"""The routing core by itself: ``python -m benchmarks.routing``.
+"""Measure the routing core by itself: ``python -m benchmarks.routing``.
 
-64 workers with 64 requests each on average, answered in the order they were sent: decisions per second, and how far the
-busiest worker's outstanding tokens are above the mean. A request is charged with its prompt and with as many tokens as
-it may sample. Two loads: as a run sends them (every request may sample the same number of tokens, prompts are
-lognormal), and requests that are lognormal altogether, where a single one may outweigh a tenth of a worker's load.
+64 workers have 64 requests each on average, answered in the order in which they were sent. Measured are decisions per
+second, and how far the busiest worker's outstanding tokens exceed the mean. A request counts its prompt and the most
+tokens that it may sample. There are two loads: as in a run (the limit on sampled tokens is equal, prompts are
+lognormal), and fully lognormal requests, where a single one may exceed a tenth of a worker's load.
 
-Beside it, what a decision costs where the same object is a Ray actor that is asked for each one: why it is not.
+For comparison, the cost of a decision if the same object were a Ray actor, which is why it is not.
 """
 
 import random
@@ -28,7 +28,7 @@ GOAL_PER_S, GOAL_IMBALANCE = 5_000, 0.10
 
 @dataclass(frozen=True)
 class Figures:
-    """``imbalance``: busiest worker over the mean, less 1, at its worst; ``largest``: largest request over the mean."""
+    """``imbalance``: worst excess of the busiest worker over the mean; ``largest``: largest request over the mean."""
 
     per_s: float
     imbalance: float
@@ -36,7 +36,7 @@ class Figures:
 
 
 def route(sizes: Sequence[int]) -> Figures:
-    """Send requests of these charges."""
+    """Route requests of these sizes."""
     registry: LeastLoaded[int] = LeastLoaded(capacity=256)
     for worker in range(WORKERS):
         registry.join(worker)
@@ -59,7 +59,7 @@ def route(sizes: Sequence[int]) -> Figures:
 
 
 def ask_an_actor(sizes: Sequence[int]) -> float:
-    """Decisions a second, one after another, of a registry behind Ray."""
+    """Return the decisions per second of a registry in a Ray actor, asked one after another."""
     with TemporaryDirectory() as directory, Cluster(ClusterConfig(), Path(directory) / "worker_logs", slots=1):
         registry = ray.remote(LeastLoaded).options(num_cpus=0).remote(capacity=len(sizes))
         ray.get([registry.join.remote(worker) for worker in range(WORKERS)], timeout=60)

@@ -1,4 +1,4 @@
-"""Runs every section in one process on one thread, prints the tables, and keeps them."""
+"""Run every section in one process on one thread, print the tables, and store them."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "algorithms.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.algorithms", description=__doc__)
-    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all are run, and kept, by default")
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; default: all, which are then stored")
     chosen = parser.parse_args().sections or list(SECTIONS)
     unknown = sorted(set(chosen) - set(SECTIONS))
     if unknown:
@@ -58,7 +58,7 @@ def _keep(tables: dict[str, list[Row]], judged: list[Verdict]) -> None:
         "goals": [asdict(verdict) for verdict in judged],
         "sections": {name: [asdict(row) for row in rows] for name, rows in tables.items()},
     }
-    # A form that did not finish has no figure: null, since JSON knows no infinity.
+    # A form that did not finish has the value null, because JSON has no infinity.
     text = json.dumps(record, indent=1).replace("Infinity", "null")
     RESULTS.write_text(text + "\n")
     print(f"\nkept in {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")

@@ -1,4 +1,4 @@
-"""What the figures have to be, and whether they are."""
+"""Goals for the measurements, and whether they are met."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ Tables = Mapping[str, Sequence[Row]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``goal``: what was wanted. ``found``: the figure, as a number. ``met``: whether it is good enough."""
+    """``goal``: the goal in words. ``found``: the measured number. ``met``: whether it meets the goal."""
 
     goal: str
     found: float
@@ -19,7 +19,7 @@ class Verdict:
 
 
 def verdicts(tables: Tables) -> list[Verdict]:
-    """One verdict per goal of the sections that were run."""
+    """Return one verdict per goal of the sections that were run."""
     judges: dict[str, Callable[[Sequence[Row]], Iterator[Verdict]]] = {
         "packing": _packing,
         "reduction": _reduction,
@@ -38,7 +38,7 @@ def _at_most(goal: str, found: float, bound: float) -> Verdict:
 
 
 def _value(rows: Sequence[Row], case: str, form: str) -> float:
-    """The figure of the one row whose case and form begin so."""
+    """Return the value of the only row whose case and form start like this."""
     found = [row.value for row in rows if row.case == case and row.form.startswith(form)]
     if len(found) != 1:
         raise LookupError(f"{len(found)} rows of {case!r}, {form!r}; goals and rows no longer fit, adapt goals.py")
@@ -63,7 +63,7 @@ def _reduction(rows: Sequence[Row]) -> Iterator[Verdict]:
 
 
 def _loop(rows: Sequence[Row], case: str) -> float:
-    """The loop as it is, not its compiled form."""
+    """Return the value of the loop, not of its compiled form."""
     return next(row.value for row in rows if row.case == case and row.form == "split and loop")
 
 

@@ -1,4 +1,4 @@
-"""Logprob with entropy at T = 4,096, V = 32,000 against ``log_softmax`` and ``gather``: time and peak memory."""
+"""Compare logprob with entropy at T = 4,096, V = 32,000 with ``log_softmax`` and ``gather``: time and peak memory."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 def rows() -> list[Row]:
-    """Forward with backward, and each alone; extra memory beyond the logits and their gradient."""
+    """Measure forward, and forward with backward; extra memory beyond the logits and their gradient."""
     forms: dict[str, Score] = {
         PLAIN: _plain,
         "the same with entropy": _plain_with_entropy,
@@ -59,7 +59,7 @@ def _both(score: Score, logits: Tensor, targets: Tensor) -> Callable[[], object]
 
 
 def _memory_row(name: str, run: Callable[[Tensor, Tensor], object]) -> Row:
-    """The gradient is the one allocation that every form shares: it is taken off."""
+    """Measure memory without the gradient, which every form allocates."""
     targets, nbytes = _targets(), TOKENS * VOCABULARY * 4
     peak = peak_bytes(
         lambda: torch.randn(TOKENS, VOCABULARY).requires_grad_(),
@@ -70,7 +70,7 @@ def _memory_row(name: str, run: Callable[[Tensor, Tensor], object]) -> Row:
 
 
 def _fused_row() -> Row:
-    """From hidden states: not even the logits exist, nor their gradient."""
+    """Measure the head on hidden states, which never allocates whole logits or their gradient."""
     targets, temperatures = _targets(), torch.ones(TOKENS)
     nbytes = TOKENS * VOCABULARY * 4
 

@@ -1,4 +1,4 @@
-"""Measuring on one thread: CPU times, and peak memory in a separate process."""
+"""Measure CPU times on one thread, and peak memory in a separate process."""
 
 import multiprocessing
 import time
@@ -18,10 +18,10 @@ class Row:
     """One line of a table.
 
     Attributes:
-        case: what was measured.
-        form: which implementation.
-        value, unit: the figure.
-        note: a ratio, a bound, whether it is kept.
+        case: measured case.
+        form: implementation.
+        value, unit: measured value.
+        note: a ratio, or a bound and whether it holds.
     """
 
     case: str
@@ -32,11 +32,11 @@ class Row:
 
 
 def best_times(forms: Mapping[str, Callable[[], object]], repeats: int = 25) -> dict[str, float]:
-    """Least CPU time of ``repeats`` runs of every form, in milliseconds; CPU time, since others may use the machine.
+    """Return each form's least CPU time of ``repeats`` runs, in milliseconds, because others may use the machine.
 
-    A form that takes long is run less often: no more after ``_ENOUGH_S``, but three times at least.
+    A slow form runs less often: at least three times, but not after ``_ENOUGH_S``.
 
-    One form after the other, each warm: in turns, a form that fills the caches would slow the one after it.
+    Forms run one after another, each warmed up. In turns, a form that fills the caches would slow down the next one.
     """
     return {name: _best_time(form, repeats) for name, form in forms.items()}
 
@@ -54,7 +54,7 @@ def _best_time(form: Callable[[], object], repeats: int) -> float:
 
 
 def time_rows(case: str, times: Mapping[str, float], baseline: str) -> list[Row]:
-    """A row per form, with its speed relative to the baseline's."""
+    """Return a row per form with its speed relative to the baseline."""
     return [
         Row(case, name, ms, "ms", "baseline" if name == baseline else f"{times[baseline] / ms:.2f} x as fast")
         for name, ms in times.items()
@@ -62,7 +62,7 @@ def time_rows(case: str, times: Mapping[str, float], baseline: str) -> list[Row]
 
 
 def peak_bytes(prepare: Callable[[], object], run: Callable[[object], object]) -> int:
-    """Growth of resident memory at its highest while ``run`` works on what ``prepare`` made, in a forked process.
+    """Return the peak growth of resident memory while ``run`` processes the result of ``prepare``, in a fork.
 
     Raises:
         SlimeLikeError: the process died or took longer than its bound.

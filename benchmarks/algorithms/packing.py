@@ -1,4 +1,4 @@
-"""Packing against Python lists and against memcpy; unpacking in one call against a loop."""
+"""Compare packing with Python lists and with memcpy, and unpacking in one call with a loop."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ NUM_SEQUENCES, PROMPT_LEN, RESPONSE_LEN = 1000, 128, 384
 
 
 def rows() -> list[Row]:
-    """1,000 sequences of 512 tokens."""
+    """Measure with 1,000 sequences of 512 tokens."""
     sequences = [_trajectory(index) for index in range(NUM_SEQUENCES)]
     lists = [_as_lists(sequence) for sequence in sequences]
     packed = pack_sequences(sequences)
@@ -71,7 +71,7 @@ def _unpack_rows(packed: PackedTrajectory, sequences: Sequence[ScoredTrajectory]
 
 
 def _unpack_loop(packed: PackedTrajectory, values: Tensor) -> list[Tensor]:
-    """One slice per sequence, its boundaries read off the tensor each time."""
+    """Slice each sequence, reading its boundaries from the tensor."""
     parts, start = [], 0
     for index in range(packed.num_sequences):
         end = start + int(packed.response_lens[index].item())
@@ -81,7 +81,7 @@ def _unpack_loop(packed: PackedTrajectory, values: Tensor) -> list[Tensor]:
 
 
 def _pack_lists(samples: list[dict[str, list]], names: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """The common list-based form: extend Python lists, convert at the end."""
+    """Pack in the common way: extend Python lists, convert at the end."""
     flat: dict[str, list] = {name: [] for name in names}
     positions: list[int] = []
     boundaries = [0]
@@ -109,7 +109,7 @@ def _as_lists(sequence: ScoredTrajectory) -> dict[str, list]:
 
 
 def _without_logprobs(sequence: ScoredTrajectory) -> ScoredTrajectory:
-    """Tokens, mask, advantage: what the list-based form is given."""
+    """Return a copy with tokens, mask and advantage only, the inputs of the list-based form."""
     return replace(sequence, logprobs=None, ref_logprobs=None, old_logprobs=None, weight_versions=None)
 
 

@@ -1,4 +1,4 @@
-"""Partition quality against the lower bound and plain first-fit-decreasing, and its time."""
+"""Compare partition quality with the lower bound and plain first-fit-decreasing, and measure its time."""
 
 import math
 
@@ -12,7 +12,7 @@ NUM_SEQUENCES, BUDGET, LONGEST = 10_000, 8192, 4096
 
 
 def rows() -> list[Row]:
-    """10,000 sequences, uniform and lognormal lengths up to 4,096, micro-batches of 8,192 tokens."""
+    """Measure 10,000 sequences with uniform and lognormal lengths up to 4,096, micro-batches of 8,192 tokens."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.randint(16, LONGEST + 1, (NUM_SEQUENCES,), generator=generator).tolist()
     normal = torch.randn(NUM_SEQUENCES, generator=generator)

@@ -1,4 +1,4 @@
-"""``sum_of_sample_mean`` against the split-and-loop form, the same compiled, and nested tensors."""
+"""Compare ``sum_of_sample_mean`` with the split-and-loop form, eager and compiled, and nested tensors."""
 
 import contextlib
 import multiprocessing
@@ -20,7 +20,7 @@ LOOP, OURS = "split and loop", "sum_of_sample_mean"
 
 
 def rows() -> list[Row]:
-    """10, 100 and 1,000 responses of 256 to 1,023 tokens; forward, and forward with backward."""
+    """Measure 10, 100 and 1,000 responses of 256 to 1,023 tokens: forward, and forward with backward."""
     found = []
     for count in COUNTS:
         x, lengths, masks = _samples(count)
@@ -68,14 +68,14 @@ def _nested_from_flat(x: Tensor, lengths: Sequence[int], masks: Sequence[Tensor]
 
 
 def _nested(x: Tensor, masks: Tensor) -> Tensor:
-    # Both have the same lengths, but not the same symbolic ones: put the values under one set of offsets.
+    # Both have equal lengths but different symbolic ones, so give the values the same offsets.
     product = torch.nested.nested_tensor_from_jagged(x.values() * masks.values(), x.offsets())
     counts = torch.nested.nested_tensor_from_jagged(masks.values(), x.offsets())
     return (product.sum(dim=1) / counts.sum(dim=1).clamp_min(1)).sum()
 
 
 def _compiled_ms(count: int) -> float:
-    """In a separate process: compiling unrolls the loop, which may take longer than anyone would wait."""
+    """Measure in a separate process: compiling unrolls the loop, which may take too long."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_time_compiled, args=(sender, count))
@@ -84,7 +84,7 @@ def _compiled_ms(count: int) -> float:
     try:
         return receiver.recv() if receiver.poll(COMPILE_LIMIT_S) else float("inf")
     finally:
-        # The compiler starts workers; they share the process group that `_time_compiled` opened.
+        # The compiler's workers are in the process group that `_time_compiled` made.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()

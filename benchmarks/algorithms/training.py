@@ -1,4 +1,4 @@
-"""Packed against padded training of one lognormal batch: tokens computed, time, peak memory of a small transformer."""
+"""Compare packed and padded training of a small transformer: computed tokens, time, peak memory."""
 
 import math
 
@@ -13,7 +13,7 @@ PADDED, PACKED = "padded [B, T]", "packed"
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP; attention is causal inside every row of (B, T), or inside every packed sequence."""
+    """Pre-norm attention and MLP; attention is causal inside each row of (B, T) or each packed sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def rows() -> list[Row]:
-    """32 sequences, median 200 tokens, sigma 0.8; the loss is the same to float32 accuracy, which is checked."""
+    """Measure 32 lognormal sequences (median 200 tokens, sigma 0.8); checks that the losses agree in float32."""
     generator = torch.Generator().manual_seed(0)
     lengths = (torch.randn(NUM_SEQUENCES, generator=generator) * 0.8 + math.log(200)).exp().clamp(16, 2048).long()
     sequences = [torch.randint(0, VOCABULARY, (n,), generator=generator) for n in lengths.tolist()]
@@ -79,7 +79,7 @@ def rows() -> list[Row]:
 def _padded(model: Model, sequences: list[Tensor]) -> Tensor:
     tokens = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     labels = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-100)
-    # Padding stands at the end: the causal mask alone keeps it away from real tokens.
+    # Padding is at the end, so the causal mask already hides it from real tokens.
     logits = model(tokens, None)
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 

@@ -1,1 +1,1 @@
-"""Seconds and memory of `slime-like convert`, next to a plain copy of the same bytes."""
+"""Compare time and memory of `slime-like convert` with a plain copy of the same bytes."""

@@ -21,7 +21,7 @@ _TIMEOUT_S = 1200
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One conversion: medians of the seconds, the most of the memory."""
+    """One conversion: median seconds and maximum memory."""
 
     what: str
     cache: str
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(what: str, source: Path, output: Path, cache: str, options: argparse.Namespace) -> Row:
-    """Copy and conversion in turns, so that both meet the same disk."""
+    """Measure copy and conversion in turns, so that the disk behaves alike for both."""
     files = sorted([*source.glob("*.safetensors"), *source.glob("trainer/*.distcp")])
     copies, conversions = [], []
     for _ in range(options.rounds):
@@ -98,7 +98,7 @@ def _convert(what: str, source: Path, output: Path, options: argparse.Namespace)
 
 
 def _loading(model: Path, options: argparse.Namespace) -> str:
-    """All ranks of the layout, each a process, load the directory as training does."""
+    """Load the directory as training does, with all ranks of the layout, one process each."""
     forget(sorted(model.glob("*.safetensors")))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

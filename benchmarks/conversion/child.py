@@ -1,4 +1,4 @@
-"""One conversion in a separate process: seconds without imports, and the memory it took. Prints JSON."""
+"""Convert once in a separate process; print seconds without imports, and memory, as JSON."""
 
 import json
 import resource

@@ -1,4 +1,4 @@
-"""What the disk allows: the same bytes read and written, without a look at them."""
+"""Measure the disk's speed by copying the same bytes."""
 
 import os
 import time
@@ -9,7 +9,7 @@ _BLOCK = 8 << 20
 
 
 def forget(files: Iterable[Path]) -> None:
-    """Put what is written on the disk, and drop it from the page cache."""
+    """Flush the files to disk and drop them from the page cache."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -20,7 +20,7 @@ def forget(files: Iterable[Path]) -> None:
 
 
 def remember(files: Iterable[Path]) -> None:
-    """Read everything into the page cache."""
+    """Read the files into the page cache."""
     for file in files:
         with file.open("rb", buffering=0) as stream:
             while stream.read(_BLOCK):
@@ -28,7 +28,7 @@ def remember(files: Iterable[Path]) -> None:
 
 
 def copy_seconds(files: Iterable[Path], target: Path) -> float:
-    """One thread reads all files in blocks of 8 MiB and writes them into one, which is synced at the end."""
+    """Copy all files into one, in blocks of 8 MiB on one thread, and sync it; return the seconds."""
     started = time.monotonic()
     with target.open("wb", buffering=0) as out:
         for file in files:

@@ -1,15 +1,15 @@
-"""What a process holds itself."""
+"""Measure a process's anonymous memory."""
 
 import threading
 from pathlib import Path
 
 
 class AnonymousPeak(threading.Thread):
-    """The most memory that the process holds itself: pages of files, which the kernel may drop, are not in it.
+    """Records the peak of anonymous memory, which excludes pages of files that the kernel may drop.
 
     Attributes:
-        first: bytes when it was made.
-        peak: the most since.
+        first: bytes at the start.
+        peak: maximum since the start.
     """
 
     def __init__(self) -> None:

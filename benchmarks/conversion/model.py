@@ -1,4 +1,4 @@
-"""A checkpoint of a wanted size, made tensor by tensor."""
+"""Make a checkpoint of a given size, tensor by tensor."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ _FILE_BYTES = 500_000_000
 
 
 def make_checkpoint(directory: Path, nbytes: int) -> int:
-    """A Qwen3 of Qwen3-1.7B's widths in bfloat16, random, as many layers as ``nbytes`` hold; its size in bytes."""
+    """Write a random bfloat16 model with Qwen3-1.7B's widths and layers up to ``nbytes``; return its bytes."""
     make_tiny_model(directory, "qwen3")
     (directory / "model.safetensors").unlink()
     config = json.loads((directory / "config.json").read_text(encoding="utf-8")) | _WIDE | {"dtype": "bfloat16"}

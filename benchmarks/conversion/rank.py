@@ -1,4 +1,4 @@
-"""One trainer rank that loads its part of a Hugging Face directory, as training does. Prints JSON."""
+"""Load one trainer rank's part of a Hugging Face directory, as training does; print JSON."""
 
 import json
 import sys

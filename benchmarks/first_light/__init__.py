@@ -1,1 +1,1 @@
-"""What one GPU shows of this project, in four calls of at most ten minutes each."""
+"""Test and measure this project on one GPU, in four calls of at most ten minutes each."""

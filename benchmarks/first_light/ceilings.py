@@ -1,4 +1,4 @@
-"""Limits of this device: products, copies, registering host memory. ``python -m benchmarks.first_light.ceilings``."""
+"""Measure this device's limits: products, copies, registration. ``python -m benchmarks.first_light.ceilings``."""
 
 import mmap
 import time
@@ -41,7 +41,7 @@ def _on_device() -> None:
 
 
 def _registration() -> tuple[float, float, float]:
-    """Seconds for a GiB: registering new pages, registering pages already in use, unregistering."""
+    """Return seconds per GiB for registering new pages, registering used pages, and unregistering."""
     cudart = torch.cuda.cudart()
     found = []
     for is_touched in (False, True):
@@ -58,7 +58,7 @@ def _registration() -> tuple[float, float, float]:
 
 
 def _seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """The shortest of some runs, after one to warm up."""
+    """Return the shortest of some runs after a warm-up."""
     best = float("inf")
     for _ in range(repeats + 1):
         started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Cut CUDA libraries down to what a Hopper GPU runs: ``python -m benchmarks.first_light.hopper LIBRARY...``.
+"""Reduce CUDA libraries to the code that a Hopper GPU runs: ``python -m benchmarks.first_light.hopper LIBRARY...``.
 
-A library has one fat binary per source file, with code for several architectures. Those that Hopper runs move to the
-front of it, and zeros, which compress to nothing, take the rest.
+A library has one fat binary per source file, with code for several architectures. The code that Hopper runs is moved to
+its front, and zeros, which compress well, fill the rest.
 """
 
 import struct
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def cut(data: bytearray) -> int:
-    """Drop every entry that Hopper has no use for, and return the number of bytes.
+    """Drop every entry that Hopper cannot use, and return the number of bytes.
 
     Raises:
         ValueError: ``data`` is not a library with fat binaries.
@@ -71,7 +71,7 @@ def _entries(data: bytearray, position: int, stop: int) -> Iterator[_Entry]:
 
 
 def _section(data: bytearray, wanted: bytes) -> tuple[int, int]:
-    """Where a section of a 64-bit ELF file starts and ends."""
+    """Return the start and end of a section of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names = struct.unpack_from("<HHH", data, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", data, table + index * size) for index in range(count)]

@@ -9,7 +9,7 @@ from slime_like.examples.tiny_model import make_arithmetic_data
 
 
 def main() -> None:
-    """A checkpoint that an earlier script made stays."""
+    """Make the models, keeping checkpoints that an earlier script made."""
     directory, *shapes = sys.argv[1:]
     for shape in dict.fromkeys(shapes):
         model = Path(directory, shape)

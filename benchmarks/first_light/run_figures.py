@@ -1,4 +1,4 @@
-"""The key figures of a run: ``python -m benchmarks.first_light.run_figures RUN_DIR``."""
+"""Print the key figures of a run: ``python -m benchmarks.first_light.run_figures RUN_DIR``."""
 
 import sys
 from collections import defaultdict
@@ -20,7 +20,7 @@ _LISTED = {
     "trainer's memory, GiB": "train_actor_performance/memory/peak_gpu (GiB)",
     "trainer's host memory, GiB": "train_actor_performance/memory/peak_rss (GiB)",
 }
-"""Shown at the first record, at the last, and at the largest."""
+"""Metrics that are shown with their first, last and largest value."""
 _TIMED = {
     "step": STEP_TIME,
     **{name: phase_seconds(name) for name in (*PHASES, "orchestration")},
@@ -30,7 +30,7 @@ _TIMED = {
 
 
 def main() -> None:
-    """Medians leave out the first step, which warms up."""
+    """Print the figures; medians leave out the first step, which is a warm-up."""
     run_dir = Path(sys.argv[1])
     columns = defaultdict[str, list[float]](list)
     metrics = run_dir / "metrics.jsonl"
@@ -56,13 +56,13 @@ def _medians(columns: dict[str, list[float]]) -> str:
 
 
 def _memory(samples: Path) -> str:
-    """Least, median and most of each process that used a GiB, in the order of their starts; asleep is the least."""
+    """Return minimum (asleep), median and maximum for each process that used a GiB, in order of their starts."""
     of = defaultdict[str, list[int]](list)
     for line in samples.read_text().splitlines():
         process, _, used = line.partition(", ")
         if used.isdigit():
             of[process].append(int(used))
-    # The first samples of a process are of its start.
+    # Skip the first samples of a process: it is still starting.
     settled = [used[len(used) // 4 :] for used in of.values() if max(used) >= 1024]
     return "; ".join(f"{min(used)}, {median(used):.0f}, {max(used)}" for used in settled) or "no process seen"
 

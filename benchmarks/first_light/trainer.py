@@ -1,6 +1,6 @@
-"""Rows of one trainer rank, the most useful first: ``python -m benchmarks.first_light.trainer --models DIR``.
+"""Measure one trainer rank, the most useful rows first: ``python -m benchmarks.first_light.trainer --models DIR``.
 
-The first row's process also profiles a step, and moves its state to host memory and back.
+The first row's process also profiles a step and moves its state to host memory and back.
 """
 
 import argparse
@@ -35,9 +35,9 @@ class _Case:
     """One row.
 
     Attributes:
-        packs: the step's packs from the model's dimensions.
-        named: what is special, for the table.
-        settings: further settings of the trainer.
+        packs: makes the step's packs from the model's dimensions.
+        named: what is special about the row, for the table.
+        settings: additional settings of the trainer.
     """
 
     shape: str
@@ -51,7 +51,7 @@ class _Case:
 
 
 def main() -> None:
-    """A row that fails or does not fit leaves the others; the exit code is 1 then."""
+    """Measure all rows; if one fails or does not fit, the others still run and the exit code is 1."""
     options = _parser().parse_args()
     end = time.monotonic() + options.seconds
     products = in_process(ceiling, None)
@@ -127,7 +127,7 @@ def _profile_and_move(side: Side) -> None:
 
 
 def _profile(side: BackendSide) -> None:
-    """Print the kernels of one step that take longest, and the share of its time without any."""
+    """Print the slowest kernels of one step, and the share of its time without any kernel."""
     on_cuda = side.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities) as recorded:
@@ -154,12 +154,12 @@ def _profile(side: BackendSide) -> None:
 
 
 def _runs_on(device: torch.autograd.DeviceType, event: Any) -> bool:
-    """Operators have their kernels' times as well, and annotations cover others."""
+    """Return whether an event is a kernel: operators include their kernels' times, and annotations cover others."""
     return event.device_type == device and not event.is_user_annotation
 
 
 def _span_and_busy(intervals: list[tuple[float, float]]) -> tuple[float, float]:
-    """From the first start to the last end, and what of it is in any interval; they are sorted by start."""
+    """Return the time from first start to last end, and the part in any interval; they are sorted by start."""
     busy, end = 0.0, intervals[0][0]
     for start, stop in intervals:
         busy += max(0.0, stop - max(start, end))

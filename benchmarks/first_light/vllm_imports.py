@@ -20,7 +20,7 @@ _MODULES = (
 
 
 def main() -> None:
-    """Exit with 1 if one is missing. Kernels link to the driver, so without a driver nothing can be told."""
+    """Exit with 1 if one is missing. Kernels link to the driver, so nothing can be checked without one."""
     for name in _MODULES:
         try:
             importlib.import_module(name)

@@ -1,9 +1,8 @@
-"""Fuzzed checkpoints, run directories, configurations and rows: ``python -m benchmarks.fuzz OUT RESULT --seed 7``.
+"""Fuzz checkpoints, run directories, configurations and rows: ``python -m benchmarks.fuzz OUT RESULT --seed 7``.
 
-Each case is a separate process, forked from one that has imported everything: a damaged or forged copy of whole input
-is given to the command, or the command's reader, that reads such input. It must end with exit code 0, or with 1 or 2
-and sentences that have a code; without a traceback, within 10 s of processor time, with at most 2 GB of memory. Exit
-code 1 otherwise.
+Each case runs in a fork of a process that has imported everything. A command, or its reader, gets a damaged or forged
+copy of valid input. It must end with exit code 0, or with 1 or 2 and messages that have a code; without a traceback,
+within 10 s of processor time, and with at most 2 GB of memory. Exit code 1 otherwise.
 """
 
 import argparse
@@ -29,17 +28,17 @@ from benchmarks.fuzz.sound import Sound, make_sound
 
 DEADLINE_S = 10.0
 HANG_S = 60.0
-"""A case that takes no processor time has a longer deadline: others may use the machine."""
+"""Deadline by the clock, longer than for processor time because others may use the machine."""
 MEMORY_BYTES = 2 * 10**9
 _CODE = re.compile(r"\[([a-z][a-z0-9._-]*)\]$")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case: exit code (negative: the signal that ended it), codes of its sentences, seconds, and peak memory.
+    """One case: exit code (negative: the signal that ended it), codes of its messages, seconds, and peak memory.
 
     Attributes:
-        fault: what must not be; "" where all is well.
+        fault: the violated requirement; "" if there is none.
     """
 
     number: int
@@ -80,7 +79,7 @@ def run_case(number: int, seed: int, sound: Sound, root: Path) -> Verdict:
 
 
 def _fault(code: int, codes: tuple[str, ...], errors: str, shown: str, cpu_s: float, memory: int) -> str:
-    """``shown``: standard output; checkpoints that differ and a plan that does not fit are an answer, with code 1."""
+    """Return the fault. ``shown``: standard output; differing checkpoints or a plan that does not fit are no fault."""
     if code < 0:
         return f"ended by {signal.Signals(-code).name}" + (" after the deadline" if code == -signal.SIGKILL else "")
     if code not in (0, 1, 2):
@@ -104,7 +103,7 @@ def _read_in_child(read: Read, directory: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(DEADLINE_S) * 2, int(DEADLINE_S) * 2))
         try:
             code = read()
-        except SystemExit as exit_:  # argparse's
+        except SystemExit as exit_:  # by argparse
             code = exit_.code if isinstance(exit_.code, int) else 1
     finally:
         sys.stdout.flush()

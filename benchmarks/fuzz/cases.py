@@ -1,4 +1,4 @@
-"""The kinds of input: how one is damaged, and which reader gets it."""
+"""The kinds of input: how each is damaged, and which reader gets it."""
 
 import json
 import random
@@ -29,7 +29,7 @@ from slime_like.orchestration.run.directory import find_checkpoint
 from tests.support.forged_runs import VALUES, damaged_bytes
 
 Read = Callable[[], int]
-"""Gives the damaged input to its reader; the command's exit code."""
+"""Gives the damaged input to its reader and returns the command's exit code."""
 Case = Callable[[Path, Sound, random.Random], Read]
 """Makes a damaged copy in the directory."""
 
@@ -69,13 +69,13 @@ def _fsdp(directory: Path, sound: Sound, draw: random.Random) -> Read:
 
 
 def _resume(directory: Path, sound: Sound, draw: random.Random) -> Read:
-    """What ``train`` reads of an earlier run before Ray starts."""
+    """Read an earlier run as ``train`` does before Ray starts."""
     run_dir = shutil.copytree(sound.resumable(draw.choice(["megatron", "fsdp"])), directory / "run", symlinks=True)
     step = run_dir / "checkpoints" / STEP
     if draw.random() < 0.5:
         forge_json(step / "state.json", draw)
     else:
-        _forge_any(run_dir / "checkpoints", draw)  # a configuration may be a pipe: a user may name one
+        _forge_any(run_dir / "checkpoints", draw)  # not the configuration: a user may name a pipe
     if draw.random() < 0.2:
         latest = run_dir / "checkpoints" / "latest"
         latest.unlink()
@@ -197,7 +197,7 @@ def _forge_any(directory: Path, draw: random.Random) -> None:
 
 
 def _forge_trainer(trainer: Path, plain: tuple[str, ...], draw: random.Random) -> None:
-    """Damage its files, or forge its index, and mostly give it checksums that fit."""
+    """Damage its files or forge its index, and usually give it matching checksums."""
     kind = draw.random()
     if kind < 0.5:
         forge_index(trainer, draw)
@@ -214,7 +214,7 @@ def _reseal_description(checkpoint: Path) -> None:
         facts = json.loads((checkpoint / DESCRIPTION).read_text())
         write_description(checkpoint, {k: v for k, v in facts.items() if k not in ("format", "files", "crc32")})
     except (OSError, ValueError, AttributeError, RecursionError):
-        pass  # it stays as it was forged
+        pass  # stays as it was forged
 
 
 def _without(document: Any, draw: random.Random) -> Any:
@@ -228,12 +228,12 @@ def _without(document: Any, draw: random.Random) -> Any:
 
 
 def _as_command(read: Read) -> Read:
-    """Call ``read`` where a command would be called: with its handling of errors."""
+    """Call ``read`` in place of a command, with the error handling of commands."""
 
     def run() -> int:
         from slime_like.commands import main as entry
 
-        entry._imported = lambda: lambda _: read()  # in this case's own process
+        entry._imported = lambda: lambda _: read()  # affects only this case's process
         return main([])
 
     return run

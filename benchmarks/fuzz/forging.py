@@ -1,4 +1,4 @@
-"""Changes to files: bytes, values of JSON, fields of torch's index. Everything follows from the generator."""
+"""Change files: bytes, JSON values, fields of torch's index. All choices come from the generator."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _PATHS = ("", ".", "..", "/etc/passwd", "../state.json", ".metadata", "a\x00b", 
 
 
 def damage(path: Path, draw: random.Random) -> None:
-    """Remove the file, or change its bytes, its length or what it is."""
+    """Remove the file, or change its bytes, its length or its type."""
     if path.is_symlink() or not path.is_file():  # damaged before
         return
     kind, content = draw.randrange(10), path.read_bytes()
@@ -57,7 +57,7 @@ def forge_json(path: Path, draw: random.Random) -> None:
 
 
 def with_mark(value: Any, draw: random.Random) -> Any:
-    """The document with a mark instead of one of its values."""
+    """Return the document with a mark instead of one of its values."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice([*value, "new"])
         return {**value, name: with_mark(value.get(name), draw)}
@@ -68,7 +68,7 @@ def with_mark(value: Any, draw: random.Random) -> Any:
 
 
 def forge_index(directory: Path, draw: random.Random) -> None:
-    """Change one field of torch's index, or make it a program."""
+    """Change one field of torch's index, or replace it by a program."""
     index = torchs_index(directory)
     if draw.random() < 0.1:
         index.planner_data = Program(directory / "executed")
@@ -115,7 +115,7 @@ def _forge_entry(index: Metadata, draw: random.Random) -> None:
 
 
 def reseal(directory: Path, plain: Sequence[str]) -> None:
-    """Give a trainer's directory the checksums of what is there, as far as anything is."""
+    """Give a trainer's directory checksums of the files that it has."""
     pieces: dict[str, list[Piece]] = {}
     if not (directory / ".metadata").is_file():  # removed, or a pipe
         return

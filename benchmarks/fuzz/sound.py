@@ -1,4 +1,4 @@
-"""Whole input, from which every case makes a damaged copy."""
+"""Valid input, of which every case makes a damaged copy."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ class Sound:
 
     Attributes:
         run: a run with metrics, tables and a ledger.
-        converted: what ``convert to-megatron`` wrote.
+        converted: output of ``convert to-megatron``.
         resumable: by backend, a run directory with one checkpoint.
     """
 
@@ -71,7 +71,7 @@ class Sound:
 
 
 def make_sound(root: Path) -> Sound:
-    """Make everything in this process: what it imports for that, the cases need not."""
+    """Make everything in this process, so that cases need not import what it takes."""
     sound = Sound(root)
     make_tiny_model(sound.model, "qwen3", num_hidden_layers=1)
     write_run(sound.run)
@@ -119,7 +119,7 @@ def _make_resumable(sound: Sound, backend: str) -> None:
 
 
 def _write_fsdp(model: Path, directory: Path) -> None:
-    """The backend's format, without the ranks that would write it."""
+    """Write the backend's format without ranks."""
     state = {MODEL + name: value for name, value in load_file(model / "model.safetensors").items()}
     checkpoint.save(dict(state), storage_writer=FileSystemWriter(directory), no_dist=True)
     common = {"backend": "fsdp", "format": 1, "layout": {"context": 1, "data": 1}}

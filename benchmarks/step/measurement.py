@@ -1,4 +1,4 @@
-"""What one system did in its steady steps."""
+"""Measurements of one system's steady steps."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from slime_like.observability.names import STEP_TIME, phase_seconds
 from slime_like.observability.phases import PHASES
 
 PARTS = (*(phase for phase in PHASES if phase != "wait"), "orchestration")
-"""What a step of ours consists of; nothing waits for data in this benchmark."""
+"""The phases of one of our steps; nothing waits for data in this benchmark."""
 
 _LENGTH = "rollout/response_length_mean"
 
@@ -24,9 +24,9 @@ class Measurement:
 
     Attributes:
         num_steps: steps measured.
-        step_s: median seconds of a step.
-        response_length: mean tokens of a response, over all measured steps.
-        parts: median seconds of every part of a step; empty where the system does not say.
+        step_s: median seconds per step.
+        response_length: mean tokens per response, over all measured steps.
+        parts: median seconds of every phase; empty if the system does not report phases.
     """
 
     num_steps: int
@@ -36,7 +36,7 @@ class Measurement:
 
 
 def from_run(run_dir: Path, warmup_steps: int) -> Measurement:
-    """From a run directory of ours.
+    """Read one of our run directories.
 
     Raises:
         DataError: no step is left, or a step lacks a figure.
@@ -53,7 +53,7 @@ def from_run(run_dir: Path, warmup_steps: int) -> Measurement:
 
 
 def from_records(path: Path, warmup_steps: int) -> Measurement:
-    """From the other system's JSON lines, one object with ``step_s`` and ``response_length`` a step.
+    """Read the other system's JSON lines, with ``step_s`` and ``response_length`` per step.
 
     Raises:
         DataError: no step is left, or a step lacks a figure.

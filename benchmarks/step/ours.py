@@ -1,4 +1,4 @@
-"""Our side: the command ``slime-like train`` on the workload."""
+"""Measure our side: ``slime-like train`` on the workload."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from benchmarks.step.workload import REWARD, REWARD_OPTIONS, Workload
 
 
 def flags(workload: Workload, run_dir: Path) -> list[str]:
-    """The workload as flags of ``slime-like train``; everything else is the default."""
+    """Return the workload as flags of ``slime-like train``; everything else is the default."""
     settings = {
         "run_dir": run_dir,
         "resume": "never",

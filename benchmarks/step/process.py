@@ -1,4 +1,4 @@
-"""Running one of the two systems to its end."""
+"""Run one of the two systems to its end."""
 
 import subprocess
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Both systems side by side."""
+"""Tables that compare both systems."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from statistics import fmean, median
 from benchmarks.step.measurement import PARTS, Measurement
 
 GOALS = {4: 2.0, 64: 0.65, 256: 0.35}
-"""Up to so many new tokens: the largest ratio, ours to TRL's, that we aim at."""
+"""Maps the limit on new tokens to our goal for the ratio of our time to TRL's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Both systems on one workload, one right after the other.
+    """Measurements of both systems on one workload, one right after the other.
 
     Attributes:
-        ours, trl: their steady steps.
+        ours, trl: measurements of the steady steps.
     """
 
     ours: Measurement
@@ -23,7 +23,7 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """Our seconds of a step over TRL's: below 1 we are faster."""
+        """Our seconds per step divided by TRL's: we are faster if it is below 1."""
         return self.ours.step_s / self.trl.step_s
 
 
@@ -33,7 +33,7 @@ class Comparison:
 
     Attributes:
         max_new_tokens: length limit of a response.
-        rounds: at least one. Where a machine's speed drifts, seconds of different rounds say little about each other.
+        rounds: at least one. If the machine's speed drifts, compare seconds only within a round.
     """
 
     max_new_tokens: int
@@ -46,7 +46,7 @@ class Comparison:
 
     @property
     def ratio_range(self) -> tuple[float, float]:
-        """Least and largest ratio of a round."""
+        """Smallest and largest ratio of a round."""
         return min(self._ratios), max(self._ratios)
 
     @property
@@ -55,17 +55,17 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """If the goal of this length is met; a dash where there is none."""
+        """Whether the goal for this length is met; a dash if there is none."""
         goal = GOALS.get(self.max_new_tokens)
         return "-" if goal is None else "yes" if self.ratio <= goal else "NO"
 
     def median_of(self, figure: Callable[[Round], float]) -> float:
-        """Of one figure, over the rounds."""
+        """Return the median of one value over the rounds."""
         return median(map(figure, self.rounds))
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
-    """Two Markdown tables: steps side by side, and what ours consist of."""
+    """Render two Markdown tables: both systems' steps, and the phases of ours."""
     return "\n".join([*_side_by_side(comparisons), "", *_parts(comparisons)])
 
 

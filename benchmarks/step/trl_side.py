@@ -1,4 +1,4 @@
-"""TRL's side: GRPOTrainer on the workload, in a separate process: ``python -m benchmarks.step.trl_side FILE OUT``."""
+"""Measure TRL's side in a separate process: ``python -m benchmarks.step.trl_side FILE OUT``."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def measure(workload: Workload, directory: Path) -> Measurement:
 
 
 def reward(prompts: list[str], completions: list[str], answer: list[str], **unused: Any) -> list[float]:
-    """The function that our reward workers call, called here in the trainer's own process."""
+    """Call our reward workers' function in the trainer's own process."""
     return [
         _REWARD(prompt, completion, truth, **REWARD_OPTIONS).reward
         for prompt, completion, truth in zip(prompts, completions, answer, strict=True)
@@ -33,7 +33,7 @@ def reward(prompts: list[str], completions: list[str], answer: list[str], **unus
 
 
 def _settings(workload: Workload, scratch: str) -> Any:
-    """TRL's settings of the workload."""
+    """Return TRL's settings for the workload."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -41,7 +41,7 @@ def _settings(workload: Workload, scratch: str) -> Any:
         use_cpu=workload.device == "cpu",
         max_steps=workload.steps,
         seed=workload.seed,
-        # One batch holds the whole step: generated at once, and one update without accumulation.
+        # One batch is the whole step: generated at once, with one update without accumulation.
         per_device_train_batch_size=workload.sequences,
         gradient_accumulation_steps=1,
         num_generations=workload.samples_per_prompt,
@@ -53,7 +53,7 @@ def _settings(workload: Workload, scratch: str) -> Any:
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
-        # TRL's defaults save memory at the expense of time, and compute in bfloat16 on CPUs, too; neither is compared.
+        # TRL's defaults save memory at the expense of time and use bfloat16 even on CPUs; we compare neither.
         bf16=workload.device == "cuda",
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
@@ -65,13 +65,13 @@ def _settings(workload: Workload, scratch: str) -> Any:
 
 
 def train(workload: Workload, records: Path) -> None:
-    """Run the trainer and write one line a step: seconds between the ends of two steps, and TRL's own mean length."""
+    """Run the trainer and write a line per step: seconds between the ends of steps, and TRL's mean length."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
     class StepClock(TrainerCallback):
-        """Seconds from the end of one step, its logging included, to the end of the next."""
+        """Measures seconds from the end of one step, including logging, to the end of the next."""
 
         def __init__(self) -> None:
             self.seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""What both systems do, and where it lies on disk."""
+"""The workload of both systems and its files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 NUM_PROMPTS = 32
 SAMPLES_PER_PROMPT = 8
 
-# An untrained model never answers a sum, so that math-verify would give every sample the same reward and the update
-# nothing to do but zeros. Responses differ in length.
+# An untrained model never answers a sum, so math-verify would give all samples the same reward, and updates would
+# compute only zeros. Responses differ in length.
 REWARD = "length"
 REWARD_OPTIONS = {"limit": 0, "buffer": 1024}
 
@@ -24,12 +24,12 @@ class Workload:
         prompts: JSONL file with ``prompt`` and ``answer``, read in its order.
         max_new_tokens: length limit of a response.
         steps: training steps, one optimizer update each.
-        warmup_steps: the first steps, which are not timed.
-        learning_rate: constant; so small that the lengths of responses do not drift while they are timed.
-        prompts_per_step, samples_per_prompt: their product is the number of sequences of a step.
-        seed: of sampling.
+        warmup_steps: number of first steps that are not timed.
+        learning_rate: constant, and so small that response lengths do not drift.
+        prompts_per_step, samples_per_prompt: their product is the number of sequences per step.
+        seed: for sampling.
         engine: our inference engine.
-        processes: our engines, and our data-parallel trainer ranks; they work in turns. The other system has threads.
+        processes: our engines and, in turn, our data-parallel trainer ranks. The other system uses threads.
         device: cuda (bfloat16, with main weights in float32) or cpu (float32).
     """
 
@@ -48,16 +48,16 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Sequences of one step."""
+        """Number of sequences per step."""
         return self.prompts_per_step * self.samples_per_prompt
 
     def write(self, path: Path) -> None:
-        """As JSON, for the process of the other system."""
+        """Write the workload as JSON for the other system's process."""
         path.write_text(json.dumps(asdict(self), default=str), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Workload:
-        """What ``write`` wrote."""
+        """Read a file that ``write`` wrote."""
         fields = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**fields, "model": Path(fields["model"]), "prompts": Path(fields["prompts"])})
 

@@ -1,1 +1,1 @@
-"""A trainer's step beside Hugging Face's model: speed, utilisation, memory. ``python -m benchmarks.trainer``."""
+"""Compare a trainer's step with Hugging Face's model: speed, utilization, memory. ``python -m benchmarks.trainer``."""

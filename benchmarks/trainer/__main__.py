@@ -1,8 +1,8 @@
-"""The command ``python -m benchmarks.trainer``: a trainer's step on one device.
+"""The command ``python -m benchmarks.trainer``: measure a trainer's step on one device.
 
-Megatron, FSDP, and Hugging Face's model with torch's attention on the same packs and on padded batches of the same
-sequences, each in a separate process. On CUDA: Qwen3 of 0.6B, 1.7B and 4B in bfloat16 at 8k and 32k packed tokens. On
-a CPU: the tiny Qwen3 in float32 on a minibatch of the quickstart's shape.
+Megatron, FSDP, and Hugging Face's model with torch's attention train on the same packs or on padded batches of the same
+sequences, each in a separate process. On CUDA the models are Qwen3 0.6B, 1.7B and 4B in bfloat16, with 8k or 32k
+tokens per pack. On a CPU it is the tiny Qwen3 in float32, with a minibatch of the quickstart's shape.
 """
 
 import argparse
@@ -38,9 +38,9 @@ RECOMPUTE = ("none", "full")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """A side that fails does not take the others' figures with it; the exit code is 1 then.
+    """Measure all sides; if one fails, the others still run and the exit code is 1.
 
-    The report is written after every row, so that a time limit leaves what was measured.
+    The report is written after every row, so that a time limit keeps finished rows.
     """
     options = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="slime-like-trainer-") as directory:

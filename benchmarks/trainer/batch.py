@@ -1,4 +1,4 @@
-"""What a step trains on: packs of sequences of different lengths, and the same sequences padded."""
+"""Make the data of a step: packs of sequences of different lengths, and the same sequences padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +14,18 @@ from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 QUICKSTART_BUDGET = 8192
 _QUICKSTART_SEQUENCES, _QUICKSTART_PROMPT, _QUICKSTART_RESPONSES = 256, 10, (2, 9)
 _SHORTEST, _LONGEST = 16, 4
-"""Sequences take from a sixteenth to a quarter of a full pack, a quarter of each is its prompt."""
+"""Sequences take a sixteenth to a quarter of a full pack; a quarter of each is its prompt."""
 _GROUP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """Sequences as rows, padded behind.
+    """Sequences as rows, padded at the end.
 
     Attributes:
         tokens: (B, L) int64.
-        rows: (R,) int64, places in the flattened (B * L) axis whose logits score a response token.
-        targets: (R,) int64, those tokens.
+        rows: (R,) int64, indices into the flattened (B * L) axis whose logits score a response token.
+        targets: (R,) int64, the response tokens.
         advantages: (R,) float32.
     """
 
@@ -36,7 +36,7 @@ class PaddedBatch:
 
 
 def quickstart_packs() -> list[PackedTrajectory]:
-    """A minibatch of the quickstart's shape: many short sequences in one or few packs."""
+    """Return a minibatch of the quickstart's shape: many short sequences in one or few packs."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(*_QUICKSTART_RESPONSES, (_QUICKSTART_SEQUENCES,), generator=generator).tolist()
     prompt = _QUICKSTART_PROMPT
@@ -46,7 +46,7 @@ def quickstart_packs() -> list[PackedTrajectory]:
 
 
 def full_packs(tokens: int, count: int, vocab_size: int) -> list[PackedTrajectory]:
-    """``count`` packs without padding, of ``tokens`` tokens each: lengths are drawn evenly, the last one fills up."""
+    """Return ``count`` packs of ``tokens`` tokens without padding: uniform lengths, the last one fills the pack."""
     generator = torch.Generator().manual_seed(0)
     packs = []
     for pack in range(count):
@@ -64,13 +64,13 @@ def full_packs(tokens: int, count: int, vocab_size: int) -> list[PackedTrajector
 
 
 def pack_of_one(dimensions: ModelDimensions, tokens: int) -> list[PackedTrajectory]:
-    """A pack of a single sequence, a quarter of it the prompt."""
+    """Return a pack of one sequence; a quarter of it is the prompt."""
     generator = torch.Generator().manual_seed(0)
     return [pack_sequences([_sequence(0, tokens // 4, tokens - tokens // 4, dimensions.vocab_size, generator)])]
 
 
 def group_pack(dimensions: ModelDimensions, prompt: int, response: int, shared: bool) -> list[PackedTrajectory]:
-    """A pack of eight responses to one prompt, which it contains once if ``shared``."""
+    """Return a pack of eight responses to one prompt, which it contains once if ``shared``."""
     generator = torch.Generator().manual_seed(0)
     group = [_sequence(index, prompt, response, dimensions.vocab_size, generator) for index in range(_GROUP)]
     alike = [replace(sequence, prompt_tokens=group[0].prompt_tokens) for sequence in group]
@@ -78,7 +78,7 @@ def group_pack(dimensions: ModelDimensions, prompt: int, response: int, shared: 
 
 
 def padded_batches(sequences: Sequence[ScoredTrajectory], budget: int) -> list[PaddedBatch]:
-    """The sequences in order, as many to a batch as fit ``budget`` tokens when all are as long as its longest."""
+    """Batch the sequences in order; a batch padded to its longest sequence has at most ``budget`` tokens."""
     batches: list[list[ScoredTrajectory]] = []
     for sequence in sequences:
         grown = [*batches[-1], sequence] if batches else []

@@ -1,4 +1,4 @@
-"""What runs in separate processes: importable there, as the command's own module is not."""
+"""Functions that run in separate processes, which cannot import the command's own module."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ BACKENDS = ("megatron", "fsdp")
 
 
 def step_packs(dimensions: ModelDimensions, tokens: int | None, count: int) -> list[PackedTrajectory]:
-    """``count`` packs of ``tokens`` each; without a number a minibatch of the quickstart's shape."""
+    """Return ``count`` packs of ``tokens`` each, or a minibatch of the quickstart's shape if it is None."""
     return quickstart_packs() if tokens is None else full_packs(tokens, count, dimensions.vocab_size)
 
 
@@ -39,7 +39,7 @@ def workload(
 
 
 def run_config(model: Path, work: Workload, side: str, recompute: str, **trainer: Any) -> RunConfig:
-    """Return the configuration of one rank that trains on ``work``; ``trainer`` has more of its settings."""
+    """Return the configuration of one rank that trains on ``work``; ``trainer`` adds settings."""
     return RunConfig(
         run_dir=model.parent / "run",
         model={"path": model, "dtype": dtype()},
@@ -72,15 +72,15 @@ def measured_on(
     repeats: int,
     afterwards: Callable[[Side], object] | None = None,
 ) -> tuple[Figures, int | None]:
-    """Return what ``measured`` does, of a step on ``packs``; ``afterwards`` is called with the side."""
+    """Do the same as ``measured`` for a step on ``packs``, then call ``afterwards`` with the side."""
     figures = measure(partial(_side, side, config, packs), repeats, afterwards)
     return figures, planned_bytes(config) if side in BACKENDS else None
 
 
 def planned_bytes(config: RunConfig) -> int:
-    """Peak of a training step in the plan of ``config``, which has one rank, without what the plan assumes.
+    """Return the planned peak of a training step of the one-rank ``config``, without assumed reserves.
 
-    Its reserve and its fragmentation are no allocations of torch.
+    The plan's reserve and fragmentation are not allocations of torch.
     """
     backend = plannable_backend(config)
     ((kind, estimate),) = estimated_kinds(config, backend, backend.planner().rank_kinds(config))
@@ -103,7 +103,7 @@ def _side(side: str, config: RunConfig, packs: list[PackedTrajectory]) -> Side:
 
 
 def _prepare(threads: int | None) -> None:
-    """What trainer ranks do: without it, products on a CPU could be slower."""
+    """Prepare the process like a trainer rank's; products on a CPU could be slower otherwise."""
     if threads is not None:
         torch.set_num_threads(threads)
     if not torch.cuda.is_available():
@@ -111,7 +111,7 @@ def _prepare(threads: int | None) -> None:
 
 
 def ceiling(threads: int | None) -> float:
-    """FLOP/s of matrix products in the precision of the device."""
+    """Return the FLOP/s of matrix products in the device's precision."""
     _prepare(threads)
     if torch.cuda.is_available():
         return matmul_ceiling(torch.device("cuda"), torch.bfloat16)

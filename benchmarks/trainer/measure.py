@@ -1,4 +1,4 @@
-"""Times and memory of one side, in a separate process."""
+"""Measure times and memory of one side in a separate process."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ _IMPORTED = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 ]
-"""Modules that every process of a benchmark needs."""
+"""Modules that every process of the benchmark needs."""
 _Result = TypeVar("_Result")
 
 
@@ -37,11 +37,11 @@ class Figures:
     """Medians over the steps after the first two, in seconds.
 
     Attributes:
-        start_s: until the weights are there.
-        score_s, forward_backward_s, update_s: parts of a step.
+        start_s: seconds until the weights are loaded.
+        score_s, forward_backward_s, update_s: seconds of the parts of a step.
         processor_s: CPU time of forward, backward and update.
-        peak_bytes: of the device's memory; without one, of the process's resident set.
-        grad_norm: of the first step, before clipping: equal where the same was computed.
+        peak_bytes: peak memory of the device, or on a CPU of the process's resident set.
+        grad_norm: norm of the first step before clipping; equal for sides that compute the same.
     """
 
     start_s: float
@@ -54,12 +54,12 @@ class Figures:
 
     @property
     def step_s(self) -> float:
-        """Forward, backward and update."""
+        """Seconds of forward, backward and update."""
         return self.forward_backward_s + self.update_s
 
 
 def measure(make: Callable[[], Side], repeats: int, afterwards: Callable[[Side], object] | None = None) -> Figures:
-    """Start a side, and run ``repeats`` steps after two to warm up; then call ``afterwards`` with it."""
+    """Start a side, run ``repeats`` steps after two warm-up steps, then call ``afterwards`` with the side."""
     started = time.perf_counter()
     side = make()
     start_s = time.perf_counter() - started
@@ -101,14 +101,14 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def in_process(function: Callable[..., _Result], *arguments: Any, timeout_s: float = _TIMEOUT_S) -> _Result | None:
-    """Return what ``function`` returns in a new process, or ``None`` if the device's memory ran out.
+    """Return the result of ``function`` in a new process, or ``None`` if the device ran out of memory.
 
     Processes are forked from a server that has imported everything and has not initialized CUDA.
 
     Raises:
-        SideError: the process ended otherwise, or not in time.
+        SideError: the process failed for another reason, or did not end in time.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else a question for devices initializes CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise asking for devices initializes CUDA
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     results = context.SimpleQueue()
@@ -132,7 +132,7 @@ def _deliver(results: Any, function: Callable[..., object], *arguments: Any) -> 
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Itself, or as the cause of a trainer's own sentence."""
+    """Return whether the error or a cause of it is out of memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError):
             return True

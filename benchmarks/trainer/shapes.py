@@ -1,4 +1,4 @@
-"""Models to measure, by name: sizes as published, random weights."""
+"""Models to measure, by name: published sizes, random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     # A third of Qwen3-8B's layers, for a GPU of 80 GB.
     "8b-l12": _QWEN3
     | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 12, "num_attention_heads": 32},
-    # What one of eight tensor-parallel ranks computes of half of Qwen3-32B's layers.
+    # The part of one of eight tensor-parallel ranks, with half of Qwen3-32B's layers.
     "32b-tp8": _QWEN3
     | {"hidden_size": 5120, "intermediate_size": 3200, "num_hidden_layers": 32, "num_attention_heads": 8}
     | {"num_key_value_heads": 1, "vocab_size": 18992, "tie_word_embeddings": False},
@@ -40,16 +40,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     "tiny-moe": {"max_position_embeddings": 40960, "experts": 4},
 }
-"""Differences from the tiny model of ``tiny_config``; a number of experts makes it Qwen3-MoE."""
+"""Differences from ``tiny_config``; a number of experts makes the model a Qwen3-MoE."""
 
 _BLOCK, _SHIFT = 1 << 20, 7919
 _EXPERTS = "experts"
 
 
 def write_checkpoint(shape: str, directory: Path, dtype: str) -> None:
-    """Write a Hugging Face checkpoint of that shape in ``dtype``, within seconds.
+    """Write a Hugging Face checkpoint of this shape in ``dtype`` within seconds.
 
-    Weights have a standard deviation of 1 / sqrt(fan-in). They repeat one block of noise.
+    Weights repeat one block of noise with a standard deviation of 1 / sqrt(fan-in).
     """
     sizes = dict(SHAPES[shape])
     experts = sizes.pop(_EXPERTS, None)

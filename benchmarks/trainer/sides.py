@@ -1,4 +1,4 @@
-"""Who is measured: a trainer backend, or Hugging Face's model as one would train it without any of this."""
+"""The measured sides: trainer backends, and Hugging Face's model trained without this project."""
 
 import socket
 from collections.abc import Sequence
@@ -22,29 +22,29 @@ _HEAD_CHUNK = 1024
 
 
 class Side(Protocol):
-    """One rank that trains on packs, its weights on ``device``.
+    """One rank that trains on packs, with its weights on ``device``.
 
-    All minimise the sum over response tokens of -advantage * pi / pi_old, divided by the step's response tokens, and
+    All minimize the sum over response tokens of -advantage * pi / pi_old, divided by the step's response tokens, and
     keep main weights and AdamW's moments in float32.
     """
 
     device: torch.device
 
     def score(self) -> None:
-        """Logprobs of the step's responses, without gradient."""
+        """Compute logprobs of the step's responses without gradient."""
 
     def forward_backward(self) -> None:
-        """All micro-batches of the step."""
+        """Run forward and backward on all micro-batches of the step."""
 
     def update(self) -> float:
-        """Clip, AdamW; the gradient's norm before clipping."""
+        """Clip, update with AdamW, and return the gradient norm before clipping."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free all resources."""
 
 
 class BackendSide:
-    """One rank of a trainer backend of this project, in the precision of the device."""
+    """One rank of this project's trainer backends, in the device's precision."""
 
     def __init__(self, backend: str, config: RunConfig, packs: Sequence[PackedTrajectory]) -> None:
         self._packs = list(packs)
@@ -58,13 +58,13 @@ class BackendSide:
 
     def forward_backward(self) -> None:
         for pack in self._packs:
-            pack.old_logprobs = None  # those of the pass itself
+            pack.old_logprobs = None  # on-policy: uses the forward pass's own
         self.trainer.begin_step(self._denominator, real_tokens(self._packs))
         self.trainer.accumulate(self._packs, last=True)
 
     def update(self) -> float:
         stats = self.trainer.finish_step(self._denominator)
-        assert stats is not None  # the only rank has the step's figures
+        assert stats is not None  # the only rank has the statistics
         return float(stats.grad_norm)
 
     def close(self) -> None:
@@ -74,14 +74,14 @@ class BackendSide:
 class HuggingFaceSide:
     """Hugging Face's model with torch's attention (``sdpa``), gradients in the model's precision, torch's fused AdamW.
 
-    The head goes over response tokens only, in chunks that backward recomputes: as whole logits it would not fit beside
-    the larger models.
+    The head computes only response tokens, in chunks that backward recomputes: whole logits would not fit with the
+    larger models.
 
     Args:
-        padded: rows of padded sequences, whose causal attention needs no mask; else the packs as they are, kept apart
-            by their positions, from which transformers makes a mask.
-        budget: tokens of a padded micro-batch, padding counted.
-        recompute: layers are recomputed in backward.
+        padded: train on rows of padded sequences, whose causal attention needs no mask; otherwise on the packs, for
+            which transformers makes a mask from the positions.
+        budget: tokens of a padded micro-batch, including padding.
+        recompute: recompute layers in backward.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class HuggingFaceSide:
 
     @torch.no_grad()
     def logprobs(self) -> Tensor:
-        """(R,) of the step's response tokens, in the packs' order."""
+        """Return (R,) logprobs of the step's response tokens, in the packs' order."""
         return torch.cat([self._compute(batch)[0] for batch in self._batches])
 
     def forward_backward(self) -> None:
@@ -139,10 +139,10 @@ class HuggingFaceSide:
         return norm
 
     def close(self) -> None:
-        """There is nothing but memory."""
+        """Do nothing: there are no resources but memory."""
 
     def _compute(self, batch: PackedTrajectory | PaddedBatch) -> tuple[Tensor, Tensor]:
-        """(R,) logprobs and advantages of its response tokens."""
+        """Return (R,) logprobs and advantages of the batch's response tokens."""
         return self._of_rows(batch) if isinstance(batch, PaddedBatch) else self._of_pack(batch)
 
     def _of_pack(self, pack: PackedTrajectory) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class HuggingFaceSide:
         return self._head(self._hidden(tokens, None), rows, targets), advantages
 
     def _hidden(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """(B * L, H)."""
+        """Return (B * L, H) hidden states."""
         output = self._model.model(input_ids=tokens, position_ids=positions, use_cache=False)
         return output.last_hidden_state.flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""The measurements, for people."""
+"""Render the measurements as tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ _OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one step is.
+    """The data of one step.
 
     Attributes:
         shape: name of the model.
-        pack_tokens, packs: of how many tokens, and how many of them.
-        tokens: real tokens of the step.
-        flops: of its forward and backward.
-        longest_prompt, longest_response: in tokens.
+        pack_tokens, packs: tokens per pack, and number of packs.
+        tokens: number of real tokens in the step.
+        flops: FLOPs of forward and backward.
+        longest_prompt, longest_response: lengths in tokens.
     """
 
     shape: str
@@ -40,9 +40,9 @@ class Row:
     """One side's figures.
 
     Attributes:
-        figures: ``None`` where the device's memory did not suffice, or it failed.
-        planned_bytes: the peak that ``slime-like plan`` computes; Hugging Face's sides have none.
-        failed: how it did.
+        figures: ``None`` if the side ran out of memory or failed.
+        planned_bytes: peak according to ``slime-like plan``; None for Hugging Face's sides.
+        failed: how it failed.
     """
 
     workload: Workload
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def summary(self) -> str:
-        """In one line."""
+        """Return the row as one line."""
         work = self.workload
         named = f"{work.shape}, packs of {work.pack_tokens:,}, {self.side}, recompute {self.recompute}"
         if self.figures is None:
@@ -63,7 +63,7 @@ class Row:
 
 
 def render(rows: Sequence[Row], ceiling: float) -> str:
-    """A Markdown table.
+    """Render a Markdown table.
 
     Args:
         ceiling: FLOP/s of matrix products.

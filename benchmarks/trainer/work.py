@@ -1,4 +1,4 @@
-"""Arithmetic of a step, and the most that this device's matrix products do."""
+"""Compute the arithmetic of a step, and measure the speed of matrix products."""
 
 import time
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ _REPEATS = 10
 
 
 def step_flops(dimensions: ModelDimensions, packs: Sequence[PackedTrajectory]) -> float:
-    """FLOPs of forward and backward that are necessary: recomputation and padding are not counted.
+    """Return the necessary FLOPs of forward and backward, without recomputation and padding.
 
-    6 for every parameter of a layer's matrices and token, and for every parameter of the head and response token: 2
-    forwards, 4 backwards. Attention is counted per sequence, and of it what causality leaves, half of L x L: 2 products
-    of 2 * L^2 / 2 * heads * head_dim forwards, 4 backwards, in every layer.
+    Counts 6 FLOPs (2 forward, 4 backward) per matrix parameter of the layers and token, and per head parameter and
+    response token. Causal attention needs half of L x L per sequence: in every layer 2 products of
+    2 * L^2 / 2 * heads * head_dim forward, and 4 backward.
     """
     layers = dimensions.num_layers * dimensions.attention_parameters + dimensions.mlp_parameters(dimensions.moe_top_k)
     head = dimensions.vocab_size * dimensions.hidden_size
@@ -31,7 +31,7 @@ def step_flops(dimensions: ModelDimensions, packs: Sequence[PackedTrajectory]) -
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of some large square matrix products."""
+    """Return the FLOP/s of the fastest of some large square matrix products."""
     return max(_product_speed(size, device, dtype) for size in _SIZES[device.type])
 
 

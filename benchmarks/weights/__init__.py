@@ -1,4 +1,4 @@
-"""Weight sync: how fast buckets travel, what sending only changes saves, and what verification costs.
+"""Measure weight syncs: speed of buckets, savings of sending only changes, and cost of verification.
 
-``python -m benchmarks.weights`` runs every part; name some to run those only.
+``python -m benchmarks.weights`` runs every part; name parts to run only those.
 """

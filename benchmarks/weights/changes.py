@@ -1,8 +1,7 @@
-"""How much a step of AdamW changes of bfloat16 weights, and what sending only that saves.
+"""Measure how many bfloat16 weights an AdamW step changes, and the savings of sending only those.
 
-A small Qwen3 is trained on sums, first at a rate at which it learns, so that weights and moments are those of a model
-at work, and then at the rates of RL fine-tuning. Every sync is received, and its tensors compared bit by bit with those
-sent.
+A small Qwen3 is trained on sums, first at a rate at which it learns, so that weights and moments are realistic, then at
+the rates of RL fine-tuning. Every sync is received, and its tensors are compared bit by bit with the sent ones.
 """
 
 import copy
@@ -30,7 +29,7 @@ _BATCH = 16
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """One step at ``rate``: the share of elements that changed, and bytes sent, against those of a whole sync."""
+    """One step at ``rate``: share of changed elements, bytes sent, and bytes of a whole sync."""
 
     rate: float
     step: int
@@ -44,7 +43,7 @@ class Changes:
 
 
 def measure(scratch: Path) -> tuple[int, list[Changes]]:
-    """Parameters of the model, and a row per rate and step."""
+    """Return the number of parameters, and a row per rate and step."""
     torch.set_num_threads(1)
     make_tiny_model(scratch / "model", family="qwen3", seed=0, **_SIZES)
     make_arithmetic_data(scratch / "data", seed=0)
@@ -61,14 +60,14 @@ def measure(scratch: Path) -> tuple[int, list[Changes]]:
 
 
 class Trained:
-    """A model whose weights are bfloat16, with float32 ones in the optimizer, as mixed-precision trainers keep them."""
+    """A model with bfloat16 weights and float32 main weights in the optimizer, as in mixed-precision training."""
 
     def __init__(self, model: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._main = {name: weight.detach().clone() for name, weight in self._model.named_parameters()}
         for weight in self._main.values():
             if weight.dim() > 1:
-                weight.normal_(0.0, 0.02)  # as spread as pretrained weights are: rounding depends on it
+                weight.normal_(0.0, 0.02)  # the spread of pretrained weights, on which rounding depends
         self._optimizer = torch.optim.AdamW(self._main.values(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.01)
         self._round()
 
@@ -76,7 +75,7 @@ class Trained:
         return {name: weight.to(torch.bfloat16) for name, weight in self._main.items()}
 
     def step(self, ids: Tensor) -> None:
-        """Gradients of the rounded weights, applied to the others. (Computed in float32: CPUs are slow in bfloat16.)"""
+        """Apply gradients of the rounded weights to the main weights (in float32: CPUs are slow in bfloat16)."""
         self._model.zero_grad()
         self._model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
@@ -119,7 +118,7 @@ def _run_at(rate: float, trained: Trained, batches: Iterator[Tensor]) -> Iterato
                 wire += metadata.nbytes - metadata.saved_nbytes
                 changed += metadata.changed
                 elements += metadata.compared
-            if step:  # the first goes out whole
+            if step:  # the first sync sends everything
                 nbytes = sum(2 * tensor.numel() for tensor in exported.values())
                 yield Changes(rate, step, changed / elements, wire, nbytes)
             trained.step(next(batches))
@@ -129,7 +128,7 @@ def _run_at(rate: float, trained: Trained, batches: Iterator[Tensor]) -> Iterato
 
 
 def _batches(scratch: Path) -> Iterator[Tensor]:
-    """(_BATCH, length) ids of whole sums, byte by byte, cut to the shortest of the batch; for ever."""
+    """Yield (_BATCH, length) byte ids of sums forever, cut to the shortest sum of the batch."""
     rows = [json.loads(line) for line in (scratch / "data" / "sft.jsonl").read_text().splitlines()]
     texts = [[8 + byte for byte in (row["prompt"] + row["response"]).encode()] for row in rows]
     generator = np.random.default_rng(0)

@@ -35,9 +35,9 @@ class Row:
     """Medians over the updates after the first.
 
     Attributes:
-        seconds: the update, without the probe.
-        send_hash_s, receive_hash_s: spent hashing by sender and engine, at the same time and partly behind other work.
-        probe_s: the engine's part of the probe.
+        seconds: seconds of the update without the probe.
+        send_hash_s, receive_hash_s: hashing of sender and engine, which overlap each other and other work.
+        probe_s: seconds of the engine's part of the probe.
     """
 
     name: str
@@ -49,14 +49,14 @@ class Row:
 
     @property
     def verify_share(self) -> float:
-        """Percent of update and probe together, at most."""
+        """Upper bound on verification as a percentage of update and probe together."""
         return 100 * (self.send_hash_s + self.receive_hash_s + self.probe_s) / (self.seconds + self.probe_s)
 
 
 def measure(scratch: Path) -> list[Row]:
-    """One row per engine."""
+    """Return one row per engine."""
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # as Ray starts an engine's process
+    os.environ["OMP_NUM_THREADS"] = "1"  # as Ray does for an engine's process
     model = scratch / "model"
     make_tiny_model(
         model,
@@ -103,7 +103,7 @@ async def _measure_engine(name: str, engine: RolloutEngine, weights: dict[str, T
 async def _update(
     engine: RolloutEngine, sender: Sender, weights: dict[str, Tensor], version: int
 ) -> tuple[float, float, float, float]:
-    """Seconds of the update, of hashing by sender and engine, and of the probe."""
+    """Return seconds of the update, of hashing by sender and engine, and of the probe."""
     started = time.perf_counter()
     await engine.begin_update(version)
     send_hash_s = 0.0

@@ -1,4 +1,4 @@
-"""Tensors like those of a model of half a billion parameters; nothing is downloaded."""
+"""Make the tensors of a model of half a billion parameters without a download."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ HIDDEN, LAYERS, FFN, VOCAB, HEADS, KV_HEADS, HEAD_DIM = 896, 24, 4864, 151936, 1
 
 
 def half_billion(seed: int = 0) -> dict[str, Tensor]:
-    """Names and shapes of Qwen2.5-0.5B (tied embedding), 494 million bfloat16 elements, normal with deviation 0.02."""
+    """Return random bfloat16 tensors with Qwen2.5-0.5B's names and shapes (tied embedding, 494 M elements)."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
@@ -20,7 +20,7 @@ def half_billion(seed: int = 0) -> dict[str, Tensor]:
 
 
 def buckets_of(tensors: dict[str, Tensor], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """In order, at most ``bucket_bytes`` each; a single larger tensor travels alone. As trainers cut them."""
+    """Cut tensors into buckets like trainers: in order, at most ``bucket_bytes``, larger tensors on their own."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The engine's side of a measurement: a process that receives, verifies, and copies into a model."""
+"""Receive, verify and copy into a model, in a process like an engine's."""
 
 import multiprocessing
 import resource
@@ -21,9 +21,9 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Seconds of one sync in the receiver, by what it did, and the most memory its process has had.
+    """Seconds of one sync in the receiver by activity, and the peak memory of its process.
 
-    ``cpu_s`` is processor time, of which other processes take none.
+    ``cpu_s`` is processor time, which does not include other processes.
     """
 
     cpu_s: float
@@ -44,11 +44,11 @@ class Receiving:
         self._answer()
 
     def begin(self, verify: bool, load: bool) -> None:
-        """Open an update. Without ``load`` nothing is copied into the receiver's own model."""
+        """Begin an update. Without ``load`` nothing is copied into the receiver's model."""
         self._connection.send((verify, load))
 
     def take(self, metadata: BucketMetadata) -> None:
-        """Returns at once; ``taken`` waits."""
+        """Start taking a bucket; ``taken`` waits for it."""
         self._connection.send(metadata)
 
     def taken(self) -> None:

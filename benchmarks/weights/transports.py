@@ -1,7 +1,7 @@
-"""One sender, one receiver in another process, the whole model in buckets; beside them a plain copy of the same bytes.
+"""Send a whole model in buckets to a receiver in another process, and compare with a plain copy of the bytes.
 
 Sending and receiving overlap as in a run: bucket k+1 is hashed and written while the receiver has bucket k. The
-receiver hashes every tensor; copying into its model, which is the engine's own business, is measured apart.
+receiver hashes every tensor. Copying into its model, which is the engine's task, is measured separately.
 """
 
 import resource
@@ -26,12 +26,12 @@ from slime_like.weights.transports.registry import join_rendezvous, open_sender
 BUCKET_BYTES = 256 << 20
 _REPEATS = 5
 _CHANGED_EVERY = 50
-"""Elements between two changed ones where changes are sent: 2 %."""
+"""Distance of changed elements when only changes are sent: 2 % of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Wall and processor time."""
+    """Wall and processor time of a plain copy."""
 
     seconds: float
     cpu_s: float
@@ -39,15 +39,15 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to send; medians over the repeats.
+    """One transport; medians over the repeats.
 
     Attributes:
-        seconds: with hashing on both sides, before the engine's own copy.
-        cpu_s: processor time of sender and receiver for the same.
-        unverified_s: without any hashing.
-        loaded_s: with hashing, and with the copy into the engine's model.
-        hash_s: spent hashing, by sender and receiver.
-        sender_peak, receiver_peak: most memory of the process, the model's own included in the sender.
+        seconds: wall time with hashing on both sides, before the engine's copy.
+        cpu_s: processor time of sender and receiver for it.
+        unverified_s: wall time without any hashing.
+        loaded_s: wall time with hashing and the copy into the engine's model.
+        hash_s: seconds of hashing by sender and receiver.
+        sender_peak, receiver_peak: peak memory of the process; the sender's includes the model.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Row:
 
 
 def measure(scratch: Path) -> tuple[Copy, list[Row]]:
-    """A plain copy of the model's bytes on one thread, and a row per transport."""
+    """Measure a plain copy of the model's bytes on one thread, and each transport."""
     torch.set_num_threads(1)
     model = half_billion()
     rows: list[Row] = []
@@ -82,7 +82,7 @@ def measure(scratch: Path) -> tuple[Copy, list[Row]]:
 
 
 def plain_copies(model: dict[str, Tensor]) -> list[Copy]:
-    """Tensor by tensor, into memory that is there."""
+    """Copy tensor by tensor into memory that is already allocated."""
     target = {name: tensor.clone() for name, tensor in model.items()}
     copies = []
     for _ in range(_REPEATS):
@@ -98,10 +98,10 @@ def _measure_transport(name: str, delta: bool, model: dict[str, Tensor], scratch
     sender = open_sender(name, "weights-benchmark", settings)
     receiving = Receiving(name, join_rendezvous([sender.rendezvous()]))
     try:
-        _sync(sender, receiving, model, verify=True, load=True)  # buffers, connections and bases are there afterwards
+        _sync(sender, receiving, model, verify=True, load=True)  # makes buffers, connections and bases
         verified = [_sync(sender, receiving, _next(model, delta), verify=True, load=False) for _ in range(_REPEATS)]
         loaded = [_sync(sender, receiving, _next(model, delta), verify=True, load=True) for _ in range(_REPEATS)]
-        with _without_hashing():  # last: copies that changes are made for have wrong checksums afterwards
+        with _without_hashing():  # last, because copies for deltas have wrong checksums afterwards
             bare = [_sync(sender, receiving, _next(model, delta), verify=False, load=False) for _ in range(_REPEATS)]
     finally:
         receiving.close()
@@ -149,7 +149,7 @@ def _sync(sender: Sender, receiving: Receiving, model: dict[str, Tensor], verify
 
 
 def _next(model: dict[str, Tensor], delta: bool) -> dict[str, Tensor]:
-    """The model of the next step: with ``delta``, every so many elements have another lowest bit."""
+    """Return the next step's model; with ``delta``, the lowest bit of every n-th element changes."""
     for tensor in model.values() if delta else ():
         tensor.view(torch.int16).view(-1)[::_CHANGED_EVERY] ^= 1
     return model
@@ -161,7 +161,7 @@ def _cpu(syncs: list[_Sync]) -> tuple[float, float]:
 
 @contextmanager
 def _without_hashing() -> Iterator[None]:
-    """A copy of whole tensors, as fast as torch makes it, and a hash of nothing."""
+    """Replace hashing copies by torch's plain copies."""
 
     def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[list[int], float]:
         for source, target in zip(sources, targets, strict=True):
