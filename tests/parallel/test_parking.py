@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.common.trainer.base import TrainerBase
 from backends.common.trainer.parking import Parking
-from backends.common.trainer.storage import StoringTrainer
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
@@ -64,7 +64,7 @@ def _step(trainer: Any) -> float:
     return float(stats.grad_norm) if stats is not None else 0.0
 
 
-def _park_and_restore(trainer: StoringTrainer) -> None:
+def _park_and_restore(trainer: TrainerBase) -> None:
     state = trainer.state
     weights, parameters = state.weights(), [weight for weight in state.weights() if weight.requires_grad]
     nodes = [_accumulator(parameter) for parameter in parameters]

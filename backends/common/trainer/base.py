@@ -1,9 +1,10 @@
-"""A trainer rank's start, step and scoring, independent of what computes its model."""
+"""A trainer rank's start, step, scoring and transfer of its state, independent of what computes its model."""
 
+import contextlib
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -11,17 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.trainer.storage import StoringTrainer
+from backends.common.trainer.state import TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError
-from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
+from slime_like.errors import ConfigError, TrainerError
+from slime_like.interfaces import (
+    PendingSave,
+    RankCoordinates,
+    RankPlacement,
+    ScoredLogprobs,
+    TrainerBackend,
+    WeightBucket,
+)
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
@@ -40,7 +49,7 @@ class StepOptimizer(Protocol):
         """Clip by the measured norm and take one step at the schedule's next rate."""
 
 
-class TrainerBase(StoringTrainer):
+class TrainerBase(TrainerBackend):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
     Attributes:
@@ -48,6 +57,7 @@ class TrainerBase(StoringTrainer):
         replicas: the data-parallel group, without context ranks.
     """
 
+    state: TrainerState
     dimensions: ModelDimensions
     coordinates: RankCoordinates
     optimizer: StepOptimizer
@@ -55,7 +65,9 @@ class TrainerBase(StoringTrainer):
     replicas: dist.ProcessGroup
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        super().__init__(config, placement)
+        self.config = config
+        self.placement = placement
+        self._started: RankWriting | None = None
         self._objective = Objective(config)
         self._reference: list[Tensor] | None = None
         self._step = StepSums()
@@ -88,6 +100,42 @@ class TrainerBase(StoringTrainer):
     @abstractmethod
     def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs] | None:
         """Run ``score`` with the current weights."""
+
+    # ----------------------------------------------------------------------------------------------------------- phases
+    @property
+    def runtime(self) -> contextlib.AbstractContextManager[None]:
+        """Return a new context in which a phase runs."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Enter the backend's runtime. A failed collective or kernel becomes an error that names rank and phase."""
+        try:
+            with self.runtime:
+                yield
+        except RuntimeError as error:
+            alone = self.placement.world_size == 1
+            raise TrainerError(
+                f"{type(error).__name__}: {error}",
+                code="trainer-phase-failed",
+                who=f"rank {self.placement.rank}",
+                phase=name,
+                remedy=""
+                if alone
+                else "if a collective failed, another rank died or hung: see the message of that rank",
+            ) from error
+
+    def settle_weights(self) -> None:
+        """Make every weight of this rank whole if an update may still be in progress. Collective.
+
+        Every method here that reads weights calls it.
+        """
+
+    @contextlib.contextmanager
+    def _settled(self, phase: str) -> Iterator[None]:
+        self.settle_weights()
+        with self._phase(phase):
+            yield
 
     # ------------------------------------------------------------------------------------------------------------ start
     def setup(self) -> RankCoordinates:
@@ -210,3 +258,66 @@ class TrainerBase(StoringTrainer):
         self.settle_weights()
         with self.state.replaced(self._reference):
             return self._score(micro_batches)
+
+    # ------------------------------------------------------------------------------------------- transfer of the state
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.config.bucket_bytes(on_gpus=torch.cuda.is_available())
+
+    def export_weights(self) -> Iterator[WeightBucket]:
+        self.settle_weights()
+        return self.state.export_weights(self._bucket_bytes)
+
+    def export_hf(self, directory: Path) -> None:
+        with self._settled("writing the Hugging Face model"):
+            self.state.export_hugging_face(directory)
+
+    def save(self, directory: Path) -> None:
+        with self._settled("save"):
+            self.state.plan_save(directory).write_all()
+
+    def start_save(self, directory: Path) -> PendingSave:
+        if self._started is not None and self._started.is_running:
+            raise TrainerError(
+                f"saving {directory} cannot start before the running save is finished",
+                code="save-under-way",
+                who=f"rank {self.placement.rank}",
+                phase="save",
+                remedy="finish that first",
+            )
+        with self._settled("save"):
+            self._started = self.state.plan_save(directory, self.state.snapshot)
+            self._started.write_in_background()
+        return _StartedSave(self, self._started)
+
+    def load(self, directory: Path) -> None:
+        with self._settled("load"):
+            self.state.load(directory)
+
+    def save_weights(self, directory: Path) -> None:
+        with self._settled("save"):
+            self.state.save_weights(directory)
+
+    def offload(self, keep_weights: bool = False) -> None:
+        self.settle_weights()
+        self.state.offload(keep_weights)
+
+    def onload(self) -> None:
+        self.state.onload()
+
+    def shutdown(self) -> None:
+        if hasattr(self, "state"):  # set-up may have failed earlier
+            self.state.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _StartedSave:
+    trainer: "TrainerBase"
+    writing: RankWriting
+
+    def is_written(self) -> bool:
+        return self.writing.is_written()
+
+    def finish(self) -> None:
+        with self.trainer._phase("save"):
+            self.writing.finish(self.trainer.config.trainer.step_timeout_s)
