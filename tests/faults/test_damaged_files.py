@@ -68,7 +68,7 @@ def test_other_data_is_rejected_at_resume_before_anything_starts(tiny: Tiny, tra
     flags = tiny.sft_flags(tmp_path / "run", "--steps", "3", "--data.train", str(data))
     finished = run(flags, tmp_path / "log")
     assert finished.code == 2
-    assert str(data) in one_sentence(finished) and "not that of the checkpoint" in finished.stderr
+    assert str(data) in one_sentence(finished) and "[data-changed]" in finished.stderr
     assert "starting" not in finished.stderr
 
 
