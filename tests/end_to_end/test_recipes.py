@@ -16,6 +16,7 @@ from slime_like.planning.result import Plan
 from slime_like.planning.search import least_bytes, search
 from slime_like.planning.units import memory_text, seconds_text
 from tests.support.published import ROOT, at_the_root, with_fewer_layers  # noqa: F401
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -149,16 +150,17 @@ def test_all_problems_are_listed(small: list[str], flags: list[str], words: list
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
-        (["--mean-prompt", "1025"], "--mean_prompt=1025 is more than data.max_prompt_tokens=1024; give at most 1024"),
-        (
-            ["--mean-response", "9999"],
-            "--mean_response=9999 is more than rollout.max_new_tokens=4096; give at most 4096",
-        ),
+        ("--mean-prompt 1025", "options-conflict"),
+        ("--mean-response 9999", "options-conflict"),
+        ("--trainer.parallel.tensor 3 --cluster.nodes 1", "plan-rejected"),
     ],
 )
-def test_contradicting_options_are_rejected(flags: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        run(["plan", "configs/qwen2.5_0.5b.yaml", *flags])
+def test_contradicting_options_are_rejected(flags: str, code: str, rejects: Rejects) -> None:
+    with rejects(ConfigError, code):
+        run(["plan", "configs/qwen2.5_0.5b.yaml", *flags.split()])
+
+
+def test_search_and_preflight_exclude_each_other() -> None:
     with pytest.raises(SystemExit, match="2"):
         run(["plan", "configs/qwen2.5_0.5b.yaml", "--search", "--preflight"])
 
