@@ -312,6 +312,7 @@ def test_configuration_and_registries_agree() -> None:
     fields = AlgorithmConfig.model_fields
     assert set(POLICY_LOSSES) == set(algorithm.LOSSES)
     assert set(ESTIMATORS) == set(algorithm.ADVANTAGES)
+    assert {n for n, e in ESTIMATORS.items() if e.scope == "batch"} == set(algorithm.BATCH_ADVANTAGES)
     assert {"none", *CORRECTIONS} == set(algorithm.CORRECTIONS)
     for registry, field in (
         (KL_ESTIMATORS, "kl_reward_estimator"),
