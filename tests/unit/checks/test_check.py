@@ -452,10 +452,7 @@ UNREADABLE: list[bytes | dict[str, Any]] = [
     {"vocab_size": 0},
     {"rope_scaling": "linear"},
     {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
-    {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
-    },
+    {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "max_position_embeddings": None},
     {"tie_word_embeddings": "false"},
     {"eos_token_id": [2, None]},

@@ -287,7 +287,7 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
     assert {"mine", "yes", "[1, null]", "-", f"{'x' * 1333} … (1000 characters) … {'x' * 2667}"} <= set(page.texts)
 
 
-# -------------------------------------------------------------------------------- files that are damaged or being written
+# ------------------------------------------------------------------------------ files that are damaged or being written
 def test_only_regular_files_are_tables(run_dir: Path, tmp_path: Path) -> None:
     """Reading a pipe would never end."""
     copy = shutil.copytree(run_dir, tmp_path / "run")
