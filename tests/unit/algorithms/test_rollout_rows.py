@@ -120,12 +120,8 @@ def test_the_mean_is_over_rollouts(reduction: str, rows: list[tuple[int, int]], 
     losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
     constant = CONSTANT_LENGTH if reduction == "constant" else None
     group_ids = [groups[rollout] for rollout in rollouts]
-    for ids in (
-        rollouts,
-        torch.tensor(rollouts),
-        list(torch.tensor(rollouts)),
-        [f"r{rollout}" for rollout in rollouts],
-    ):
+    in_tensor = torch.tensor(rollouts)
+    for ids in (rollouts, in_tensor, list(in_tensor), [f"r{rollout}" for rollout in rollouts]):
         weights = token_weights(reduction, counts, group_ids, constant, ids)
         total = sum(w * x for w, row in zip(weights, losses, strict=True) for x in row.tolist())
         whole = [torch.cat([x for x, of in zip(losses, rollouts, strict=True) if of == r]) for r in set(rollouts)]

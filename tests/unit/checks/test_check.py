@@ -145,7 +145,6 @@ trainer.token-budget data.max_prompt_tokens --trainer.target_tokens_per_batch 70
 rollout.length rollout.max_model_len --rollout.max_model_len 4096
 rollout.length data.max_prompt_tokens --evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300 --rollout.max_model_len 768
 rollout.stop-tokens rollout.stop_token_ids --rollout.stop_token_ids 2 300
-trainer.layout trainer.parallel.tensor --trainer.parallel.tensor 3
 fields-conflict trainer.parallel.tensor --trainer.backend fsdp --trainer.parallel.tensor 2
 fields-conflict trainer.attention --trainer.backend fsdp --trainer.attention ring
 fields-conflict trainer.optimizer.distributed --trainer.backend fsdp --trainer.optimizer.distributed false

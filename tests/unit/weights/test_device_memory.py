@@ -34,13 +34,9 @@ class Gpu:
         patch.setattr(cuda, "current_device", lambda: 0)
         patch.setattr(cuda, "get_device_properties", lambda index: mock.Mock(uuid=self.uuid))
         patch.setattr(cuda, "ipc_collect", self._collect)
-        patch.setattr(torch, "empty", self._empty)
+        patch.setattr(torch, "empty", lambda *sizes, device=None, **options: EMPTY(*sizes, **options))
         patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: self._share(storage), raising=False)
         patch.setattr(torch.UntypedStorage, "_new_shared_cuda", self._map, raising=False)
-
-    @staticmethod
-    def _empty(*arguments: Any, device: Any = None, **options: Any) -> torch.Tensor:
-        return EMPTY(*arguments, **options)
 
     def _collect(self) -> None:
         self.collected += 1
