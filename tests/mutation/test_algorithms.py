@@ -128,7 +128,7 @@ MUTATIONS = [
         "head.py",
         "row_sums(x.div_(temperatures.to(x.dtype)[:, None]), column",
         "row_sums(x, column",
-        "test_head.py::test_any_sharding_of_the_head_equals_the_whole",
+        "test_head.py::test_any_sharding_equals_the_whole",
     ),
     Mutation(
         "response logprobs ignore the temperature",

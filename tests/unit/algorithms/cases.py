@@ -102,15 +102,6 @@ CP_SIZES = st.integers(1, 8)
 LAYOUTS = st.sampled_from(["zigzag", "contiguous"])
 SEEDS = st.integers(0, 10**6)
 
-# A vocabulary spread over ranks, with padding at its end. Some shards may have only padding.
-SHARDED = {
-    "vocab_size": st.integers(1, 40),
-    "extra": st.integers(0, 12),
-    "ranks": st.sampled_from([1, 2, 4]),
-    "chunk": st.integers(1, 9),
-    "dtype": st.sampled_from([torch.float32, torch.float64]),
-}
-
 SHAPES = [(3, 4), (1, 1), (5, 2), (2, 7), (4, 1)]
 
 

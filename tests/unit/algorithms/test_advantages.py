@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slime_like.algorithms import ESTIMATORS, AdvantageEstimator, compute_advantages, find_estimator, gae
 from slime_like.algorithms.advantages import Groups
+from slime_like.config.algorithm import GROUP_ADVANTAGES
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import gae_by_definition
 
@@ -80,8 +81,11 @@ def test_half_precision_rewards_are_computed_in_float64() -> None:
     assert actual.dtype == torch.float16 and actual.tolist() == pytest.approx(expected, rel=1e-3)
 
 
-def test_scopes_are_declared() -> None:
-    assert {n for n, e in ESTIMATORS.items() if e.scope == "batch"} == {"reinforce_pp", "reinforce_pp_baseline"}
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_group_estimators_give_0_for_groups_of_one(name: str) -> None:
+    advantages = compute_advantages(torch.tensor([0.0, 1.0, 3.0]), [1, 2, 3], name)
+    assert bool((advantages == 0).all()) == (name in GROUP_ADVANTAGES)
+    assert (ESTIMATORS[name].scope == "batch") == name.startswith("reinforce_pp")
 
 
 DOUBLED = AdvantageEstimator(lambda rewards, groups: 2 * rewards, "group")

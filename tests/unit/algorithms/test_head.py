@@ -15,9 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from slime_like.algorithms import fused_logprobs, logprobs_and_entropy
 from tests.support.properties import examples
-from tests.unit.algorithms.cases import SHARDED, close, dense_scores
+from tests.unit.algorithms.cases import close, dense_scores
 
 HIDDEN = 7
+# A vocabulary spread over ranks, with padding at its end. Some shards may have only padding.
+SHARDED = {
+    "vocab_size": st.integers(1, 40),
+    "extra": st.integers(0, 12),
+    "ranks": st.sampled_from([1, 2, 4]),
+    "chunk": st.integers(1, 9),
+    "dtype": st.sampled_from([torch.float32, torch.float64]),
+}
 
 
 def dense(hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,27 +119,20 @@ def make_case(count: int, vocab_size: int, padded: int, dtype: torch.dtype) -> d
     }
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @given(count=st.integers(0, 30), **SHARDED)
 @examples(40)
-def test_any_sharding_of_the_head_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Includes cases without tokens, and shards of only padding, which has no gradient."""
-    case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
-    hidden, weight, temperatures = (case[name].double() for name in ("hidden", "weight", "temperatures"))
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size])]
-    expected = dense(*leaves, case["targets"], temperatures)
-    check_sharded(case, leaves, expected, ranks, vocab_size=vocab_size, chunk_tokens=chunk)
+def test_any_sharding_equals_the_whole(truncated, count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
+    """Includes cases without tokens, and shards of only padding, which has no gradient.
 
-
-@given(count=st.integers(0, 30), **SHARDED)
-@examples(40)
-def test_any_sharding_over_supports_equals_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Every third token was sampled from the whole vocabulary, the others from a few tokens with the target."""
+    If truncated, every third token was sampled from the whole vocabulary, the others from a few tokens with the target.
+    """
     case = make_case(count, vocab_size, -(-(vocab_size + extra) // ranks) * ranks, dtype)
     g = torch.Generator().manual_seed(1)
-    lists = []
+    lists: list[list[int]] = []
     for number, target in enumerate(case["targets"].tolist()):
         others = torch.randint(0, vocab_size, (int(torch.randint(0, 4, (), generator=g)),), generator=g).tolist()
-        lists.append([] if number % 3 == 0 else sorted({target, *others}))
+        lists.append(sorted({target, *others}) if truncated and number % 3 else [])
     hidden, weight, temperatures = (case[name].double() for name in ("hidden", "weight", "temperatures"))
     leaves = [x.clone().requires_grad_() for x in (hidden, weight[:vocab_size])]
     logits = leaves[0] @ leaves[1].T / temperatures[:, None]
@@ -141,7 +142,8 @@ def test_any_sharding_over_supports_equals_the_whole(count, vocab_size, extra, r
         rows.append(dense_scores(row[tokens], torch.tensor(tokens.index(target))))
     expected = tuple(map(torch.stack, zip(*rows, strict=True))) if rows else (logits.sum(1), logits.sum(1))
     padded = torch.tensor([ids + [-1] * (5 - len(ids)) for ids in lists], dtype=torch.int32).reshape(-1, 5)
-    check_sharded(case, leaves, expected, ranks, vocab_size=vocab_size, chunk_tokens=chunk, supports=padded)
+    options = {"vocab_size": vocab_size, "chunk_tokens": chunk, "supports": padded if truncated else None}
+    check_sharded(case, leaves, expected, ranks, **options)
 
 
 def test_bfloat16() -> None:

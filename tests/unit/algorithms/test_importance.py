@@ -150,13 +150,6 @@ def test_a_custom_correction() -> None:
             build_loss(AlgorithmConfig(importance_correction=f"{here}:{name}"))(inputs)
 
 
-def test_a_sequence_at_the_off_policy_threshold_is_kept() -> None:
-    two, mask, lens = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([1, 1])
-    for threshold, expected in ((0.5, [True, True]), (0.25, [False, True])):
-        kept = off_policy_sequence_mask(two, two + 0.5, torch.tensor([-1.0, 0.0]), mask, lens, threshold)
-        assert kept.tolist() == expected
-
-
 def test_figures_of_a_correction() -> None:
     config = AlgorithmConfig(importance_correction="truncate", importance_high=1.1)
     stats = build_loss(config)(make_inputs()).sums.to_stats(1.0, 0.0, 0.0)
@@ -166,14 +159,18 @@ def test_figures_of_a_correction() -> None:
 
 
 def test_off_policy_sequence_mask() -> None:
-    """Only a sequence that is far off-policy and has a negative advantage is masked, as a whole."""
+    """Only a sequence that is far off-policy and has a negative advantage is masked, as a whole.
+
+    The second's advantage is not negative, and the fourth is at the threshold.
+    """
     lengths = torch.tensor([2, 3, 2, 2])
-    gap = torch.tensor([0.5, 0.5, 0.5, 0.5, 9.0, 0.5, 0.5, 0.1, 0.1])
-    advantages = torch.tensor([-1.0, -1, 1, 1, 1, -2, -2, -1, -1])
+    gap = torch.tensor([0.5, 0.5, 0.5, 0.5, 9.0, 0.5, 0.5, 0.25, 0.25])
     mask = torch.tensor([True] * 4 + [False] + [True] * 4)
     logprobs = -torch.ones(9)
-    keep = off_policy_sequence_mask(logprobs, logprobs + gap, advantages, mask, lengths, threshold=0.3)
-    assert keep.tolist() == [False, False, True, True, True, False, False, True, True]
+    for second in (1, 0):
+        advantages = torch.tensor([-1.0, -1, second, second, second, -2, -2, -1, -1])
+        keep = off_policy_sequence_mask(logprobs, logprobs + gap, advantages, mask, lengths, threshold=0.25)
+        assert keep.tolist() == [False, False, True, True, True, False, False, True, True]
 
 
 def test_the_off_policy_mask_uses_the_sampling_policy() -> None:

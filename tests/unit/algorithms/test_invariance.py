@@ -5,7 +5,7 @@ Process groups aren't covered: the ranks of a context-parallel group are compute
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -199,15 +199,15 @@ def random_split(sequences: list[ScoredTrajectory], seed: int) -> list[list[Scor
     return [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, len(shuffled)], strict=True)]
 
 
-def weigh(sequences: list[ScoredTrajectory], reduction: str) -> float | None:
-    """Set every sequence's weight; return the step's denominator, or ``None`` if no token carries loss."""
-    counts, groups = [int(s.loss_mask.sum()) for s in sequences], [s.group_id for s in sequences]
+def weigh(rows: Sequence[ScoredTrajectory], reduction: str) -> float | None:
+    """Set every row's weight; return the step's denominator, or ``None`` if no token carries loss."""
+    counts, groups = [int(row.loss_mask.sum()) for row in rows], [row.group_id for row in rows]
     if not any(counts):
         return None
-    constant = CONSTANT_LENGTH if reduction == "constant" else None
-    for s, weight in zip(sequences, token_weights(reduction, counts, groups, constant), strict=True):
-        s.token_weight = weight
-    return step_denominator(reduction, counts, groups)
+    constant, rollouts = CONSTANT_LENGTH if reduction == "constant" else None, [row.rollout_id for row in rows]
+    for row, weight in zip(rows, token_weights(reduction, counts, groups, constant, rollouts), strict=True):
+        row.token_weight = weight
+    return step_denominator(reduction, counts, groups, rollouts)
 
 
 # Shrinking a failing example would take minutes.
@@ -223,14 +223,7 @@ def assert_equal_in_norm(actual: Tensor, expected: Tensor, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp64"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", CASES)
-@given(
-    shapes=shapes(40, 300),
-    padding=PADDINGS,
-    cp=CP_SIZES,
-    layout=LAYOUTS,
-    chunk=st.integers(8, 512),
-    seed=SEEDS,
-)
+@given(shapes=shapes(40, 300), padding=PADDINGS, cp=CP_SIZES, layout=LAYOUTS, chunk=st.integers(8, 512), seed=SEEDS)
 @examples(3, phases=PHASES)
 def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, chunk, seed) -> None:  # type: ignore[no-untyped-def]
     sequences = make_sequences(shapes, seed)

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.algorithms import (
-    compute_response_logprobs,
-    logprobs_and_entropy,
-    pack_sequences,
-    selective_log_softmax,
-)
+from slime_like.algorithms import compute_response_logprobs, logprobs_and_entropy, pack_sequences, selective_log_softmax
 from slime_like.algorithms import logprobs as logprobs_module
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import SHAPES, VOCABULARY, batch, close, dense_scores, shapes

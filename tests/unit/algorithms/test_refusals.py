@@ -8,34 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.algorithms import (
-    AdvantageEstimator,
-    GRPOLoss,
-    build_loss,
-    compute_advantages,
-    compute_response_logprobs,
-    find_estimator,
-    fused_logprobs,
-    gae,
-    importance_weights,
-    kl_estimate,
-    kl_penalty,
-    logprobs_and_entropy,
-    merge_from_context_parallel,
-    off_policy_sequence_mask,
-    pack_sequences,
-    padded_length,
-    partition_by_tokens,
-    partition_full_batches,
-    selective_log_softmax,
-    split_for_context_parallel,
-    spread_over_tokens,
-    step_denominator,
-    sum_of_sample_mean,
-    token_weights,
-    unpack_response_logprobs,
-    value_loss,
-)
+from slime_like import algorithms as algo
 from slime_like.algorithms.advantages import Groups
 from slime_like.algorithms.losses.policy import SFT
 from slime_like.algorithms.losses.sums import LossSums
@@ -46,10 +19,12 @@ from tests.unit.algorithms.cases import SHAPES, batch
 from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
 NAN = float("nan")
-PACK, PLAIN = pack_sequences(batch(SHAPES)), pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
-SHARD = split_for_context_parallel(PACK, 2, 0)
+PACK = algo.pack_sequences(batch(SHAPES))
+PLAIN = algo.pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
+SHARD = algo.split_for_context_parallel(PACK, 2, 0)
 TWO, MASK, LENGTH = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([2])
-IDS, LOGITS, BEYOND = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 5), torch.tensor([0, 5])
+IDS, BEYOND = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 5])
+LOGITS, HEAD = torch.zeros(2, 5), torch.ones(5, 5)
 PADDED = {"pi_logits": torch.zeros(2, 3, 5), "targets": torch.ones(2, 3, dtype=torch.int64), "ref_logprobs": None}
 
 
@@ -61,77 +36,73 @@ def _without_threshold(rewards: Tensor, groups: Groups) -> Tensor:
     return rewards / groups.std(rewards, ddof=0)
 
 
-one_too_few, without_threshold = (AdvantageEstimator(f, "group") for f in (_one_too_few, _without_threshold))
+one_too_few, without_threshold = (algo.AdvantageEstimator(f, "group") for f in (_one_too_few, _without_threshold))
 
 
 def built(**config: Any) -> object:
-    return build_loss(AlgorithmConfig(**config))(make_inputs())
+    return algo.build_loss(AlgorithmConfig(**config))(make_inputs())
 
 
 def padded(reduction: str = "tokens", **changes: Any) -> object:
     """Compute the direct loss of padded logits (2, 3, 5)."""
-    return GRPOLoss(AlgorithmConfig(reduction=reduction)).forward(**{"advantages": TWO, **PADDED, **changes})
+    return algo.GRPOLoss(AlgorithmConfig(reduction=reduction)).forward(**{"advantages": TWO, **PADDED, **changes})
 
 
 def merged(*other: Any) -> object:
     shards = [SHARD, *other]
-    return merge_from_context_parallel(shards, [torch.zeros(shard.response_slot.numel()) for shard in shards])
+    return algo.merge_from_context_parallel(shards, [torch.zeros(shard.response_slot.numel()) for shard in shards])
 
 
 def custom(name: str) -> object:
-    return compute_advantages(torch.tensor([1.0, 0.0, 1.0]), [1, 1, 2], f"{__name__}:{name}")
+    return algo.compute_advantages(torch.tensor([1.0, 0.0, 1.0]), [1, 1, 2], f"{__name__}:{name}")
 
 
 CALLS: dict[str, Callable[[], object]] = {
-    "values broadcast": lambda: value_loss(TWO[:, None], TWO, TWO, MASK, TWO),
-    "rewards per token broadcast": lambda: gae(TWO[:1], TWO, MASK, LENGTH, token_rewards=TWO[:1]),
-    "a KL broadcast": lambda: kl_estimate(TWO, TWO[:1]),
-    "ratios broadcast": lambda: importance_weights(TWO, TWO[:1], MASK, None, "truncate"),
-    "advantages broadcast": lambda: off_policy_sequence_mask(TWO, TWO, TWO[:1], MASK, LENGTH, 0.1),
+    "values broadcast": lambda: algo.value_loss(TWO[:, None], TWO, TWO, MASK, TWO),
+    "rewards per token broadcast": lambda: algo.gae(TWO[:1], TWO, MASK, LENGTH, token_rewards=TWO[:1]),
+    "a KL broadcast": lambda: algo.kl_estimate(TWO, TWO[:1]),
+    "ratios broadcast": lambda: algo.importance_weights(TWO, TWO[:1], MASK, None, "truncate"),
+    "advantages broadcast": lambda: algo.off_policy_sequence_mask(TWO, TWO, TWO[:1], MASK, LENGTH, 0.1),
     "a padding mask broadcast": lambda: padded(padding_masks=torch.ones(2, 1, dtype=torch.bool)),
     "(T, B) for (B, T)": lambda: padded(old_logprobs=torch.zeros(3, 2)),
     "advantages of other sequences": lambda: padded(advantages=torch.ones(3)),
     "a mask of numbers in the loss": lambda: padded(padding_masks=torch.ones(2, 3, dtype=torch.int64)),
-    "a mask of numbers in GAE": lambda: gae(TWO[:1], TWO, IDS, LENGTH),
-    "lengths of other tokens": lambda: GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(
+    "a mask of numbers in GAE": lambda: algo.gae(TWO[:1], TWO, IDS, LENGTH),
+    "lengths of other tokens": lambda: algo.GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(
         TWO, response_lens=LENGTH + 1
     ),
-    "lengths below 0": lambda: kl_penalty(TWO, TWO, MASK, torch.tensor([-1, 3]), 0.1),
-    "values of other sequences": lambda: spread_over_tokens([1.0, 2.0], [3]),
-    "samples of other lengths": lambda: sum_of_sample_mean(torch.zeros(3), [1, 2], [torch.ones(2), torch.ones(1)]),
-    "groups cut to integers": lambda: compute_advantages(TWO, [1.2, 1.7]),  # type: ignore[list-item]
-    "no such estimator": lambda: find_estimator("gppo"),
-    "no such module": lambda: find_estimator("no.such.module:name"),
-    "a NaN reward": lambda: compute_advantages(torch.tensor([0.0, NAN]), [1, 1]),
+    "lengths below 0": lambda: algo.kl_penalty(TWO, TWO, MASK, torch.tensor([-1, 3]), 0.1),
+    "values of other sequences": lambda: algo.spread_over_tokens([1.0, 2.0], [3]),
+    "samples of other lengths": lambda: algo.sum_of_sample_mean(torch.zeros(3), [1, 2], [torch.ones(2), torch.ones(1)]),
+    "groups cut to integers": lambda: algo.compute_advantages(TWO, [1.2, 1.7]),  # type: ignore[list-item]
+    "no such estimator": lambda: algo.find_estimator("gppo"),
+    "no such module": lambda: algo.find_estimator("no.such.module:name"),
+    "a NaN reward": lambda: algo.compute_advantages(torch.tensor([0.0, NAN]), [1, 1]),
     "an estimator that gives too few": lambda: custom("one_too_few"),
     "an estimator that divides by 0": lambda: custom("without_threshold"),
-    "an estimator of no scope": lambda: AdvantageEstimator(_one_too_few, "galaxy"),  # type: ignore[arg-type]
+    "an estimator of no scope": lambda: algo.AdvantageEstimator(_one_too_few, "galaxy"),  # type: ignore[arg-type]
     "no such loss": lambda: built(loss="ppo"),
     "a class that is no loss": lambda: built(loss="collections:OrderedDict"),
-    "an estimator that cannot be called": lambda: kl_estimate(TWO, TWO, "math:pi"),
-    "no such correction": lambda: importance_weights(TWO, TWO, MASK, None, "cut"),
-    "a level without lengths": lambda: importance_weights(TWO, TWO, MASK, None, "mask", "sequence"),
-    "a loss without its inputs": lambda: GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(TWO, advantages=TWO),
+    "an estimator that cannot be called": lambda: algo.kl_estimate(TWO, TWO, "math:pi"),
+    "no such correction": lambda: algo.importance_weights(TWO, TWO, MASK, None, "cut"),
+    "a level without lengths": lambda: algo.importance_weights(TWO, TWO, MASK, None, "mask", "sequence"),
     "a reduction without groups": lambda: padded("groups"),
-    "a reduction without its length": lambda: token_weights("constant", [1], [1]),
-    "a step without loss": lambda: step_denominator("tokens", [0, 0], [1, 2]),
+    "a reduction without its length": lambda: algo.token_weights("constant", [1], [1]),
     "a denominator of 0": lambda: LossSums.zeros().to_stats(0.0, 0.0, 0.0),
-    "an id beyond the logits": lambda: selective_log_softmax(LOGITS, BEYOND),
-    "an id beyond the head's vocabulary": lambda: fused_logprobs(LOGITS, torch.ones(5, 5), BEYOND, 1.0, vocab_size=5),
-    "a vocabulary part without reductions": lambda: fused_logprobs(LOGITS, torch.ones(5, 5), IDS, 1.0, vocab_size=9),
-    "a temperature of 0": lambda: logprobs_and_entropy(LOGITS, IDS, torch.tensor([1.0, 0.0])),
-    "a temperature of NaN": lambda: compute_response_logprobs(torch.zeros(30, 29), PLAIN, NAN),
-    "another temperature than the sampled": lambda: compute_response_logprobs(torch.zeros(30, 29), PACK, 0.5),
-    "logits of another pack": lambda: compute_response_logprobs(torch.zeros(29, 29), PACK, None),
-    "logprobs of another pack": lambda: unpack_response_logprobs(PACK, torch.zeros(16)),
-    "no such layout": lambda: padded_length(5, 1, "ring"),  # type: ignore[arg-type]
-    "a rank outside the group": lambda: split_for_context_parallel(PACK, 2, 2),
+    "an id beyond the logits": lambda: algo.selective_log_softmax(LOGITS, BEYOND),
+    "an id beyond the head's vocabulary": lambda: algo.fused_logprobs(LOGITS, HEAD, BEYOND, 1.0, vocab_size=5),
+    "a vocabulary part without reductions": lambda: algo.fused_logprobs(LOGITS, HEAD, IDS, 1.0, vocab_size=9),
+    "a temperature of 0": lambda: algo.logprobs_and_entropy(LOGITS, IDS, torch.tensor([1.0, 0.0])),
+    "a temperature of NaN": lambda: algo.compute_response_logprobs(torch.zeros(30, 29), PLAIN, NAN),
+    "logits of another pack": lambda: algo.compute_response_logprobs(torch.zeros(29, 29), PACK, None),
+    "logprobs of another pack": lambda: algo.unpack_response_logprobs(PACK, torch.zeros(16)),
+    "no such layout": lambda: algo.padded_length(5, 1, "ring"),  # type: ignore[arg-type]
+    "a rank outside the group": lambda: algo.split_for_context_parallel(PACK, 2, 2),
     "a shard that is missing": merged,
-    "a shard of another layout": lambda: merged(split_for_context_parallel(PACK, 2, 1, "contiguous")),
-    "a sequence over the budget": lambda: partition_full_batches([3, 11], 10, 1),
-    "a sequence without tokens": lambda: partition_by_tokens([3, 0], 10, 1),
-    "fewer sequences than ranks": lambda: partition_by_tokens([3], 10, 2),
-    "an ignore_index that is a token's id": lambda: pack_sequences(batch(SHAPES), ignore_index=0),
+    "a shard of another layout": lambda: merged(algo.split_for_context_parallel(PACK, 2, 1, "contiguous")),
+    "a sequence over the budget": lambda: algo.partition_full_batches([3, 11], 10, 1),
+    "a sequence without tokens": lambda: algo.partition_by_tokens([3, 0], 10, 1),
+    "an ignore_index that is a token's id": lambda: algo.pack_sequences(batch(SHAPES), ignore_index=0),
     "more successes than samples": lambda: pass_at_k(4, 5, 1),
     "a mean over no prompt": lambda: mean_pass_at_k([], 1),
 }
@@ -148,7 +119,7 @@ def test_a_call_is_rejected(name: str) -> None:
 )
 def test_a_ratio_per_sequence_needs_its_lengths(lengths: Tensor | None) -> None:
     with pytest.raises((ValueError, RuntimeError)):
-        build_loss(AlgorithmConfig(loss="gspo"))(replace(make_inputs(), response_lens=lengths))
+        algo.build_loss(AlgorithmConfig(loss="gspo"))(replace(make_inputs(), response_lens=lengths))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +131,7 @@ def test_a_loss_does_not_broadcast(name: str) -> None:
     value = getattr(given, name)
     for changed in (value[:, None], value[:1], value[:3]):
         with pytest.raises(ValueError, match="differ; "):
-            build_loss(AlgorithmConfig())(replace(given, **{name: changed}))
+            algo.build_loss(AlgorithmConfig())(replace(given, **{name: changed}))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.unit.algorithms.cases import (
     mean_by_definition,
     shapes,
 )
+from tests.unit.algorithms.test_invariance import weigh
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "ppo_clip": {"kl_coef": 0.2, "entropy_coef": 0.05, "importance_correction": "truncate", "importance_high": 1.5},
@@ -55,19 +56,10 @@ class CausalModel:
         return dense_scores((hidden @ self.head.T)[row.prompt_len - 1 : -1] / row.temperature, row.response_tokens)
 
 
-def weighed(rows: Sequence[ScoredTrajectory], reduction: str) -> float:
-    """Set every row's weight; return the step's denominator."""
-    counts, groups = [int(row.loss_mask.sum()) for row in rows], [row.group_id for row in rows]
-    rollouts = [row.rollout_id for row in rows]
-    constant = CONSTANT_LENGTH if reduction == "constant" else None
-    for row, weight in zip(rows, token_weights(reduction, counts, groups, constant, rollouts), strict=True):
-        row.token_weight = weight
-    return step_denominator(reduction, counts, groups, rollouts)
-
-
 def step(rows: Sequence[ScoredTrajectory], config: AlgorithmConfig) -> list[Tensor]:
     """Return loss, policy and KL part, and gradients of one step in which each row is a micro-batch."""
-    model, loss, denominator = CausalModel(), build_loss(config), weighed(rows, config.reduction)
+    model, loss, denominator = CausalModel(), build_loss(config), weigh(rows, config.reduction)
+    assert denominator is not None
     total, means = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for row in rows:
         pack = pack_sequences([row])
@@ -128,12 +120,8 @@ def test_the_mean_is_over_rollouts(reduction: str, rows: list[tuple[int, int]], 
     losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
     constant = CONSTANT_LENGTH if reduction == "constant" else None
     group_ids = [groups[rollout] for rollout in rollouts]
-    for ids in (
-        rollouts,
-        torch.tensor(rollouts),
-        list(torch.tensor(rollouts)),
-        [f"r{rollout}" for rollout in rollouts],
-    ):
+    in_tensor = torch.tensor(rollouts)
+    for ids in (rollouts, in_tensor, list(in_tensor), [f"r{rollout}" for rollout in rollouts]):
         weights = token_weights(reduction, counts, group_ids, constant, ids)
         total = sum(w * x for w, row in zip(weights, losses, strict=True) for x in row.tolist())
         whole = [torch.cat([x for x, of in zip(losses, rollouts, strict=True) if of == r]) for r in set(rollouts)]

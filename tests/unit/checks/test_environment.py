@@ -1,12 +1,13 @@
-"""Environment variables that break runs on GPUs."""
+"""Environment variables that break runs on GPUs, and packages that compile kernels for them."""
 
 from pathlib import Path
 
 import pytest
 
-from slime_like.checks import environment
+from slime_like.checks import environment, packages
 from slime_like.checks.check import check
 from slime_like.checks.definition import RANKS
+from slime_like.checks.packages import missing_compiler
 from slime_like.config import RunConfig
 
 SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -40,3 +41,20 @@ def test_devices_that_ray_shows_to_all(
 def test_expandable_segments_of_the_user(variables: dict[str, str], expected: str | None) -> None:
     found = environment.expandable_segments(variables)
     assert (found is None) == (expected is None) and (found or "").startswith(expected or "")
+
+
+def test_triton_needs_a_compiler_and_pythons_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: set[str] = set()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CPATH", raising=False)
+    monkeypatch.setattr(packages, "which", lambda name: name if name in found else None)
+    monkeypatch.setattr(packages.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    compiler, headers = missing_compiler(on_cuda=True)
+    assert "no C compiler; install gcc" in compiler and f"{tmp_path}: " in headers
+    assert not [*missing_compiler(on_cuda=False)]
+    (tmp_path / "Python.h").touch()
+    found.add("clang")
+    assert not [*missing_compiler(on_cuda=True)]
+    found.clear()
+    monkeypatch.setenv("CC", "cc")
+    assert not [*missing_compiler(on_cuda=True)]

@@ -1,11 +1,14 @@
-"""Names and options in messages, and installed engines."""
+"""Names and options in messages, installed engines, and the registry of checks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from slime_like import checks
 from slime_like.checks import engine_install
+from slime_like.checks.check import CHECKS
 from slime_like.checks.names import reward_problems
 from slime_like.config.reading.load import load_config
 from slime_like.weights.transports.libraries import Libraries
@@ -40,3 +43,16 @@ def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_pa
     assert engine_install.version_warning(python, "vllm") == warning
     assert engine_install.version_warning(python, "sglang") is None
     assert engine_install.engine_libraries(tmp_path / "none" / "bin" / "python") == Libraries("")
+
+
+def test_codes_are_unique() -> None:
+    codes = [own.code for own in CHECKS]
+    assert len(codes) == len(set(codes))
+
+
+def test_every_check_is_used() -> None:
+    """Each public ``*_problems`` of the package occurs outside its definition."""
+    (folder,) = map(Path, checks.__path__)
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    defined = re.findall(r"^def ([a-z]\w*_problems)", text, re.MULTILINE)
+    assert [name for name in defined if len(re.findall(rf"\b{name}\b", text)) < 2] == []

@@ -107,8 +107,10 @@ def test_a_checkpoint_that_does_not_name_its_backend_is_accepted(tmp_path: Path)
         assert backend_problem(tmp_path, "fsdp", "resume") is None
 
 
-def test_eval_rejects_weights_that_engines_do_not_load(root: Path, rejects: Rejects) -> None:
+@pytest.mark.parametrize("more", ["", "--evaluation.files rows.jsonl --model.weights meg"])
+def test_eval_needs_files_and_weights_that_engines_load(root: Path, rejects: Rejects, more: str) -> None:
     (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    flags = "--run_dir run --model.path model --evaluation.files rows.jsonl --data.max_prompt_tokens 64"
+    flags = f"--run_dir run --model.path model --data.max_prompt_tokens 64 {more}"
     with rejects(ConfigError, "evaluation"):
-        run(["eval", *flags.split(), "--model.weights", "meg"])
+        run(["eval", *flags.split()])
+    assert not (root / "run").exists()

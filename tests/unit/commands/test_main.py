@@ -33,6 +33,8 @@ from slime_like.orchestration.rollout.evaluation import EvaluationResult
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
+FIGURES = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
+
 
 def leaves(code: int, argv: list[str]) -> None:
     """Require the exit of argparse, for help and for wrong arguments."""
@@ -105,37 +107,26 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "'megatron.core'" in printed and printed.endswith(" [package-missing]\n")
 
 
-def test_eval_needs_files_to_evaluate_on(sound: list[str], tmp_path: Path, rejects: Rejects) -> None:
-    with rejects(ConfigError, "evaluation"):
-        run(["eval", *sound[1:]])
-    assert not (tmp_path / "run").exists()
-
-
 # Flags that a training run rejects and an evaluation ignores.
 NOT_EVALUATED = [
-    ["--algorithm.loss", "sft"],
-    ["--debug.load_rollouts", "nowhere"],
-    ["--logging.wandb", "true"],
-    ["--rollout.top_p", "0.5"],
-    ["--rollout.num_engines", "2", "--cluster.placement", "colocated"],
-    ["--trainer.parallel.tensor", "3"],
-    ["--data.train", "missing.jsonl"],
-]
+    "--algorithm.loss sft", "--debug.load_rollouts nowhere", "--logging.wandb true", "--rollout.top_p 0.5",
+    "--rollout.num_engines 2 --cluster.placement colocated", "--trainer.parallel.tensor 3",
+    "--data.train missing.jsonl",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", NOT_EVALUATED, ids=" ".join)
+@pytest.mark.parametrize("flags", [flags.split() for flags in NOT_EVALUATED], ids=NOT_EVALUATED)
 def test_eval_ignores_what_only_training_uses(
     tmp_path: Path, sound: list[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It needs no run directory either, because it leaves nothing behind."""
     (tmp_path / "eval.jsonl").write_text("{}\n")
     seen: list[tuple[RunConfig, bool]] = []
-    figures = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
 
     def evaluate(config: RunConfig, temporary: bool, keep_all: bool) -> EvaluationResult:
         assert not keep_all
         seen.append((config, temporary))
-        return EvaluationResult(figures, {}, [])
+        return EvaluationResult(FIGURES, {}, [])
 
     monkeypatch.setattr("slime_like.evaluate.evaluate", evaluate)
     needed = ["--model.path", "model", "--evaluation.files", "eval.jsonl", "--data.max_prompt_tokens", "512"]
@@ -155,9 +146,8 @@ def test_eval_writes_every_response_after_it_has_printed_the_accuracy(
     """The accuracy is worth more than the file, so it is printed before a failed write."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
-    figures = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
     samples = [HeldOutSample(name, i, [40, 41], [42], "7", i > 0, "stop") for i, name in enumerate("ab")]
-    result = EvaluationResult(figures, {"a": figures, "b": figures}, samples)
+    result = EvaluationResult(FIGURES, {"a": FIGURES, "b": FIGURES}, samples)
 
     def evaluate(config: RunConfig, temporary: bool, keep_all: bool) -> EvaluationResult:
         return result if keep_all else replace(result, samples=[])

@@ -15,8 +15,9 @@ from slime_like.errors import DataError
 from tests.support import templates
 from tests.support.rejections import Rejects
 from tests.support.templates import tokenizer_of
+from tests.unit.data.test_prompts import write_rows
 
-# As published, with shortened texts.
+# As published, with shortened texts and fewer columns.
 GSM8K = {
     "question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. ...",
     "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
@@ -29,14 +30,7 @@ MATH = {
 }
 DAPO = {
     "data_source": "math_dapo",
-    "prompt": [
-        {
-            "content": "Solve the following math problem step by step. The last line of your response should be of the "
-            "form Answer: $Answer (without quotes) ...\n\nIn triangle $ABC$ ...",
-            "role": "user",
-        }
-    ],
-    "ability": "MATH",
+    "prompt": [{"content": "Solve the following math problem. ...\n\nIn triangle $ABC$ ...", "role": "user"}],
     "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
 }
@@ -44,16 +38,9 @@ OPENR1 = {
     "problem": "## Task B-1.3.\n\nA ship traveling along a river has covered $24 \\mathrm{~km}$ upstream ...",
     "solution": "## Solution.\n\nLet $t$ be the time required ...",
     "answer": "v_{R}=4\\mathrm{~}/\\mathrm{},v_{B}=10\\mathrm{~}/\\mathrm{}",
-    "problem_type": "Algebra",
-    "question_type": "math-word-problem",
-    "source": "olympiads",
-    "uuid": "586fd646-76d6-5070-8c81-9993ab9d8559",
     "is_reasoning_complete": [True, True],
     "generations": ["<think>\n...", "<think>\n..."],
-    "correctness_math_verify": [True, False],
     "correctness_llama": None,
-    "finish_reasons": None,
-    "correctness_count": 1,
     "messages": [{"content": "## Task B-1.3.\n\n...", "role": "user"}, {"content": "<think>...", "role": "assistant"}],
 }
 PUBLISHED = {
@@ -71,20 +58,11 @@ def prompts(path: Path, **data: Any) -> list[Prompt]:
     return source.next(source.num_rows)
 
 
-def jsonl(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_rows_are_read(tmp_path: Path, name: str, suffix: str) -> None:
     row, question, answer = PUBLISHED[name]
-    path = tmp_path / f"train{suffix}"
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    else:
-        jsonl(path, row)
+    path = write_rows(tmp_path / f"train{suffix}", [row])
     (plain,) = prompts(path, format=name)
     assert plain.answer == answer and plain.messages == [{"role": "user", "content": question}]
     (led,) = prompts(path, format=name, system_prompt="Be brief.")
@@ -114,7 +92,7 @@ def test_published_rows_are_read(tmp_path: Path, name: str, suffix: str) -> None
 )
 def test_rows_of_another_format_are_named(tmp_path: Path, name: str, row: dict[str, Any], code: str) -> None:
     with pytest.raises(DataError) as caught:
-        prompts(jsonl(tmp_path / "a.jsonl", row), format=name, system_prompt="Be brief.")
+        prompts(write_rows(tmp_path / "a.jsonl", [row]), format=name, system_prompt="Be brief.")
     assert (caught.value.code, caught.value.who) == (code, f"{tmp_path / 'a.jsonl'}:1")
 
 
@@ -132,7 +110,7 @@ def test_a_row_without_prompt_or_answer_leads_to_its_format(
     tmp_path: Path, row: dict[str, Any], code: str, words: str
 ) -> None:
     with pytest.raises(DataError) as caught:
-        prompts(jsonl(tmp_path / "a.jsonl", row))
+        prompts(write_rows(tmp_path / "a.jsonl", [row]))
     assert caught.value.code == code and words in str(caught.value)
 
 
@@ -162,9 +140,9 @@ def test_held_out_rows_that_the_training_settings_do_not_fit_are_read_in_their_o
 ) -> None:
     if "mixture" in settings:
         sources = (("a", "gsm8k", GSM8K), ("b", "dapo", DAPO))
-        files = {name: [jsonl(tmp_path / f"{name}.jsonl", each)] for name, _, each in sources}
+        files = {name: [write_rows(tmp_path / f"{name}.jsonl", [each])] for name, _, each in sources}
         settings = {"mixture": [{"name": name, "files": files[name], "format": form} for name, form, _ in sources]}
-    config, path = DataConfig(**settings), jsonl(tmp_path / "held.jsonl", "no object", row)
+    config, path = DataConfig(**settings), write_rows(tmp_path / "held.jsonl", ["no object", row])
     found = held_out_settings(config, path)
     assert found.format == read_as
     assert (found.prompt_key, found.mixture) == (config.prompt_key, ())
@@ -173,7 +151,7 @@ def test_held_out_rows_that_the_training_settings_do_not_fit_are_read_in_their_o
 
 @pytest.mark.parametrize("settings", [{"format": "gsm8k"}, {"mixture": [{"name": "a", "files": ["a.jsonl"]}]}])
 def test_held_out_rows_of_no_format_are_rejected(tmp_path: Path, rejects: Rejects, settings: dict[str, Any]) -> None:
-    path = jsonl(tmp_path / "held.jsonl", {"text": "1+1?", "answer": "2"})
+    path = write_rows(tmp_path / "held.jsonl", [{"text": "1+1?", "answer": "2"}])
     with rejects(DataError, code="no-source"):
         held_out_settings(DataConfig(**settings), path)
     keys = DataConfig()
@@ -185,7 +163,9 @@ def test_held_out_rows_of_no_format_are_rejected(tmp_path: Path, rejects: Reject
 def test_answers_are_read_as_published(tmp_path: Path) -> None:
     """An empty answer of MATH is in its solution, and GSM8K's thousands have a comma."""
     rows = {"math": MATH | {"answer": ""}, "gsm8k": GSM8K | {"answer": "so\n#### 1,104"}}
-    found = [prompts(jsonl(tmp_path / f"{name}.jsonl", row), format=name)[0].answer for name, row in rows.items()]
+    found = [
+        prompts(write_rows(tmp_path / f"{name}.jsonl", [row]), format=name)[0].answer for name, row in rows.items()
+    ]
     assert found == [PUBLISHED["math"][2], "1104"]
 
 
@@ -204,7 +184,7 @@ def test_the_last_box_is_read_with_its_braces(text: str, expected: str | None) -
     assert boxed(text) == expected
 
 
-def test_directories_and_patterns_name_their_files(tmp_path: Path) -> None:
+def test_directories_and_patterns_name_their_files(tmp_path: Path, rejects: Rejects) -> None:
     """A split saved by ``datasets``, the shards of a hub's snapshot, and a pattern."""
     rows = [{"prompt": f"{number}+0", "answer": number} for number in range(6)]
     saved, shards = tmp_path / "saved" / "train", tmp_path / "shards"
@@ -228,6 +208,5 @@ def test_directories_and_patterns_name_their_files(tmp_path: Path) -> None:
         (shards / "dev-*.parquet", "no-data-files"),
         (tmp_path / "none", "no-data-files"),
     ):
-        with pytest.raises(DataError) as caught:
+        with rejects(DataError, code):
             prompts(path)
-        assert caught.value.code == code

@@ -46,12 +46,8 @@ def test_a_line_is_on_disk_when_log_returns(tmp_path: Path) -> None:
 
 
 def test_non_finite_values_become_null(tmp_path: Path) -> None:
-    values: dict[str, Any] = {
-        "nan": math.nan,
-        "inf": np.float32(-np.inf),
-        "tensor": torch.tensor(math.inf),
-        "fine": torch.tensor(0.5),
-    }
+    values: dict[str, Any] = {"nan": math.nan, "inf": np.float32(-np.inf)}
+    values |= {"tensor": torch.tensor(math.inf), "fine": torch.tensor(0.5)}
     logger = MetricLogger(LoggingConfig(tensorboard=True), tmp_path)
     logger.log(1, values)
     logger.close()
@@ -102,9 +98,8 @@ def test_tensorboard_drops_repeated_steps(tmp_path: Path) -> None:
         for step in steps:
             logger.log(step, {"loss": value})
         logger.close()
-        for file in (tmp_path / "tensorboard").glob(
-            "events.out.tfevents.*"
-        ):  # files are read in the order of their timestamps
+        # Files are read in the order of their timestamps.
+        for file in (tmp_path / "tensorboard").glob("events.out.tfevents.*"):
             file.rename(file.with_name(re.sub(r"tfevents\.\d+", f"tfevents.{finished:010}", file.name)))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -97,8 +97,11 @@ def test_metrics_of_an_rl_step() -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_sources_of_a_supervised_step() -> None:
+def test_metrics_of_a_supervised_step() -> None:
     metrics = step_metrics(dataclasses.replace(sft_record(), sources=["a", "b"]))
+    assert metrics["train_actor_training/loss"] == 2.0
+    absent = ("ref_actor", "rollout/", "weights/", "queues/rollout", "train_actor_performance/time_weight_gather")
+    assert not [name for name in metrics if name.startswith(absent)]
     assert {name: value for name, value in metrics.items() if name.startswith("sources/")} == {
         "sources/a/share": 0.5, "sources/a/response_length_mean": 3.0,
         "sources/b/share": 0.5, "sources/b/response_length_mean": 5.0,
@@ -119,13 +122,6 @@ def test_documentation_names_all_metrics() -> None:
     logged = {*RL_FIGURES, *evaluation_metrics(evaluation), *sync_metrics(sync)}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
-
-
-def test_metrics_of_a_supervised_step() -> None:
-    metrics = step_metrics(sft_record())
-    assert metrics["train_actor_training/loss"] == 2.0
-    absent = ("ref_actor", "rollout/", "weights/", "queues/rollout", "train_actor_performance/time_weight_gather")
-    assert not [name for name in metrics if name.startswith(absent)]
 
 
 def test_a_step_of_zero_seconds() -> None:

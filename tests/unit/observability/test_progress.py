@@ -6,6 +6,7 @@ import os
 import pty
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -123,24 +124,19 @@ def test_descriptions_of_waits() -> None:
     assert Waiting("training").under_way(2.6) == "training: 3 s"
 
 
-def test_exception_writes_the_last_line() -> None:
-    stream = io.StringIO()
-    with pytest.raises(KeyError), Progress("plain", 9, stream, lambda: 0.0) as progress:
-        progress.update(1, {})
-        progress.update(2, {})
-        raise KeyError
-    assert stream.getvalue() == "step 1/9\nstep 2/9\n"
-
-
-def test_log_has_the_plain_lines_and_the_error() -> None:
-    log, error = io.StringIO(), KeyError("engine 3 died")
+@pytest.mark.parametrize(("mode", "shown"), [("plain", True), ("auto", True), ("off", False)])
+def test_an_error_is_the_last_line_of_the_log(mode: Any, shown: bool) -> None:
+    """The log has the plain lines in every mode. No stream is a terminal."""
+    stream, log, error = io.StringIO(), io.StringIO(), KeyError("engine 3 died")
     error.add_note("go on")
-    with pytest.raises(KeyError), Progress("off", 9, io.StringIO(), lambda: 0.0, log=log) as progress:
+    with pytest.raises(KeyError), Progress(mode, 9, stream, lambda: 0.0, log=log) as progress:
         progress.note("starting")
         progress.update(1, {})
         progress.update(2, {})
         raise error
-    assert log.getvalue() == "starting\nstep 1/9\nstep 2/9\nfailed: 'engine 3 died'; go on\n"
+    lines = "starting\nstep 1/9\nstep 2/9\n"
+    assert stream.getvalue() == lines * shown
+    assert log.getvalue() == f"{lines}failed: 'engine 3 died'; go on\n"
 
 
 def test_plain_output_has_no_control_characters() -> None:
@@ -150,14 +146,6 @@ def test_plain_output_has_no_control_characters() -> None:
         progress.update(1, RL)
     assert stream.getvalue().replace("\n", "").isprintable()
     assert stream.getvalue().splitlines()[0] == "red  bell  [bold]kept[/bold] ümlaut"
-
-
-@pytest.mark.parametrize(("mode", "written"), [("auto", "step 1/9\n"), ("off", "")])
-def test_modes_without_a_terminal(mode: str, written: str) -> None:
-    stream = io.StringIO()
-    with Progress(mode, 9, stream) as progress:  # type: ignore[arg-type]
-        progress.update(1, {})
-    assert stream.getvalue() == written
 
 
 def on_a_terminal(error: Exception | None) -> str:
@@ -180,9 +168,8 @@ def on_a_terminal(error: Exception | None) -> str:
             with progress.waiting("engines", 2) as waiting:
                 waiting.left(["engine 1"])
                 now.seconds += 7
-                while (
-                    b"engines: 1 of 2 ready, 7 s, waiting for engine 1" not in received
-                ):  # until the display is redrawn
+                redrawn = b"engines: 1 of 2 ready, 7 s, waiting for engine 1"
+                while redrawn not in received:
                     received.extend(terminal.read(65536))
                 if error is not None:
                     raise error

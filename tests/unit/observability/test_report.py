@@ -1,23 +1,26 @@
 """The page, read with Python's HTML parser, compared with the values that the run was made of."""
 
+import io
 import json
 import math
 import os
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from slime_like.commands.root import run
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import DataError, SlimeLikeError
+from slime_like.observability.json_lines import read_lines
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_metrics
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
 from slime_like.observability.report.text import bare_answer, last_user_message
-from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
+from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import sft_record
 from tests.unit.observability.report_run import (
@@ -284,7 +287,49 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
     assert {"mine", "yes", "[1, null]", "-", f"{'x' * 1333} … (1000 characters) … {'x' * 2667}"} <= set(page.texts)
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------ files that are damaged or being written
+def test_only_regular_files_are_tables(run_dir: Path, tmp_path: Path) -> None:
+    """Reading a pipe would never end."""
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    os.mkfifo(copy / "tables" / "pipe.jsonl")
+    (copy / "tables" / "directory.jsonl").mkdir()
+    assert set(read_run(copy).tables) == {HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE}
+
+
+class GrowingFile(io.RawIOBase):
+    """A file that grows after its end was reached."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._pieces = pieces
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        piece = self._pieces.pop(0)
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+def test_a_line_finished_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second half is not read as a damaged line."""
+    growing = GrowingFile([b'{"step": 1}\n{"st', b"", b'ep": 2}\n', b""])
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda *_: io.BufferedReader(growing))
+        steps = [record["step"] for _, record in read_lines(tmp_path)]
+    assert steps == [1]
+
+
+def test_newest_lines(tmp_path: Path, rejects: Rejects) -> None:
+    """Damage is found only in lines that are read."""
+    path = tmp_path / "table.jsonl"
+    path.write_text('{"step": 1}\n{}\n{"step": 3}\n{"step"')
+    assert list(read_lines(path, 2)) == [(3, {"step": 3})]
+    with rejects(DataError, "damaged-line") as fault:
+        list(read_lines(path, 3))
+    assert f"{path}:2:" in str(fault.value)
+
+
 @pytest.mark.parametrize(
     ("files", "code"),
     [
@@ -298,7 +343,6 @@ def test_custom_tables_are_shown(tmp_path: Path, logger: MetricLogger) -> None:
         # Only the last line may be unfinished. A broken line with a newline is damage.
         ({"metrics.jsonl": '{"step": 1, "a"\n{"step": 2}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n[2]\n'}, "damaged-line"),
-        ({"metrics.jsonl": '{"step": 1}\n{"st\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: [\n"}, "yaml-syntax"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, "file-content"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"step": 1}\n{}\n'}, "damaged-line"),
@@ -356,10 +400,7 @@ def test_terminal_samples(tmp_path: Path, logger: MetricLogger) -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (
-            "<|im_start|>user\nOne<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\nTwo<|im_end|>\n",
-            "Two",
-        ),
+        ("<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\n2<|im_end|>\n", "2"),
         ("<|start_header_id|>user<|end_header_id|>\n\nA <b>user</b>?<|eot_id|><|start_header_id|>", "A <b>user</b>?"),
         ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "Hi"),
         ("system<\uff5cUser\uff5c>Why?<\uff5cAssistant\uff5c><think>\n", "Why?"),
@@ -390,12 +431,6 @@ def test_closed_pipe(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bare_answer() -> None:
     task = '{"task": "chain_sum", "question": "1 - 5", "answer": "-4", "metadata": {"answer": "other"}}'
-    for answer, shown in (
-        (task, "-4"),
-        ("12", "12"),
-        ('{"answer": "x"}', '{"answer": "x"}'),
-        ("a {b", "a {b"),
-        ("[" * 100_000, "[" * 100_000),
-        (None, None),
-    ):
-        assert bare_answer(answer) == shown
+    assert bare_answer(task) == "-4"
+    for answer in ("12", '{"answer": "x"}', "a {b", "[" * 100_000, None):
+        assert bare_answer(answer) == answer

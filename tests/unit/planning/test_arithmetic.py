@@ -280,12 +280,8 @@ def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
     save_file({"a": np.ones((2, 3), np.float32), "extra": np.ones(1, np.float32)}, tmp_path / "model.safetensors")
     problems = list(checks.tensor_problems(tmp_path, {"a": (3, 2), "b": (1,)}))
     assert len(problems) == 3
-    for words in (
-        "are missing (b)",
-        "not of this architecture (extra)",
-        "of another shape (a is [2, 3], should be [3, 2])",
-    ):
-        assert any(words in problem for problem in problems), words
+    for names in ("(b)", "(extra)", "(a is [2, 3], should be [3, 2])"):
+        assert sum(names in problem for problem in problems) == 1, names
 
 
 @pytest.mark.parametrize(("dtype", "kept", "exported"), [("float32", 16, 4), ("bfloat16", 14, 2)])

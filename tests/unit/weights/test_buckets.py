@@ -15,13 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float6
 
 
 @examples(40)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)),
-        min_size=1,
-        max_size=6,
-    )
-)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)), min_size=1, max_size=6))
 def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
     """Tensors of any strides are stored in row-major order and read back as views."""
     strided = [(torch.randn(shape) * 9).to(dtype).permute([*range(len(shape))][::-1]) for dtype, shape in kinds]

@@ -1,5 +1,6 @@
-"""The transport that ``auto`` selects, and rejection of transports that cannot connect all processes."""
+"""The transport that ``auto`` selects, rejection of transports out of reach, and pairing of workers with ranks."""
 
+import socket
 from contextlib import nullcontext
 from importlib.metadata import version
 
@@ -7,7 +8,8 @@ import pytest
 
 from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, WeightSyncError
+from slime_like.weights.transports.colocated import Place, pair
 from slime_like.weights.transports.libraries import Libraries
 from slime_like.weights.transports.registry import transport_of, use_delta
 from tests.support.rejections import Rejects
@@ -31,22 +33,30 @@ SITUATIONS: list[tuple[bool, int, int | None, str, set[str]]] = [
 HERE_AND_THERE = Libraries("2.13.0", "2.29.7")
 
 
+def choose(
+    name: str,
+    colocated: int | None,
+    on_cuda: bool = True,
+    num_hosts: int = 1,
+    engines: Libraries = HERE_AND_THERE,
+    **sync: str,
+) -> str:
+    sync |= {"transport": name} | ({"directory": "unused"} if name == "directory" else {})
+    raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": sync}
+    raw |= {"rollout": {"num_engines": colocated or 1}}
+    raw |= {"cluster": {"placement": "separate" if colocated is None else "colocated"}}
+    return transport_of(RunConfig.model_validate(raw), on_cuda, num_hosts, HERE_AND_THERE, engines)
+
+
 @pytest.mark.parametrize(("on_cuda", "num_hosts", "colocated", "auto", "reaching"), SITUATIONS)
 def test_choice_of_transport(
     on_cuda: bool, num_hosts: int, colocated: int | None, auto: str, reaching: set[str], rejects: Rejects
 ) -> None:
-    def choose(name: str) -> str:
-        sync = {"transport": name} | ({"directory": "unused"} if name == "directory" else {})
-        raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": sync}
-        placement = "separate" if colocated is None else "colocated"
-        engines = {"rollout": {"num_engines": colocated or 1}, "cluster": {"placement": placement}}
-        return transport_of(RunConfig.model_validate(raw | engines), on_cuda, num_hosts, HERE_AND_THERE, HERE_AND_THERE)
-
-    assert choose("auto") == auto
+    assert choose("auto", colocated, on_cuda, num_hosts) == auto
     excluded = {"colocated"} if colocated is None else {"nccl"}  # by the configuration itself
     for name in {"colocated", "directory", "gloo", "nccl", "shared_memory"} - excluded:
         with nullcontext() if name in reaching else rejects(ConfigError, "out-of-reach"):
-            assert choose(name) == name
+            assert choose(name, colocated, on_cuda, num_hosts) == name
 
 
 @pytest.mark.parametrize(
@@ -62,17 +72,10 @@ def test_choice_of_transport(
 )
 def test_engines_of_another_environment(engines: Libraries, colocated: int | None, auto: str, rejects: Rejects) -> None:
     """NCCL needs the same NCCL version, and shared GPU memory the same torch version."""
-
-    def choose(name: str) -> str:
-        raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": {"transport": name}}
-        placement = "separate" if colocated is None else "colocated"
-        config = RunConfig.model_validate(raw | {"cluster": {"placement": placement}})
-        return transport_of(config, True, 1, HERE_AND_THERE, engines)
-
-    assert choose("auto") == auto
+    assert choose("auto", colocated, engines=engines) == auto
     if auto == "shared_memory":
         with rejects(ConfigError, "out-of-reach"):
-            choose("nccl" if colocated is None else "colocated")
+            choose("nccl" if colocated is None else "colocated", colocated, engines=engines)
 
 
 def test_libraries_of_an_environment() -> None:
@@ -82,13 +85,8 @@ def test_libraries_of_an_environment() -> None:
 
 
 def test_colocated_engines_with_delta_always() -> None:
-    raw = {"run_dir": "unused", "model": {"path": "unused"}, "cluster": {"placement": "colocated"}}
-
-    def choose(name: str, on_cuda: bool) -> str:
-        config = RunConfig.model_validate(raw | {"sync": {"transport": name, "delta": "always"}})
-        return transport_of(config, on_cuda, 1, HERE_AND_THERE, HERE_AND_THERE)
-
-    assert choose("auto", True) == choose("auto", False) == "shared_memory"
+    for on_cuda in (True, False):
+        assert choose("auto", 1, on_cuda, delta="always") == "shared_memory"
 
 
 @pytest.mark.parametrize(
@@ -105,3 +103,26 @@ def test_colocated_engines_with_delta_always() -> None:
 )
 def test_use_delta(setting: str, transport: str, dtype: str, expected: bool) -> None:
     assert use_delta(setting, transport, dtype) is expected
+
+
+# -------------------------------------------------------------------------------- engine workers and trainer ranks
+def gpus(nodes: int, per_node: int = 8) -> list[Place]:
+    return [Place(f"node-{node}", f"GPU-{node}-{index}") for node in range(nodes) for index in range(per_node)]
+
+
+def test_ranks_without_a_worker() -> None:
+    assert pair(gpus(1), gpus(1)[5:7]) == [5, 6]
+
+
+def test_unpaired(rejects: Rejects) -> None:
+    ranks = gpus(2, 2)
+    strangers = [Place("node-0", "GPU-1-0"), ranks[3], Place("node-7", "GPU-7-0")]
+    for several, workers in ((ranks, strangers), ([*ranks, ranks[1]], ranks[:1]), ([], ranks[:1])):
+        with rejects(WeightSyncError, "unpaired"):
+            pair(several, workers)
+
+
+@pytest.mark.parametrize("slot", [0, 6])
+def test_cpu_slot(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert Place.of_this_process(slot) == Place(socket.gethostname(), f"CPU slot {slot}")

@@ -8,7 +8,7 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.weights.transports.colocated import pair
-from tests.unit.weights.test_pairing import gpus
+from tests.unit.weights.test_reach import gpus
 
 
 def test_ranks_are_counted_by_node(tmp_path: Path) -> None:

@@ -52,9 +52,6 @@ UNUSABLE: list[tuple[str, dict[str, Any]]] = [
 ]
 FAILING = [
     "def f(prompt, response, answer): ...",
-    "def f(prompt, response, answer): return 'right'",
-    "def f(prompt, response, answer): return 1, 2, 3",
-    "def f(prompt, response, answer): return {'points': 1.0}",
     "def f(prompt, response, answer): return float('nan')",
     "def f(prompt, response, answer): return prompt.no_such_method()",
     "def f(prompt, response, answer): return RewardResult('1.0', True)",

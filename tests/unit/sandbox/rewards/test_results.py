@@ -30,11 +30,7 @@ from slime_like.interfaces.reward import as_result
 )
 def test_a_result_in_any_form(returned: Any, result: RewardResult) -> None:
     found = as_result(returned)
-    assert (float(found.reward), bool(found.success), found.metadata) == (
-        result.reward,
-        result.success,
-        result.metadata,
-    )
+    assert RewardResult(float(found.reward), bool(found.success), found.metadata) == result
 
 
 @pytest.mark.parametrize(

@@ -64,19 +64,16 @@ def test_a_service_that_is_restarted_costs_no_reward() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"url": "file:///etc/passwd"},
-        {"url": 80},
-        {"url": "http://a", "timeout_s": "4"},
-        {"url": "http://a", "headers": "X-Key: 1"},
-        {"url": "http://a", "headers": {"Authorization": "Bearer SECRET"}},
-        {"url": "http://a", "headers_from": {"Authorization": "NOT_SET_ANYWHERE"}},
-        {"url": "http://me:SECRET@a"},
-        {"url": "http://a/?api_key=SECRET"},
+        *({"url": url} for url in ("file:///etc/passwd", 80, "http://me:SECRET@a", "http://a/?api_key=SECRET")),
+        {"timeout_s": "4"},
+        {"headers": "X-Key: 1"},
+        {"headers": {"Authorization": "Bearer SECRET"}},
+        {"headers_from": {"Authorization": "NOT_SET_ANYWHERE"}},
     ],
 )
 def test_unusable_options_are_rejected_before_anything_starts(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"url|timeout_s|headers") as caught:
-        try_options("http", remote, options)
+        try_options("http", remote, {"url": "http://a"} | options)
     assert "SECRET" not in str(caught.value)
 
 
