@@ -101,9 +101,8 @@ def parity_config(
 ) -> RunConfig:
     settings = dict(layout)
     of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad", "offload")
-    optimizer = {"distributed": settings.get("backend") == "fsdp"} | {
-        name: settings.pop(name) for name in of_optimizer if name in settings
-    }
+    optimizer: dict[str, Any] = {"distributed": settings.get("backend") == "fsdp"}
+    optimizer |= {name: settings.pop(name) for name in of_optimizer if name in settings}
     of_trainer = ("backend", "recompute", "attention", "activation_offload", "share_prefixes", "fsdp")
     options = {name: settings.pop(name) for name in of_trainer if name in settings}
     return RunConfig(
