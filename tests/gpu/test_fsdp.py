@@ -9,8 +9,7 @@ from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
-from tests.parallel.fsdp_steps import fsdp_config
-from tests.parallel.parity import Case, samples_with_loss
+from tests.parallel.parity import Case, fsdp_config, samples_with_loss
 from tests.parallel.ranks import free_port
 from tests.parallel.reference import Reference, ReferenceStep
 from tests.parallel.tiny import save_checkpoint, scored_sequences

@@ -5,10 +5,9 @@ for it must then fail, and the earlier comparisons must not: a crash is no proof
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from backends.common.attention.allgather import AllGatherAttention
-from backends.common.step import packs
 from backends.fsdp import micro_batch, optimizer, trainer
 from backends.fsdp import model as fsdp_model
 from slime_like.algorithms.context import ContextShard
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import RankPlacement
-from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
-from tests.parallel.parity import GRADIENT_BOUND, Case, Settings, check_scores, check_tensors, make_case
+from tests.mutation.test_trainer import Mutation, loss_is_scaled_by_the_context_size, no_bug, train_with
+from tests.mutation.test_trainer import cases as cases
+from tests.parallel.parity import GRADIENT_BOUND, Case, Settings, check_scores, check_tensors, fsdp_config
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import RankResult
 
@@ -59,16 +58,6 @@ def the_denominator_is_multiplied_by_the_replicas() -> None:
         correct(self, denominator * self.groups.replicas.size())
 
     trainer.FsdpTrainer.finalize_gradients = finalize  # type: ignore[method-assign]
-
-
-def context_ranks_count_their_loss_each() -> None:
-    correct = packs.join_context_parts
-
-    def join(part: Tensor, group: Any) -> Tensor:
-        whole = correct(part, group)
-        return whole + (group.size() - 1) * (whole - whole.detach())
-
-    packs.join_context_parts = join
 
 
 def only_the_last_micro_batch_is_summed() -> None:
@@ -118,38 +107,21 @@ def the_norm_is_the_ranks_own() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- the matrix
-@dataclass(frozen=True)
-class Mutation:
-    """With ``bug`` in every rank, the layout must fail the comparison ``caught_by``."""
-
-    bug: Callable[[], None]
-    layout: Settings
-    caught_by: Literal["scores", "gradients", "norm"]
-
-
 MUTATIONS = [
-    Mutation(sequences_begin_where_the_rank_begins, {"context": 2}, "scores"),
-    Mutation(positions_begin_anew_on_every_rank, {"context": 2}, "scores"),
-    Mutation(ranks_are_averaged, {"data": 2}, "gradients"),
-    Mutation(the_denominator_is_multiplied_by_the_replicas, {"data": 2}, "gradients"),
-    Mutation(context_ranks_count_their_loss_each, {"context": 2}, "gradients"),
-    Mutation(only_the_last_micro_batch_is_summed, {"context": 2}, "gradients"),
-    Mutation(gradients_are_not_synchronised, {"data": 2}, "gradients"),
-    Mutation(the_norm_is_the_ranks_own, {"data": 2}, "norm"),
+    Mutation(sequences_begin_where_the_rank_begins, "qwen3", {"context": 2}, "scores"),
+    Mutation(positions_begin_anew_on_every_rank, "qwen3", {"context": 2}, "scores"),
+    Mutation(ranks_are_averaged, "qwen3", {"data": 2}, "gradients"),
+    Mutation(the_denominator_is_multiplied_by_the_replicas, "qwen3", {"data": 2}, "gradients"),
+    Mutation(loss_is_scaled_by_the_context_size, "qwen3", {"context": 2}, "gradients"),
+    Mutation(only_the_last_micro_batch_is_summed, "qwen3", {"context": 2}, "gradients"),
+    Mutation(gradients_are_not_synchronised, "qwen3", {"data": 2}, "gradients"),
+    Mutation(the_norm_is_the_ranks_own, "qwen3", {"data": 2}, "norm"),
 ]
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make() -> Case:
-        return make_case("qwen3", tmp_path_factory.mktemp("qwen3"), steps=0)
-
-    return make()
-
-
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug.__name__)
-def test_the_parity_tests_catch(mutation: Mutation, case: Case, tmp_path: Path) -> None:
+def test_the_parity_tests_catch(mutation: Mutation, cases: Any, tmp_path: Path) -> None:
+    case = cases(mutation.family)
     results = _run_with(mutation.bug, case, mutation.layout, tmp_path, steps=int(mutation.caught_by == "norm"))
     if mutation.caught_by != "scores":
         check_scores(case, results)
@@ -161,8 +133,9 @@ def test_the_parity_tests_catch(mutation: Mutation, case: Case, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bug", [sequences_begin_where_the_rank_begins, positions_begin_anew_on_every_rank])
-def test_a_wrong_forward_pass_is_noticed_at_the_start(bug: Callable[[], None], case: Case, tmp_path: Path) -> None:
-    (message, _) = run_ranks(_start_with, 2, tmp_path / "ranks", bug, fsdp_config(case, tmp_path, {"context": 2}))
+def test_a_wrong_forward_pass_is_noticed_at_the_start(bug: Callable[[], None], cases: Any, tmp_path: Path) -> None:
+    config = fsdp_config(cases("qwen3"), tmp_path, {"context": 2})
+    (message, _) = run_ranks(_start_with, 2, tmp_path / "ranks", bug, config)
     assert "differ from those of transformers' own forward pass" in message
 
 
@@ -178,9 +151,10 @@ def _start_with(placement: RankPlacement, bug: Callable[[], None], config: RunCo
     return "nothing"
 
 
-def test_without_a_bug_nothing_fails(case: Case, tmp_path: Path) -> None:
+def test_without_a_bug_nothing_fails(cases: Any, tmp_path: Path) -> None:
     """Otherwise a broken harness would look like a caught mutation."""
-    results = _run_with(_no_bug, case, {"data": 2}, tmp_path)
+    case = cases("qwen3")
+    results = _run_with(no_bug, case, {"data": 2}, tmp_path)
     check_scores(case, results)
     _check_gradients(case, results)
     _check_norm(case, results)
@@ -192,7 +166,7 @@ def _run_with(
     config = fsdp_config(case, directory, layout)
     world = config.trainer.parallel.world_size
     arguments = (config, case.packs(), case.denominator, steps)
-    return run_ranks(partial(_train_with, bug), world, directory / "ranks", *arguments)
+    return run_ranks(partial(_train_unchecked_with, bug), world, directory / "ranks", *arguments)
 
 
 def _check_gradients(case: Case, results: list[RankResult]) -> None:
@@ -207,12 +181,7 @@ def _check_norm(case: Case, results: list[RankResult]) -> None:
         assert float(result.stats[0].grad_norm) == pytest.approx(expected, rel=1e-4)
 
 
-def _train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
-    bug()
+def _train_unchecked_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
     # This check would notice wrong forward passes first; here the parity tests must.
     trainer.FsdpTrainer._require_own_forward = lambda self: None  # type: ignore[method-assign]
-    return train_fsdp_rank(placement, *arguments)
-
-
-def _no_bug() -> None:
-    pass
+    return train_with(bug, placement, *arguments)

@@ -27,7 +27,6 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel import steps
 from tests.parallel.parity import Case, Settings, check_gradients, check_scores, make_case, run_case
 from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, train_rank
@@ -178,7 +177,7 @@ class Mutation:
     bug: Callable[[], None]
     family: str
     layout: Settings
-    caught_by: Literal["scores", "gradients"]
+    caught_by: Literal["scores", "gradients", "norm"]
 
 
 ALLGATHER = {"context": 2, "attention": "allgather"}
@@ -216,7 +215,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug.__name__)
 def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> None:
     case = cases(mutation.family)
-    results = _run_with(mutation.bug, case, mutation.layout, tmp_path, only_scores=mutation.caught_by == "scores")
+    results = _run_with(mutation.bug, case, mutation.layout, tmp_path)
     if mutation.caught_by == "gradients":
         check_scores(case, results)
     comparison = {"scores": check_scores, "gradients": check_gradients}[mutation.caught_by]
@@ -227,7 +226,7 @@ def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> N
 def test_the_matrix_of_shared_prefixes_catches_keys_of_other_ranks(tmp_path: Path) -> None:
     case = shared_case("qwen3", tmp_path / "model", steps=0)
     layout = {"context": 2, "share_prefixes": "tree"}
-    results = _run_with(a_prefix_is_seen_by_the_rank_that_holds_it, case, layout, tmp_path, only_scores=True)
+    results = _run_with(a_prefix_is_seen_by_the_rank_that_holds_it, case, layout, tmp_path)
     with pytest.raises(AssertionError):
         check_scores(case, results)
 
@@ -236,23 +235,19 @@ def test_the_matrix_of_shared_prefixes_catches_keys_of_other_ranks(tmp_path: Pat
 def test_without_a_bug_nothing_fails(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
     """Otherwise a broken harness would look like a caught mutation. The matrix itself covers every layout."""
     case = cases(family)
-    results = _run_with(_no_bug, case, layout, tmp_path)
+    results = _run_with(no_bug, case, layout, tmp_path)
     check_scores(case, results)
     check_gradients(case, results)
 
 
-def _run_with(
-    bug: Callable[[], None], case: Case, layout: Settings, directory: Path, only_scores: bool = False
-) -> list[RankResult]:
-    return run_case(case, layout, directory, partial(_train_with, bug, only_scores), steps=0)
+def _run_with(bug: Callable[[], None], case: Case, layout: Settings, directory: Path) -> list[RankResult]:
+    return run_case(case, layout, directory, partial(train_with, bug), steps=0)
 
 
-def _train_with(bug: Callable[[], None], only_scores: bool, placement: RankPlacement, *arguments: Any) -> RankResult:
+def train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
     bug()
-    if only_scores:
-        steps._gradients = lambda *arguments: ({}, {})
     return train_rank(placement, *arguments)
 
 
-def _no_bug() -> None:
+def no_bug() -> None:
     pass

@@ -5,7 +5,6 @@ moved or saved is compared bit for bit.
 """
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.rank_writing import RankWriting
-from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron import model
 from backends.megatron.experts import GroupedLinear
 from backends.megatron.trainer import MegatronTrainer
@@ -24,16 +21,13 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel.assembly import stacked_experts
-from tests.parallel.fsdp_steps import fsdp_config
-from tests.parallel.parity import Case, check_tensors, parity_config, samples_with_loss
+from tests.parallel.parity import Case, check_tensors, fsdp_config, parity_config, samples_with_loss
 from tests.parallel.reference import Reference, ReferenceStep
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
-from tests.parallel.steps import exported_gradients
+from tests.parallel.steps import Trainer, exported_gradients, held_writes, running, take_step
 from tests.parallel.test_no_waiting import strict_windows
 from tests.parallel.test_supports import with_supports
 from tests.parallel.tiny import save_checkpoint, scored_sequences
-
-Trainer = MegatronTrainer | FsdpTrainer
 
 MEAN_BOUND = 1e-2
 """Nats per token; twice the observed value."""
@@ -45,16 +39,6 @@ LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 # A wide clip: a ratio that rounding moves over the clip's bound would change the gradient abruptly.
 WIDE = {"clip_low": 0.99, "clip_high": 100.0}
 UNTESTED = ReferenceStep([], [], 0.0, 0.0, {})
-
-
-@contextlib.contextmanager
-def _running(placement: RankPlacement, config: RunConfig) -> Iterator[Trainer]:
-    trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
-    trainer.setup()
-    try:
-        yield trainer
-    finally:
-        trainer.shutdown()
 
 
 def _config(backend: str, checkpoint: Path, root: Path, settings: dict[str, Any], **algorithm: float) -> RunConfig:
@@ -86,10 +70,8 @@ def _gradients(trainer: Trainer, packs: list[PackedTrajectory], denominator: flo
     return stacked_experts({name: tensor.float().cpu() for name, tensor in exported.items()})
 
 
-def _step(trainer: Trainer, packs: list[PackedTrajectory], denominator: float) -> None:
-    trainer.begin_step(denominator, real_tokens(packs))
-    trainer.accumulate(packs, last=True)
-    trainer.finish_step(denominator)
+def _step(trainer: Trainer, packs: list[PackedTrajectory]) -> None:
+    take_step(trainer, packs, 5.0, last=True)
 
 
 def _logprobs(trainer: Trainer, packs: list[PackedTrajectory], weights: Any = "policy") -> Tensor:
@@ -116,7 +98,7 @@ def _check_step(
     reference = Reference(checkpoint, config.algorithm)
     reference.round_weights()
     expected = reference.step(sequences, denominator)
-    with _running(placement, config) as trainer:
+    with running(placement, config) as trainer:
         seen(trainer)
         gaps = (_logprobs(trainer, packs).double() - torch.cat(expected.logprobs)).abs()
         assert float(gaps.mean()) < bounds[0]
@@ -182,20 +164,13 @@ def _same(tensors: list[Tensor], copies: list[Tensor]) -> bool:
 
 def saving_in_background(placement: RankPlacement, root: Path, backend: str) -> None:
     """A save in the background writes the state of its call, even if a further step changes it first."""
-    gate, write = threading.Event(), RankWriting.write
-
-    def late(writing: RankWriting) -> None:
-        assert gate.wait(60)
-        write(writing)
-
     packs = [pack_sequences(scored_sequences(LENGTHS))]
     config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {})
-    with _running(placement, config) as trainer, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RankWriting, "write", late)
-        _step(trainer, packs, 5.0)
+    with held_writes() as gate, running(placement, config) as trainer:
+        _step(trainer, packs)
         expected = _copies(_state(trainer))
         save = trainer.start_save(root / "save")
-        _step(trainer, packs, 5.0)
+        _step(trainer, packs)
         assert not save.is_written() and not _same(_state(trainer), expected)
         gate.set()
         save.finish()
@@ -213,11 +188,11 @@ def reference_model(placement: RankPlacement, root: Path, backend: str) -> None:
     judge = Reference(other, config.algorithm)
     judge.round_weights()
     expected = torch.cat([judge.score(sequence)[0].detach() for sequence in sequences])
-    with _running(placement, config) as trainer:
+    with running(placement, config) as trainer:
         policy, found = _logprobs(trainer, packs), _logprobs(trainer, packs, "reference")
         assert float((found.double() - expected).abs().mean()) < MEAN_BOUND
         assert torch.equal(_logprobs(trainer, packs), policy) and not torch.equal(found, policy)
-        _step(trainer, packs, 5.0)
+        _step(trainer, packs)
         kept = _copies(_state(trainer))
         assert torch.equal(_logprobs(trainer, packs, "reference"), found) and _same(_state(trainer), kept)
         assert not torch.equal(_logprobs(trainer, packs), policy)
@@ -227,8 +202,8 @@ def leaving_and_returning(placement: RankPlacement, root: Path, backend: str) ->
     """State leaves the device twice, in two stages, and returns unchanged, as do gradients."""
     packs = [pack_sequences(scored_sequences(LENGTHS))]
     config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {})
-    with _running(placement, config) as trainer:
-        _step(trainer, packs, 5.0)
+    with running(placement, config) as trainer:
+        _step(trainer, packs)
         kept, gradients = _copies(_state(trainer)), _gradients(trainer, packs, 5.0, waits=True)
         for _ in range(2):
             held, nbytes = _device_bytes(trainer), sum(tensor.nbytes for tensor in _state(trainer) if tensor.ndim)

@@ -100,9 +100,10 @@ def parity_config(
     checkpoint: Path, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: float
 ) -> RunConfig:
     settings = dict(layout)
-    of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad")
-    optimizer = {"distributed": False} | {name: settings.pop(name) for name in of_optimizer if name in settings}
-    of_trainer = ("recompute", "attention", "activation_offload", "share_prefixes")
+    of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad", "offload")
+    optimizer: dict[str, Any] = {"distributed": settings.get("backend") == "fsdp"}
+    optimizer |= {name: settings.pop(name) for name in of_optimizer if name in settings}
+    of_trainer = ("backend", "recompute", "attention", "activation_offload", "share_prefixes", "fsdp")
     options = {name: settings.pop(name) for name in of_trainer if name in settings}
     return RunConfig(
         run_dir=run_dir,
@@ -118,6 +119,13 @@ def parity_config(
             "cpu_threads": 1,
         },
     )
+
+
+def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: Any) -> RunConfig:
+    """Return the case's configuration for FSDP, which plans with the longest sequence."""
+    backend = {"backend": "fsdp", **layout}
+    config = parity_config(case.checkpoint, run_dir, backend, dtype, **{**case.algorithm, **algorithm})
+    return RunConfig(**{**dict(config), "data": {"max_prompt_tokens": 31}, "rollout": {"max_new_tokens": 31}})
 
 
 def run_case(
@@ -184,7 +192,11 @@ def check_exported_gradients(case: Case, results: list[RankResult]) -> None:
 
 
 def check_updates(case: Case, results: list[RankResult]) -> None:
-    weights = to_hugging_face(by_stage(results, "weights"), ModelDimensions.from_checkpoint(case.checkpoint))
+    check_changes(case, to_hugging_face(by_stage(results, "weights"), ModelDimensions.from_checkpoint(case.checkpoint)))
+
+
+def check_changes(case: Case, weights: dict[str, Tensor]) -> None:
+    """Compare how the updates changed the weights, given by Hugging Face name."""
     changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
     expected = {name: case.updated[name] - case.initial[name] for name in case.initial}
     check_tensors(changes, expected, UPDATE_BOUND)

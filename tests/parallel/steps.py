@@ -2,6 +2,7 @@
 
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.common.checkpoint.rank_writing import RankWriting
+from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron import parallel
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.trainer import MegatronTrainer
@@ -21,12 +24,15 @@ from slime_like.trajectory import GRPOStats, PackedTrajectory
 from tests.parallel.assembly import Shards, local_shard
 from tests.parallel.held import Held, held_by
 
+Trainer = MegatronTrainer | FsdpTrainer
+
 
 @dataclass
 class RankResult:
     """One rank's scores of the packs ``pack_indices``, and its finished gradients (reduced and divided).
 
-    ``exported`` holds the same gradients as the trainer exports them, under their Hugging Face names.
+    ``exported`` holds the same gradients as the trainer exports them, under their Hugging Face names. FSDP's gradients
+    and weights are whole, and what it holds is not counted.
     """
 
     coordinates: RankCoordinates
@@ -40,12 +46,14 @@ class RankResult:
 
 
 @contextmanager
-def running(placement: RankPlacement, config: RunConfig, scores: bool = False) -> Iterator[MegatronTrainer]:
-    """Set a trainer up (to train, or only to score) and shut it down after the block."""
-    trainer = MegatronTrainer(config, placement)
+def running(placement: RankPlacement, config: RunConfig, scores: bool = False) -> Iterator[Any]:
+    """Set the configured trainer up (to train, or only to score) and shut it down after the block."""
+    trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
     (trainer.setup_for_scoring if scores else trainer.setup)()
-    yield trainer
-    trainer.shutdown()
+    try:
+        yield trainer
+    finally:
+        trainer.shutdown()
 
 
 @contextmanager
@@ -58,10 +66,10 @@ def joined(placement: RankPlacement, config: RunConfig) -> Iterator[None]:
 
 
 def take_step(
-    trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float, last: bool = False
+    trainer: Trainer, packs: list[PackedTrajectory], denominator: float, last: bool = False
 ) -> GRPOStats | None:
     """Do one update from one window, announced as the last one if ``last``."""
-    trainer.begin_step()
+    trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs, last=last)
     return trainer.finish_step(denominator)
 
@@ -76,7 +84,7 @@ def gradients_in(trainer: MegatronTrainer) -> list[Tensor]:
     return [parameter.main_grad.clone() for chunk in trainer.chunks for parameter in chunk.parameters()]
 
 
-def exported_from(trainer: MegatronTrainer) -> dict[str, Tensor]:
+def exported_from(trainer: Trainer) -> dict[str, Tensor]:
     """Return copies of the weights under their Hugging Face names."""
     return {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
 
@@ -109,6 +117,20 @@ def small_disk(nbytes: int | None) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@contextmanager
+def held_writes() -> Iterator[threading.Event]:
+    """Let no checkpoint be written, also in the background, before the event is set."""
+    gate, write = threading.Event(), RankWriting.write
+
+    def late(writing: RankWriting) -> None:
+        assert gate.wait(60)
+        write(writing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankWriting, "write", late)
+        yield gate
+
+
 def train_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, steps: int
 ) -> RankResult:
@@ -121,7 +143,9 @@ def train_rank(
         filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
         scored = trainer.score(filled)
         _two_windows(trainer, filled, denominator)
-        exported, gradients = exported_gradients(trainer, denominator), local_shard(trainer, gradients=True)
+        fsdp = config.trainer.backend == "fsdp"
+        shard: Callable[..., dict[str, Tensor]] = _whole if fsdp else local_shard
+        exported, gradients = exported_gradients(trainer, denominator), shard(trainer, gradients=True)
         stats = optimizer_steps(trainer, steps, denominator, lambda: _two_windows(trainer, filled, denominator))
         trainer.settle_weights()
         return RankResult(
@@ -130,18 +154,31 @@ def train_rank(
             scored[: len(mine)] if scored is not None else None,
             gradients,
             stats,
-            local_shard(trainer, gradients=False),
+            shard(trainer, gradients=False),
             exported,
-            held_by(trainer),
+            None if fsdp else held_by(trainer),
         )
 
 
-def _two_windows(trainer: MegatronTrainer, packs: list[PackedTrajectory], denominator: float) -> None:
-    """Accumulate in two windows, as when micro-batches stream in; the split must not change the result."""
+def _two_windows(trainer: Trainer, packs: list[PackedTrajectory], denominator: float) -> None:
+    """Accumulate in two windows, as when micro-batches stream in, and let FSDP score between them.
+
+    Neither may change the result.
+    """
     trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs[:1], last=len(packs) == 1)
+    if isinstance(trainer, FsdpTrainer):
+        trainer.score(packs[1:], "reference")
     if packs[1:]:
         trainer.accumulate(packs[1:], last=True)
+
+
+def _whole(trainer: FsdpTrainer, gradients: bool) -> dict[str, Tensor]:
+    """Return FSDP's whole weights or gradients by Hugging Face's module name, on every rank."""
+    trainer.model.shard_weights()
+    named: dict[str, Any] = dict(trainer.model.hugging_face.named_parameters())
+    parts = {name: parameter.grad if gradients else parameter for name, parameter in named.items()}
+    return {name: part.full_tensor().detach().float().clone() for name, part in parts.items()}
 
 
 def exported_gradients(trainer: Any, denominator: float) -> dict[str, Tensor]:

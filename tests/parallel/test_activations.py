@@ -36,11 +36,7 @@ def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) ->
     return gradients_of(placement, config, pack), moved
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"recompute": "full"}, {"pipeline": 2}],
-    ids=["plain", "recompute", "pp2"],
-)
+@pytest.mark.parametrize("layout", [{}, {"recompute": "full"}, {"pipeline": 2}], ids=["plain", "recompute", "pp2"])
 def test_offloaded_activations_give_the_same_gradients(layout: Settings, qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences([(5, 9), (3, 1)]))
     found = {}

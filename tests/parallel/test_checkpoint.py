@@ -8,7 +8,6 @@ import functools
 import json
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
@@ -29,7 +27,16 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import PendingSave, RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import assert_close, exported_from, running, same_bits, small_disk, take_step
+from tests.parallel.steps import (
+    Trainer,
+    assert_close,
+    exported_from,
+    held_writes,
+    running,
+    same_bits,
+    small_disk,
+    take_step,
+)
 from tests.parallel.tiny import scored_sequences, tiny_config
 from tests.support.forged import forged_copies
 
@@ -59,12 +66,12 @@ class RankRecord:
 
 def _save_and_continue(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
     with running(placement, config) as trainer:
-        _two_seeded_steps(trainer, placement)
+        two_seeded_steps(trainer, placement)
         trainer.save(directory)
-        return _record(trainer)
+        return record_of(trainer)
 
 
-def _two_seeded_steps(trainer: MegatronTrainer, placement: RankPlacement) -> None:
+def two_seeded_steps(trainer: Trainer, placement: RankPlacement) -> None:
     torch.manual_seed(100 + placement.rank)
     for _ in range(2):
         step_of_four(trainer)
@@ -72,17 +79,10 @@ def _two_seeded_steps(trainer: MegatronTrainer, placement: RankPlacement) -> Non
 
 def _save_in_background_and_continue(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
     """Write nothing before another step has changed every weight and moment."""
-    gate, write = threading.Event(), CheckpointWriter.write
-
-    def late(writer: CheckpointWriter) -> None:
-        assert gate.wait(60)
-        write(writer)
-
-    CheckpointWriter.write = late  # type: ignore[method-assign]
-    with running(placement, config) as trainer:
-        _two_seeded_steps(trainer, placement)
+    with held_writes() as gate, running(placement, config) as trainer:
+        two_seeded_steps(trainer, placement)
         save = trainer.start_save(directory)
-        record = _record(trainer)
+        record = record_of(trainer)
         assert not save.is_written()
         with pytest.raises(TrainerError) as caught:  # its copies would be overwritten
             trainer.start_save(following := directory.with_name("next"))
@@ -99,23 +99,23 @@ def _load_and_continue(placement: RankPlacement, config: RunConfig, directory: P
     with running(placement, config) as trainer:
         step_of_four(trainer)
         trainer.load(directory)
-        return _record(trainer)
+        return record_of(trainer)
 
 
-def _record(trainer: MegatronTrainer) -> RankRecord:
+def record_of(trainer: Trainer) -> RankRecord:
     drawn, at_checkpoint = torch.rand(4), exported_from(trainer)
     step_of_four(trainer)
     return RankRecord(at_checkpoint, exported_from(trainer), drawn)
 
 
-def step_of_four(trainer: MegatronTrainer) -> None:
+def step_of_four(trainer: Trainer) -> None:
     """Train on four sequences in two packs, divided between the replicas."""
     sequences = scored_sequences([(5, 9), (3, 4), (8, 21), (7, 3)])
     packs = [pack_sequences(sequences[:2]), pack_sequences(sequences[2:])]
-    take_step(trainer, _own_packs(packs, trainer, trainer.config.trainer.parallel.data), DENOMINATOR)
+    take_step(trainer, _own_packs(packs, trainer, trainer.coordinates.data_size), DENOMINATOR)
 
 
-def _own_packs(packs: list[PackedTrajectory], trainer: MegatronTrainer, data_size: int) -> list[PackedTrajectory]:
+def _own_packs(packs: list[PackedTrajectory], trainer: Trainer, data_size: int) -> list[PackedTrajectory]:
     mine = packs[trainer.coordinates.data :: data_size]
     return mine or [zero_weight_pack(packs[0])]
 
@@ -256,12 +256,12 @@ def test_a_save_needs_little_additional_memory(tmp_path: Path) -> None:
 
 def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]) -> list[str]:
     with running(placement, config) as trainer:
-        return [_error_of(lambda directory=directory: trainer.load(directory)) for directory in directories]
+        return [error_of(trainer.load, directory) for directory in directories]
 
 
-def _error_of(action: Callable[[], object]) -> str:
+def error_of(action: Callable[..., object], *arguments: object) -> str:
     with pytest.raises(CheckpointError) as caught:
-        action()
+        action(*arguments)
     return str(caught.value)
 
 
@@ -383,13 +383,13 @@ def _save_on_a_full_disk(placement: RankPlacement, config: RunConfig, directory:
     """Simulate the full disk on the second rank only."""
     with running(placement, config) as trainer, small_disk(50_000 if placement.rank == 1 else None):
         if not behind:
-            return _error_of(lambda: trainer.save(directory))
+            return error_of(trainer.save, directory)
         save = trainer.start_save(directory)
         if placement.rank == 1:
-            assert "__1_0.distcp: could not be written" in _error_of(lambda: _wait_for(save))
+            assert "__1_0.distcp: could not be written" in error_of(_wait_for, save)
         else:
             _wait_for(save)  # this rank's part is fine
-        return _error_of(save.finish)
+        return error_of(save.finish)
 
 
 def _wait_for(save: PendingSave) -> None:
@@ -415,7 +415,7 @@ def _save_without_room_for_plain_values(placement: RankPlacement, config: RunCon
     directory.mkdir()
     (directory / "common.pt").symlink_to("/dev/full")
     with running(placement, config) as trainer:
-        return _error_of(lambda: trainer.save(directory))
+        return error_of(trainer.save, directory)
 
 
 def test_a_full_disk_is_reported_for_the_file_that_torch_writes(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_full_disk_is_reported_for_the_file_that_torch_writes(tmp_path: Path) 
 def _save_weights_and_refer(placement: RankPlacement, config: RunConfig, directory: Path) -> dict[str, Tensor]:
     """Make the current policy the reference; it must stay the same while the policy trains on."""
     with running(placement, config) as trainer:
-        _two_seeded_steps(trainer, placement)
+        two_seeded_steps(trainer, placement)
         exported, policy = exported_from(trainer), _scored(trainer, "policy")
         assert not torch.equal(_scored(trainer, "reference"), policy)
         trainer.save_weights(directory)

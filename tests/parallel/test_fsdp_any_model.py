@@ -23,7 +23,7 @@ from slime_like.planning.plan import counted_dimensions
 from tests.parallel.parity import PACKS, make_case
 from tests.parallel.ranks import run_each
 from tests.parallel.test_fsdp_parity import check_case, run_cases
-from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint
+from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint, tiny_config
 
 REFUSED = {
     "Gemma2Config": "asks for softcap in attention",
@@ -95,14 +95,8 @@ def _refusal(placement: RankPlacement, config: RunConfig, pack: Any) -> str:
 
 def _config(model: Path, name: str) -> RunConfig:
     supervised = {"loss": "sft"} if "window" in name else {}  # lengths of samples are rejected before anything starts
-    return RunConfig(
-        run_dir=model,
-        model={"path": model, "dtype": "bfloat16"},
-        data={"max_prompt_tokens": 16},
-        rollout={"max_new_tokens": 16},
-        algorithm=supervised,
-        trainer={"backend": "fsdp", "cpu_threads": 1, "step_timeout_s": 60.0},
-    )
+    lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}}
+    return tiny_config(model, model, None, "bfloat16", **lengths, algorithm=supervised, trainer={"backend": "fsdp"})
 
 
 def _checkpoint(name: str, directory: Path) -> Path:

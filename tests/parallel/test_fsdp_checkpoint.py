@@ -7,7 +7,6 @@ conversion from disk is compared with the ranks' export. One fork writes, and on
 
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,12 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
-from backends.fsdp.checkpoint import CheckpointWriter
 from backends.fsdp.converter import FsdpConverter
 from backends.fsdp.trainer import FsdpTrainer
-from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
@@ -31,102 +28,53 @@ from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.reference import Reference
-from tests.parallel.steps import assert_close
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.steps import assert_close, exported_from, held_writes, running
+from tests.parallel.test_checkpoint import RankRecord, error_of, record_of, step_of_four, two_seeded_steps
+from tests.parallel.tiny import scored_sequences, tiny_config
 from tests.support.forged import forged_copies
-
-DENOMINATOR = 4.0
-
-
-@dataclass
-class Record:
-    """One rank's weights at the checkpoint and after one more step, numbers drawn right after it, and errors."""
-
-    at_checkpoint: dict[str, Tensor]
-    later: dict[str, Tensor]
-    drawn: Tensor
-    errors: list[str]
 
 
 def _config(model: Path, root: Path, layout: dict[str, int], dtype: str = "float32", steps: int = 20) -> RunConfig:
     optimizer = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "weight_decay": 0.1}
-    trainer = {"backend": "fsdp", "parallel": layout, "optimizer": optimizer, "step_timeout_s": 60.0, "cpu_threads": 1}
-    return RunConfig(run_dir=root, steps=steps, model={"path": model, "dtype": dtype}, trainer=trainer)
+    return tiny_config(model, root, layout, dtype, trainer={"backend": "fsdp", "optimizer": optimizer}, steps=steps)
 
 
-def _step(trainer: FsdpTrainer) -> None:
-    sequences = scored_sequences([(5, 9), (3, 4), (8, 21), (7, 3)])
-    packs = [pack_sequences(sequences[:2]), pack_sequences(sequences[2:])]
-    place = trainer.groups.coordinates
-    mine = packs[place.data :: place.data_size] or [zero_weight_pack(packs[0])]
-    trainer.begin_step()
-    trainer.accumulate(mine)
-    trainer.finish_step(DENOMINATOR)
-
-
-def _exported(trainer: FsdpTrainer) -> dict[str, Tensor]:
-    """Return, on the first rank, all weights in Hugging Face's form."""
-    return {name: tensor.clone() for bucket in trainer.export_weights() for name, tensor in bucket.tensors}
-
-
-def _save_and_go_on(placement: RankPlacement, config: RunConfig, root: Path) -> Record:
+def _save_and_go_on(placement: RankPlacement, config: RunConfig, root: Path) -> RankRecord:
     """Save the same state immediately, and in the background after every weight has changed."""
-    trainer = FsdpTrainer(config, placement)
-    trainer.setup()
-    torch.manual_seed(100 + placement.rank)
-    for _ in range(2):
-        _step(trainer)
-    trainer.save(root / "whole")
-    trainer.export_hf(root / "exported")
-    gate, write = threading.Event(), CheckpointWriter.write
-
-    def late(writer: CheckpointWriter) -> None:
-        assert gate.wait(60)
-        write(writer)
-
-    CheckpointWriter.write = late  # type: ignore[method-assign]
-    save = trainer.start_save(root / "behind")
-    drawn, at_checkpoint = torch.rand(4), _exported(trainer)
-    _step(trainer)
-    assert not save.is_written()
-    assert not list((root / "behind").glob("*.distcp"))
-    dist.barrier()
-    gate.set()
-    save.finish()
-    record = Record(at_checkpoint, _exported(trainer), drawn, [])
-    trainer.shutdown()
-    return record
+    with running(placement, config) as trainer:
+        two_seeded_steps(trainer, placement)
+        trainer.save(root / "whole")
+        trainer.export_hf(root / "exported")
+        with held_writes() as gate:
+            save = trainer.start_save(root / "behind")
+            record = record_of(trainer)
+            assert not save.is_written()
+            assert not list((root / "behind").glob("*.distcp"))
+            dist.barrier()
+            gate.set()
+            save.finish()
+        return record
 
 
 def _load_and_go_on(
     placement: RankPlacement, config: RunConfig, checkpoints: list[Path], damaged: list[Path]
-) -> list[Record]:
-    """Load into a trainer that has already trained, after it has rejected damaged checkpoints."""
-    trainer = FsdpTrainer(config, placement)
-    trainer.setup()
+) -> tuple[list[RankRecord], list[str]]:
+    """Load into a trainer that has already trained, after it has rejected damaged checkpoints. Return errors, too."""
     records = []
-    errors = [_refusal(trainer, directory) for directory in damaged]
-    for checkpoint in checkpoints:
-        _step(trainer)
-        _shift_biases(trainer)
-        trainer.load(checkpoint)
-        drawn, at_checkpoint = torch.rand(4), _exported(trainer)
-        _step(trainer)
-        records.append(Record(at_checkpoint, _exported(trainer), drawn, errors))
-    trainer.shutdown()
-    return records
+    with running(placement, config) as trainer:
+        errors = [error_of(trainer.load, directory) for directory in damaged]
+        for checkpoint in checkpoints:
+            step_of_four(trainer)
+            _shift_biases(trainer)
+            trainer.load(checkpoint)
+            records.append(record_of(trainer))
+    return records, errors
 
 
 def _shift_biases(trainer: FsdpTrainer) -> None:
     """Change routers' biases, which no step changes, so that saving and loading them shows."""
     for bias in trainer.model.kept_by_name().values():
         bias += torch.arange(len(bias))
-
-
-def _refusal(trainer: FsdpTrainer, directory: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        trainer.load(directory)
-    return str(caught.value)
 
 
 def _flipped(content: bytes, position: int) -> bytes:
@@ -161,7 +109,7 @@ class Written:
     root: Path
     dtype: str
     layout: dict[str, int]
-    saved: list[Record]
+    saved: list[RankRecord]
 
     def config(self, layout: dict[str, int], steps: int = 20) -> RunConfig:
         return _config(self.root / "model", self.root, layout, self.dtype, steps)
@@ -195,17 +143,17 @@ def test_as_many_ranks_continue_bit_for_bit_and_reject_damage(written: Written, 
     checkpoints = [root / "whole", root / "behind"] if dense else [root / "behind"]
     directories = [directory for directory, _ in damaged]
     loaded = run_ranks(_load_and_go_on, len(saved), tmp_path, written.config(written.layout), checkpoints, directories)
-    for rank, records in enumerate(loaded):
+    for rank, (records, errors) in enumerate(loaded):
         for record in records:
             assert torch.equal(record.drawn, saved[rank].drawn)
             if rank == 0:
                 assert_close(record.at_checkpoint, saved[0].at_checkpoint, 0.0)
                 assert_close(record.later, saved[0].later, 0.0)
-            for message, (directory, named) in zip(record.errors, damaged, strict=True):
-                assert str(directory) in message
-                assert named in message or "see the message of that rank" in message
+        for message, (directory, named) in zip(errors, damaged, strict=True):
+            assert str(directory) in message
+            assert named in message or "see the message of that rank" in message
     assert not (root / "executed").exists()
-    assert not dense or any("exp_avg_sq.model.norm" in records[0].errors[0] for records in loaded)
+    assert not dense or any("exp_avg_sq.model.norm" in errors[0] for _, errors in loaded)
     name = "model.norm.weight"
     changed = not torch.equal(saved[0].later[name].float(), saved[0].at_checkpoint[name].float())
     assert changed or not dense
@@ -214,10 +162,11 @@ def test_as_many_ranks_continue_bit_for_bit_and_reject_damage(written: Written, 
 @pytest.mark.parametrize("layout", [{}, {"context": 3}], ids=["one rank", "context 3"])
 def test_other_ranks_continue_to_rounding(layout: dict[str, int], written: Written, tmp_path: Path) -> None:
     config, checkpoints = written.config(layout), [written.root / "whole"]
-    loaded = run_ranks(_load_and_go_on, config.trainer.parallel.world_size, tmp_path, config, checkpoints, [])
-    assert_close(loaded[0][0].at_checkpoint, written.saved[0].at_checkpoint, 0.0)
+    ranks = run_ranks(_load_and_go_on, config.trainer.parallel.world_size, tmp_path, config, checkpoints, [])
+    ((loaded,), _) = ranks[0]
+    assert_close(loaded.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
     # Sums over ranks are added in another order, and AdamW divides by small second moments.
-    assert_close(loaded[0][0].later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)
+    assert_close(loaded.later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)
 
 
 def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: Path) -> None:
@@ -245,16 +194,16 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: P
 
 
 def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, scores: bool) -> Any:
-    """Return the error of another run's trainer, or the record of a trainer that only scores with these weights."""
+    """Return the error of another run's trainer, or weights and logprobs of one that only scores with them."""
     trainer = FsdpTrainer(config, placement)
     if scores:
         trainer.setup_for_scoring(checkpoint)
         scored = trainer.score([pack_sequences(scored_sequences([(5, 9), (3, 4)]))])
         assert scored is not None
-        found: Any = Record(_exported(trainer), {}, scored[0].logprobs, [])
+        found: Any = exported_from(trainer), scored[0].logprobs
     else:
         trainer.setup()
-        found = _refusal(trainer, checkpoint)
+        found = error_of(trainer.load, checkpoint)
     trainer.shutdown()
     return found
 
@@ -265,12 +214,12 @@ def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written,
     make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
     another, late = _config(tmp_path / "other", root, {}, dtype), written.config({}, steps=30)
     tasks = [(config, root / "whole", scores) for config, scores in ((another, False), (late, False), (late, True))]
-    (other,), (longer,), (scorer,) = run_each(_other_run, 1, tmp_path / "ranks", tasks)
-    assert_close(scorer.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
+    (other,), (longer,), ((weights, logprobs),) = run_each(_other_run, 1, tmp_path / "ranks", tasks)
+    assert_close(weights, written.saved[0].at_checkpoint, 0.0)
     reference = Reference(root / "exported", late.algorithm)
     sequences = scored_sequences([(5, 9), (3, 4)])
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])
-    gaps = (scorer.drawn.double() - expected).abs()
+    gaps = (logprobs.double() - expected).abs()
     if "deepseek_v3" in root.name:  # in 16 bits its routers sometimes choose another expert
         assert gaps.median() < 0.05, gaps
     else:
@@ -280,28 +229,24 @@ def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written,
 
 
 def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None:
-    trainer = FsdpTrainer(config, placement)
-    trainer.setup()
     pack = pack_sequences(scored_sequences([(5, 9), (3, 4)]))
+    with running(placement, config) as trainer:
 
-    def scored(weights: Literal["policy", "reference"]) -> Tensor:
-        found = trainer.score([pack], weights)
-        assert found is not None
-        return found[0].logprobs
+        def scored(weights: Literal["policy", "reference"]) -> Any:
+            return trainer.score([pack], weights)[0].logprobs
 
-    _step(trainer)
-    _shift_biases(trainer)
-    policy = scored("policy")
-    assert not torch.equal(scored("reference"), policy)
-    trainer.save_weights(directory)
-    trainer.load_weights(directory, "reference")
-    assert torch.equal(scored("reference"), policy) and torch.equal(scored("policy"), policy)
-    _step(trainer)
-    _shift_biases(trainer)
-    assert torch.equal(scored("reference"), policy) and not torch.equal(scored("policy"), policy)
-    trainer.load_weights(directory, "policy")
-    assert torch.equal(scored("policy"), policy)
-    trainer.shutdown()
+        step_of_four(trainer)
+        _shift_biases(trainer)
+        policy = scored("policy")
+        assert not torch.equal(scored("reference"), policy)
+        trainer.save_weights(directory)
+        trainer.load_weights(directory, "reference")
+        assert torch.equal(scored("reference"), policy) and torch.equal(scored("policy"), policy)
+        step_of_four(trainer)
+        _shift_biases(trainer)
+        assert torch.equal(scored("reference"), policy) and not torch.equal(scored("policy"), policy)
+        trainer.load_weights(directory, "policy")
+        assert torch.equal(scored("policy"), policy)
 
 
 def test_saved_weights_become_the_reference(tmp_path: Path) -> None:

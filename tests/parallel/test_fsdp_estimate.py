@@ -4,39 +4,31 @@ Not compared: memory for messages, which can be measured only on GPUs.
 """
 
 from pathlib import Path
+from typing import Any
 
 from backends.fsdp.planning.estimate import estimate, rank_kinds
-from backends.fsdp.trainer import FsdpTrainer
 from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel.held import storage_bytes
 from tests.parallel.ranks import run_each
-from tests.parallel.tiny import save_checkpoint
+from tests.parallel.steps import running
+from tests.parallel.tiny import save_checkpoint, tiny_config
 
 
 def _held(placement: RankPlacement, config: RunConfig) -> tuple[int, int]:
-    trainer = FsdpTrainer(config, placement)
-    trainer.setup()
-    shards = [shard_of(parameter) for parameter in trainer.model.parameters()]
-    moments = [value for state in trainer.optimizer.moments.values() for value in state.values()]
-    held = storage_bytes(shards), sum(value.nbytes for value in moments)
-    trainer.shutdown()
-    return held
+    with running(placement, config) as trainer:
+        shards = [shard_of(parameter) for parameter in trainer.model.parameters()]
+        moments = [value for state in trainer.optimizer.moments.values() for value in state.values()]
+        return storage_bytes(shards), sum(value.nbytes for value in moments)
 
 
 def test_weights_and_moments_are_as_planned(tmp_path: Path) -> None:
     """Three ranks divide nothing evenly: neither a vocabulary of 151 nor experts nor norms of 64."""
-    configs = [
-        RunConfig(
-            run_dir=tmp_path,
-            model={"path": save_checkpoint(family, tmp_path / family), "dtype": "bfloat16"},
-            data={"max_prompt_tokens": 32},
-            rollout={"max_new_tokens": 32},
-            trainer={"backend": "fsdp", "parallel": {"context": 3}, "target_tokens_per_batch": 96, "cpu_threads": 1},
-        )
-        for family in ("qwen2", "qwen3_moe", "deepseek_v3")
-    ]
+    sections: dict[str, Any] = {"data": {"max_prompt_tokens": 32}, "rollout": {"max_new_tokens": 32}}
+    sections["trainer"] = {"backend": "fsdp", "target_tokens_per_batch": 96}
+    models = [save_checkpoint(family, tmp_path / family) for family in ("qwen2", "qwen3_moe", "deepseek_v3")]
+    configs = [tiny_config(model, tmp_path, {"context": 3}, "bfloat16", **sections) for model in models]
     held = run_each(_held, 3, tmp_path / "ranks", [(config,) for config in configs])
     for config, found in zip(configs, held, strict=True):
         (kind,) = rank_kinds(config)

@@ -13,22 +13,23 @@ import torch
 
 from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.assembly import to_hugging_face
-from tests.parallel.fsdp_steps import Settings, fsdp_config, train_fsdp_rank
 from tests.parallel.parity import (
     GRADIENT_BOUND,
     LOGPROB_BOUND,
     STEPS,
     UPDATE_BOUND,
     Case,
+    Settings,
+    check_changes,
     check_exported_gradients,
     check_loss,
     check_scores,
     check_tensors,
-    make_case,
+    fsdp_config,
     run_case,
 )
 from tests.parallel.ranks import run_each
-from tests.parallel.steps import RankResult, by_stage, scored_packs
+from tests.parallel.steps import RankResult, by_stage, scored_packs, train_rank
 
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
 LAYOUTS: dict[str, Settings] = {"single": {}, "dp2-cp2": {"data": 2, "context": 2}}
@@ -46,21 +47,12 @@ VARIANTS: dict[str, tuple[str, Settings]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make(family: str) -> Case:
-        return make_case(family, tmp_path_factory.mktemp(family))
-
-    return make
-
-
 def run_cases(cases: list[Case], layout: Settings, directory: Path, steps: int = STEPS) -> list[list[RankResult]]:
     """Return every rank's results, by case."""
     configs = [fsdp_config(case, directory, layout) for case in cases]
     world = configs[0].trainer.parallel.world_size
     tasks = [(config, case.packs(), case.denominator, steps) for config, case in zip(configs, cases, strict=True)]
-    return [list(results) for results in run_each(train_fsdp_rank, world, directory / "ranks", tasks)]
+    return [list(results) for results in run_each(train_rank, world, directory / "ranks", tasks)]
 
 
 def check_case(case: Case, results: list[RankResult]) -> None:
@@ -69,9 +61,7 @@ def check_case(case: Case, results: list[RankResult]) -> None:
     check_exported_gradients(case, results)
     for result in results:
         check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
-        changes = {name: value.double() - case.initial[name] for name, value in result.weights.items()}
-        expected = {name: case.updated[name] - case.initial[name] for name in case.initial}
-        check_tensors(changes, expected, UPDATE_BOUND)
+        check_changes(case, result.weights)
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,15 @@ from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron.micro_batch import BatchBuilder
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import PACKS, TAIL
 from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.steps import running
 from tests.parallel.strict import StrictDevice, WaitsForDevice
-from tests.parallel.tiny import save_checkpoint, scored_sequences
+from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
 
 ALGORITHM = {
     "loss": "gspo",
@@ -41,21 +41,9 @@ ALGORITHM = {
 def _config(
     checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: float
 ) -> RunConfig:
-    return RunConfig(
-        run_dir=run_dir,
-        model={"path": checkpoint, "dtype": "float32"},
-        data={"max_prompt_tokens": 61},
-        rollout={"max_new_tokens": 31},
-        algorithm=ALGORITHM | algorithm,
-        trainer={
-            "backend": backend,
-            "parallel": layout,
-            "attention": attention,
-            "optimizer": {"lr": 1e-3},
-            "step_timeout_s": 60.0,
-            "cpu_threads": 1,
-        },
-    )
+    trainer = {"backend": backend, "attention": attention, "optimizer": {"lr": 1e-3}}
+    lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 61}, "rollout": {"max_new_tokens": 31}}
+    return tiny_config(checkpoint, run_dir, layout, **lengths, algorithm=ALGORITHM | algorithm, trainer=trainer)
 
 
 def _packs() -> list[PackedTrajectory]:
@@ -83,19 +71,18 @@ def _windows(
     placement: RankPlacement, config: RunConfig, bug: Bug | None = None, allowed: frozenset[str] = frozenset()
 ) -> tuple[int, set[str]]:
     """Return how many operations ran on the strict device, and which of the ``allowed`` lines waited."""
-    trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
-    trainer.setup()
     packs = _packs()
-    try:
-        with pytest.MonkeyPatch.context() as patch, strict_windows(allowed) as device:
-            if bug is not None:
-                bug(patch)
-            trainer.score(packs)
-            trainer.begin_step(6.0, 60)
-            trainer.accumulate(packs[:2])
-            trainer.accumulate(packs[2:], last=True)
-    finally:
-        trainer.shutdown()
+    with (
+        running(placement, config) as trainer,
+        pytest.MonkeyPatch.context() as patch,
+        strict_windows(allowed) as device,
+    ):
+        if bug is not None:
+            bug(patch)
+        trainer.score(packs)
+        trainer.begin_step(6.0, 60)
+        trainer.accumulate(packs[:2])
+        trainer.accumulate(packs[2:], last=True)
     return device.watched, set(device.allowed)
 
 

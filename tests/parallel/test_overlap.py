@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
-from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import parity_config
@@ -74,19 +73,3 @@ def test_overlap_changes_no_bit(distributed: bool, qwen3: Path, tmp_path: Path) 
         assert (overlapped.late_weights > 0) == distributed
         same_bits(overlapped.exported, plain.exported)
         assert all(torch.equal(a, b) for a, b in zip(plain.weights, overlapped.weights, strict=True))
-
-
-def _window_after_the_last(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> str:
-    with running(placement, config) as trainer:
-        trainer.begin_step()
-        trainer.accumulate([pack], last=True)
-        with pytest.raises(TrainerError) as caught:
-            trainer.accumulate([pack])
-    return str(caught.value)
-
-
-def test_a_window_after_the_last_one_is_rejected(qwen3: Path, tmp_path: Path) -> None:
-    config = parity_config(qwen3, tmp_path, {})
-    pack = pack_sequences(scored_sequences([(5, 9)]))
-    (message,) = run_ranks(_window_after_the_last, 1, tmp_path / "ranks", config, pack)
-    assert message.startswith("rank 0, accumulate: a window follows the step's last one")

@@ -6,7 +6,6 @@ clipping and weight decay. A step consists of several packs in two windows. Ever
 plan. Not covered here: CUDA kernels.
 """
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tests.parallel.parity import (
     Settings,
     check_everything,
     check_gradients,
-    make_case,
     parity_config,
     run_case,
     samples_with_loss,
@@ -31,6 +29,7 @@ from tests.parallel.reference import Reference
 from tests.parallel.steps import scored_packs, train_rank
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
+OVERLAP = {"overlap": True, "overlap_bucket_params": 20_000}
 LAYOUTS: dict[str, Settings] = {
     "single": {},
     "single-distributed": {"distributed": True},
@@ -57,23 +56,13 @@ LAYOUTS: dict[str, Settings] = {
     "cp2-ep2-distributed": {"context": 2, "expert": 2, "distributed": True},
     "pp2-dp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
     "tp2-sp-ep2": {"tensor": 2, "sequence": True, "expert": 2},
-    "dp2-overlap": {"data": 2, "overlap": True, "overlap_bucket_params": 20_000},
-    "dp2-distributed-overlap": {"data": 2, "distributed": True, "overlap": True, "overlap_bucket_params": 20_000},
+    "dp2-overlap": {"data": 2, **OVERLAP},
+    "dp2-distributed-overlap": {"data": 2, "distributed": True, **OVERLAP},
     "pp2-interleaved-dp2-distributed-overlap": {
-        "pipeline": 2,
-        "virtual_pipeline": 2,
-        "data": 2,
-        "distributed": True,
-        "overlap": True,
-        "overlap_bucket_params": 20_000,
+        **{"pipeline": 2, "virtual_pipeline": 2, "data": 2, "distributed": True},
+        **OVERLAP,
     },
-    "cp2-ep2-distributed-overlap": {
-        "context": 2,
-        "expert": 2,
-        "distributed": True,
-        "overlap": True,
-        "overlap_bucket_params": 20_000,
-    },
+    "cp2-ep2-distributed-overlap": {"context": 2, "expert": 2, "distributed": True, **OVERLAP},
     "full-recompute": {"recompute": "full"},
     "block-recompute": {"recompute": 3},
     "pp3-uneven-block-recompute": {"pipeline": 3, "recompute": 1},
@@ -81,15 +70,6 @@ LAYOUTS: dict[str, Settings] = {
     "tp2-pp2-sp-block-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": 1},
     "tp2-pp2-sp-full-recompute": {"tensor": 2, "pipeline": 2, "sequence": True, "recompute": "full"},
 }
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make(family: str) -> Case:
-        return make_case(family, tmp_path_factory.mktemp(family))
-
-    return make
 
 
 @pytest.mark.parametrize("layout", [name for name, settings in LAYOUTS.items() if not {"expert"} & settings.keys()])

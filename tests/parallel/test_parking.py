@@ -19,8 +19,8 @@ from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from tests.parallel.ranks import run_each
-from tests.parallel.steps import exported_from, same_bits
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.steps import exported_from, running, same_bits, take_step
+from tests.parallel.tiny import scored_sequences, tiny_config
 from tests.support.locked import Locked
 
 CASES: dict[str, dict[str, Any]] = {
@@ -34,33 +34,27 @@ CASES: dict[str, dict[str, Any]] = {
 
 def _config(model: Path, root: Path, case: dict[str, Any]) -> RunConfig:
     optimizer = {"lr": 1e-3, "warmup_steps": 2, **case.get("optimizer", {})}
-    trainer = {"backend": case.get("backend", "megatron"), "optimizer": optimizer, "cpu_threads": 1}
-    trainer |= {"parallel": {"data": case.get("data", 1)}, "step_timeout_s": 60.0}
+    trainer = {"backend": case.get("backend", "megatron"), "optimizer": optimizer}
     trainer["activation_offload"] = case.get("activation_offload", False)
-    model_settings = {"path": model, "dtype": case.get("dtype", "bfloat16")}
-    return RunConfig(run_dir=root, steps=4, model=model_settings, trainer=trainer)
+    layout, dtype = {"data": case.get("data", 1)}, case.get("dtype", "bfloat16")
+    return tiny_config(model, root, layout, dtype, trainer=trainer, steps=4)
 
 
 def _train(placement: RankPlacement, config: RunConfig, parks: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Return gradient norms of three steps and the weights; parks twice, in two stages, after the first step."""
-    trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
-    trainer.setup()
-    norms = [_step(trainer)]
-    if parks:
-        _park_and_restore(trainer)
-        _park_and_restore(trainer)
-    norms += [_step(trainer) for _ in range(2)]
-    exported = exported_from(trainer)
-    trainer.shutdown()
-    return norms, exported
+    with running(placement, config) as trainer:
+        norms = [_step(trainer)]
+        if parks:
+            _park_and_restore(trainer)
+            _park_and_restore(trainer)
+        norms += [_step(trainer) for _ in range(2)]
+        return norms, exported_from(trainer)
 
 
 def _step(trainer: Any) -> float:
     sequences = scored_sequences([(5, 9), (3, 4), (8, 21), (7, 3)])
     pack = pack_sequences(sequences[:2] if trainer.placement.rank == 0 else sequences[2:])
-    trainer.begin_step(4.0, real_tokens([pack]))
-    trainer.accumulate([pack], last=True)
-    stats = trainer.finish_step(4.0)
+    stats = take_step(trainer, [pack], 4.0, last=True)
     return float(stats.grad_norm) if stats is not None else 0.0
 
 
@@ -99,9 +93,7 @@ def test_training_continues_as_if_never_parked(name: str, tmp_path: Path) -> Non
 
 def _locked_memory(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[int, Locked]:
     """Return how many ranges CUDA would lock before shutdown, and the table after it, with the trainer still alive."""
-    with pytest.MonkeyPatch.context() as patch:
-        trainer = (MegatronTrainer if config.trainer.backend == "megatron" else FsdpTrainer)(config, placement)
-        trainer.setup()
+    with pytest.MonkeyPatch.context() as patch, running(placement, config) as trainer:
         patch.setattr("backends.megatron.activations.SMALLEST_BYTES", 1)
         locked = Locked()
         locked.use(patch)
@@ -110,8 +102,7 @@ def _locked_memory(placement: RankPlacement, config: RunConfig, directory: Path)
         trainer.start_save(directory).finish()
         trainer.state.park(keep_weights=False)
         held = len(locked.ranges)
-        trainer.shutdown()
-        assert trainer.state.parking.host_bytes == 0
+    assert trainer.state.parking.host_bytes == 0
     return held, locked
 
 

@@ -11,17 +11,15 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
-from backends.fsdp.trainer import FsdpTrainer
-from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
-from slime_like.interfaces import RankPlacement, TrainerBackend
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowStream
+from slime_like.interfaces import RankPlacement
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import ScoredTrajectory
-from tests.parallel.fsdp_steps import fsdp_config
-from tests.parallel.parity import GRADIENT_BOUND, LOSS_BOUND, Case, check_tensors, parity_config
+from tests.parallel.parity import GRADIENT_BOUND, LOSS_BOUND, Case, check_tensors, fsdp_config, parity_config
 from tests.parallel.ranks import run_each
-from tests.parallel.steps import exported_gradients, optimizer_steps
+from tests.parallel.steps import exported_gradients, optimizer_steps, running
+from tests.parallel.test_streaming import train_windows
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 from tests.support.rollout_rows import cut_into_rows, random_cuts
 
@@ -64,35 +62,20 @@ def _step(
     placement: RankPlacement, config: RunConfig, rows: list[ScoredTrajectory], streams: bool
 ) -> tuple[dict[str, Tensor], float | None]:
     """Return (this rank's exported gradients, the loss if this rank has it)."""
-    backend: Any = FsdpTrainer if config.trainer.backend == "fsdp" else MegatronTrainer
-    trainer: TrainerBackend = backend(config, placement)
-    place = trainer.setup()
-    rank, batcher = RankTraining(config, trainer, place), ExperienceBatcher(config, place.data_size, pad_token_id=0)
-    if streams:
-        denominator = _stream(rank, batcher, rows, place.data)
-    else:
-        batch = batcher.batch(rows)
-        rank.load_batch(batch.replicas[place.data])
-        (denominator,) = batch.denominators
-        rank.accumulate_minibatch(0, denominator)
-    gradients = exported_gradients(trainer, denominator)
-    (stats,) = optimizer_steps(trainer, 1, denominator, lambda: None)
-    trainer.shutdown()
+    with running(placement, config) as trainer:
+        place = trainer.coordinates
+        rank, batcher = RankTraining(config, trainer, place), ExperienceBatcher(config, place.data_size, pad_token_id=0)
+        if streams:
+            early, denominator = train_windows(rank, batcher, rows, place.data)
+            assert early >= 1
+        else:
+            batch = batcher.batch(rows)
+            rank.load_batch(batch.replicas[place.data])
+            (denominator,) = batch.denominators
+            rank.accumulate_minibatch(0, denominator)
+        gradients = exported_gradients(trainer, denominator)
+        (stats,) = optimizer_steps(trainer, 1, denominator, lambda: None)
     return gradients, None if stats is None else float(stats.loss)
-
-
-def _stream(rank: RankTraining, batcher: ExperienceBatcher, rows: list[ScoredTrajectory], replica: int) -> float:
-    """Accumulate windows as groups arrive, the last one first; return the denominator."""
-    stream, early = WindowStream(batcher), 0
-    rank.begin_stream()
-    for group in reversed(range(ROLLOUTS // 2)):
-        if window := stream.add([row for row in rows if row.group_id == group]):
-            rank.train_window(window[replica], last=False)
-            early += 1
-    window, denominator = stream.finish()
-    rank.train_window(window[replica], last=True)
-    assert early >= 1
-    return denominator
 
 
 @pytest.fixture(scope="module")

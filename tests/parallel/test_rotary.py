@@ -13,15 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from backends.megatron.rotary import Rotary, apply_rotary, rotary_table
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
+from tests.parallel.tiny import LLAMA3_SCALING
 
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
+_LLAMA3 = LLAMA3_SCALING | {"rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 _YARN: tuple[dict[str, Any], ...] = (
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
     {

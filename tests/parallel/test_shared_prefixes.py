@@ -11,21 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
-from tests.parallel.parity import (
-    GRADIENT_BOUND,
-    Case,
-    Settings,
-    check_everything,
-    check_exported_gradients,
-    check_gradients,
-    check_loss,
-    check_scores,
-    check_tensors,
-    run_case,
-)
-from tests.parallel.ranks import run_each
+from tests.parallel.parity import Case, Settings, check_everything, check_gradients, check_loss, run_case
 from tests.parallel.shared_prefixes import PromptsCase, SharedCase, balanced_case, shared_case, sharing_sequences
+from tests.parallel.test_fsdp_parity import check_case, run_cases
 
 STEPS = 1
 
@@ -92,15 +80,9 @@ def test_only_prompts_are_shared(cases: Any, tmp_path: Path) -> None:
 )
 def test_fsdp_computes_the_reference(layout: Settings, cases: Any, tmp_path: Path) -> None:
     families = [cases(family) for family in ("qwen3", "qwen3_moe")]
-    configs = [fsdp_config(case, tmp_path, {"share_prefixes": "tree", **layout}) for case in families]
-    tasks = [(config, case.packs(), case.denominator, STEPS) for config, case in zip(configs, families, strict=True)]
-    world = configs[0].trainer.parallel.world_size
-    for case, results in zip(families, run_each(train_fsdp_rank, world, tmp_path / "ranks", tasks), strict=True):
-        check_scores(case, list(results))
-        check_loss(case, list(results))
-        check_exported_gradients(case, list(results))
-        for result in results:
-            check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
+    found = run_cases(families, {"share_prefixes": "tree", **layout}, tmp_path, STEPS)
+    for case, results in zip(families, found, strict=True):
+        check_case(case, results)
 
 
 def test_the_packs_are_smaller() -> None:

@@ -66,20 +66,26 @@ def _at_once(
 def _streamed(
     rank: RankTraining, batcher: ExperienceBatcher, rollouts: list[ScoredTrajectory], replica: int
 ) -> tuple[int, GRPOStats | None]:
-    """Add groups one at a time, the last one first."""
-    stream = WindowStream(batcher)
-    rank.begin_stream()
-    early = 0
-    for group in reversed(range(GROUPS)):
-        if window := stream.add([t for t in rollouts if t.group_id == group]):
-            rank.train_window(window[replica], last=False)
-            early += 1
-    window, denominator = stream.finish()
-    rank.train_window(window[replica], last=True)
+    early, denominator = train_windows(rank, batcher, rollouts, replica)
     streamed = rank.finish_stream(denominator)
     assert 0 < streamed.reference_s < streamed.busy_s
     assert sum(not pack.is_filler for pack in rank.packs) >= early  # the rank keeps them for its tables
     return early + 1, streamed.stats
+
+
+def train_windows(
+    rank: RankTraining, batcher: ExperienceBatcher, rows: list[ScoredTrajectory], replica: int
+) -> tuple[int, float]:
+    """Train on windows as groups arrive, the last one first. Return the number of early windows and the denominator."""
+    stream, early = WindowStream(batcher), 0
+    rank.begin_stream()
+    for group in sorted({row.group_id for row in rows}, reverse=True):
+        if window := stream.add([row for row in rows if row.group_id == group]):
+            rank.train_window(window[replica], last=False)
+            early += 1
+    window, denominator = stream.finish()
+    rank.train_window(window[replica], last=True)
+    return early, denominator
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from slime_like.trajectory import ScoredTrajectory
-from tests.parallel.fsdp_steps import fsdp_config, train_fsdp_rank
 from tests.parallel.parity import MASKED, PACKS, Case, Settings, case_of, check_everything, run_case
-from tests.parallel.ranks import run_each
 from tests.parallel.shared_prefixes import shared_case, sharing_sequences
-from tests.parallel.test_fsdp_parity import check_case
+from tests.parallel.test_fsdp_parity import check_case, run_cases
 from tests.parallel.tiny import VOCAB, scored_sequences
 
 WIDTH = 9
@@ -79,7 +77,5 @@ def test_fsdp_uses_the_supports(
     layout: Settings, shares: bool | str, case: Case, sharing: Case, tmp_path: Path
 ) -> None:
     case = sharing if shares else case
-    config = fsdp_config(case, tmp_path, {**layout, "share_prefixes": shares})
-    tasks = [(config, case.packs(), case.denominator, 1)]
-    (results,) = run_each(train_fsdp_rank, config.trainer.parallel.world_size, tmp_path / "ranks", tasks)
-    check_case(case, list(results))
+    (results,) = run_cases([case], {**layout, "share_prefixes": shares}, tmp_path, steps=1)
+    check_case(case, results)

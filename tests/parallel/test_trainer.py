@@ -213,15 +213,21 @@ def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(
             torch.testing.assert_close(logprobs[name].double(), expected, rtol=0, atol=1e-5)
 
 
-def _score_reference(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> str:
+def _calls_out_of_order(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[str]:
     with running(placement, config) as trainer:
-        return _refused(trainer.score, [pack], "reference")
+        unloaded = _refused(trainer.score, [pack], "reference")
+        trainer.begin_step()
+        trainer.accumulate([pack], last=True)
+        return [unloaded, _refused(trainer.accumulate, [pack])]
 
 
-def test_scoring_with_a_reference_that_is_not_loaded_is_rejected(qwen3: Path, tmp_path: Path) -> None:
+def test_a_reference_that_is_not_loaded_and_a_window_after_the_last_one_are_rejected(
+    qwen3: Path, tmp_path: Path
+) -> None:
     pack = pack_sequences(scored_sequences(LENGTHS))
-    (message,) = run_ranks(_score_reference, 1, tmp_path / "ranks", _config(qwen3, tmp_path), pack)
-    assert "no reference is loaded" in message
+    ((unloaded, late),) = run_ranks(_calls_out_of_order, 1, tmp_path / "ranks", _config(qwen3, tmp_path), pack)
+    assert "no reference is loaded" in unloaded
+    assert late.startswith("rank 0, accumulate: a window follows the step's last one")
 
 
 # ----------------------------------------------------------------------------------------------------------- supervised

@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.08,
     "rms_norm_eps": 1e-6,
 }
-_LLAMA3_SCALING = {
+LLAMA3_SCALING = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -68,7 +68,7 @@ _DEEPSEEK: dict[str, Any] = {
 _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": _LLAMA3_SCALING}),
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_SCALING}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {

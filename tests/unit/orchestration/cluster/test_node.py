@@ -11,8 +11,7 @@ from tests.support.rejections import Rejects
 
 
 @pytest.mark.parametrize(
-    ("value", "given", "rejected"),
-    [("1", ["3"], True), ("1", [], False), ("0", ["3"], False), (None, ["3"], False)],
+    ("value", "given", "rejected"), [("1", ["3"], True), ("1", [], False), ("0", ["3"], False), (None, ["3"], False)]
 )
 def test_a_process_that_sees_all_gpus_is_rejected(
     monkeypatch: pytest.MonkeyPatch, rejects: Rejects, value: str | None, given: list[str], rejected: bool

@@ -1,12 +1,6 @@
 """Times at which stopped processes are reported and ended."""
 
-from slime_like.orchestration.cluster.stopped import (
-    END_AFTER_S,
-    LOOK_EVERY_S,
-    REPORT_AFTER_S,
-    Stopped,
-    StopWatch,
-)
+from slime_like.orchestration.cluster.stopped import END_AFTER_S, LOOK_EVERY_S, REPORT_AFTER_S, Stopped, StopWatch
 
 _RANK = Stopped("10.0.0.1", 7, 100.0, "trainer-0")
 _SAME_ID_LATER = Stopped("10.0.0.1", 7, 200.0, "trainer-0")

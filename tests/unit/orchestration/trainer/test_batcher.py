@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 from slime_like.algorithms.losses.policy import PolicyGradient
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, DataError
-from slime_like.orchestration.trainer.batcher import (
-    ExperienceBatcher,
-    Window,
-    WindowStream,
-    bundles_of,
-    split_by_group,
-)
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window, WindowStream, bundles_of, split_by_group
 from slime_like.planning.checks import largest_batch_bytes, object_store_notes
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
