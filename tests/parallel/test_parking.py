@@ -12,9 +12,7 @@ from torch import Tensor
 
 from backends.common.trainer.base import TrainerBase
 from backends.common.trainer.parking import Parking
-from backends.fsdp.trainer import FsdpTrainer
-from backends.megatron.trainer import MegatronTrainer
-from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
