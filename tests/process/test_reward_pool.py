@@ -401,9 +401,7 @@ def test_a_failure_of_a_service_costs_one_sample(url: str) -> None:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_new_worker_gets_no_pipe_of_an_old_one(
-    new_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
+def test_a_new_worker_gets_no_pipe_of_an_old_one(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """Two workers end before the loop has closed their pipes. Ray's actors use uvloop."""
     setup = {"functions": [], "memory_mb": 64, "timeout_s": 5.0}
 
