@@ -141,6 +141,13 @@ class Command:
         _adopt_orphans(False)  # other tests expect the system to collect what they orphan
         return finished
 
+    def succeed(self, timeout_s: float) -> Finished:
+        """Require exit code 0 and that no process is left behind."""
+        finished = self.finish(timeout_s)
+        assert finished.code == 0, finished.stdout + finished.stderr
+        assert finished.left_behind == []
+        return finished
+
     def _left_behind(self, grace_s: float = 30.0) -> list[str]:
         """Return titles of descendants that are still alive after a grace period, segments of shared memory whose
         maker is gone, and the directory of the Ray session."""
@@ -213,7 +220,5 @@ def run(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0, forke
 
 def succeed(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0, forked: bool = True) -> Finished:
     """Run a command that must succeed and leave no process behind."""
-    finished = run(arguments, log_dir, timeout_s, forked)
-    assert finished.code == 0, finished.stdout + finished.stderr
-    assert finished.left_behind == []
-    return finished
+    with Command(arguments, log_dir, forked) as command:
+        return command.succeed(timeout_s)
