@@ -194,16 +194,15 @@ def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
 
 
 @pytest.mark.usefixtures("agents")
-def test_an_agent_without_calls_has_a_reward_and_no_loss() -> None:
+def test_an_agent_without_calls_has_a_reward_and_no_loss(rejects: Rejects) -> None:
     (generation,) = rollouts(Engine([]), request(1), name="agents_of_test:silent")
     assert generation.conversation is not None and generation.conversation.turns == ()
     assert (generation.conversation.reward, generation.token_ids.tolist()) == (2.0, [EOS])
     assert generation.weight_versions.tolist() == [7]
     (row,) = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), [generation], 1.0).trajectories
     assert not row.loss_mask.any()
-    with pytest.raises(AgentFailure) as caught:
+    with rejects(AgentFailure, "agent-silent"):
         rollouts(Engine([]), request(8), name="agents_of_test:silent")
-    assert caught.value.code == "agent-silent"
 
 
 @pytest.mark.usefixtures("agents")
@@ -249,15 +248,10 @@ def test_an_engine_error_ends_the_request() -> None:
 
 @pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize(
-    ("agent", "code"),
-    [
-        ({"name": "agents_of_test:absent"}, "code-unusable"),
-        ({"name": "agents_of_test:plain"}, "code-unusable"),
-        ({"options": {"wings": 2}}, "code-unusable"),
-    ],
+    "agent", [{"name": "agents_of_test:absent"}, {"name": "agents_of_test:plain"}, {"options": {"wings": 2}}]
 )
-def test_an_unusable_agent_is_rejected_at_the_start(agent: dict[str, Any], code: str, rejects: Rejects) -> None:
-    with rejects(AgentFailure, code):
+def test_an_unusable_agent_is_rejected_at_the_start(agent: dict[str, Any], rejects: Rejects) -> None:
+    with rejects(AgentFailure, "code-unusable"):
         rollouts(Engine([]), request(1), **agent)
 
 

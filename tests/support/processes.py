@@ -90,10 +90,10 @@ class Command:
         """Kill the command, like the kernel's out-of-memory killer."""
         self.process.kill()
 
-    def wait_for(self, text: str, timeout_s: float) -> None:
-        """Wait until standard output or standard error contains ``text``."""
+    def wait_for(self, text: str, timeout_s: float, count: int = 1) -> None:
+        """Wait until standard output and standard error contain ``text`` so many times."""
         deadline = time.monotonic() + timeout_s
-        while text not in self.output:
+        while self.output.count(text) < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"never printed {text!r}:\n{self.output}")
             time.sleep(0.05)
