@@ -15,6 +15,7 @@ from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
 from tests.support.processes import Command
 
+ACCEPTANCE = pytest.mark.acceptance
 # vLLM renames its process, where the operating system lets it.
 VLLM_CORE = ("VLLM::EngineCore", "multiprocessing.spawn")
 _ENGINE_HANGS_S = 20.0
@@ -24,15 +25,12 @@ _ENGINE_HANGS_S = 20.0
 @pytest.mark.parametrize(
     ("engine", "victim", "who", "busy_with"),
     [
+        ("transformers", ("ray::TrainerRank",), "trainer rank 0", "generation"),
         # tests/engines covers each engine's report. The run handles all of them alike.
-        pytest.param(*case, marks=pytest.mark.acceptance)
-        for case in (
-            ("transformers", ("ray::EngineActor",), "engine 0 (transformers)", "generation"),
-            ("vllm", VLLM_CORE, "engine 0 (vllm)", "sync"),
-            ("sglang", ("sglang::scheduler",), "engine 0 (sglang)", "generation"),
-        )
-    ]
-    + [("transformers", ("ray::TrainerRank",), "trainer rank 0", "generation")],
+        pytest.param("transformers", ("ray::EngineActor",), "engine 0 (transformers)", "generation", marks=ACCEPTANCE),
+        pytest.param("vllm", VLLM_CORE, "engine 0 (vllm)", "sync", marks=ACCEPTANCE),
+        pytest.param("sglang", ("sglang::scheduler",), "engine 0 (sglang)", "generation", marks=ACCEPTANCE),
+    ],
 )
 def test_a_killed_process_ends_the_run_with_one_sentence(
     tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], who: str, busy_with: str
@@ -59,7 +57,7 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     [
         ("transformers", ("ray::EngineActor",)),
         # The default run kills a vLLM engine with colocated placement.
-        pytest.param("vllm", VLLM_CORE, marks=pytest.mark.acceptance),
+        pytest.param("vllm", VLLM_CORE, marks=ACCEPTANCE),
     ],
 )
 def test_a_killed_engine_is_replaced_and_no_group_is_lost(

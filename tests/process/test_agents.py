@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from slime_like.config import RunConfig
-from slime_like.config.rollout import RewardConfig, RewardFunction
 from slime_like.data.prompts import Prompt
 from slime_like.errors import AgentFailure, EngineError
 from slime_like.examples.tiny_model import byte_tokenizer
@@ -112,10 +111,9 @@ def agents(user_module: Callable[[str, str], Path]) -> Iterator[None]:
 
 def config(**agent: Any) -> RunConfig:
     settings = {"name": "agents_of_test:solve", "timeout_s": 20.0, "workers": 2, **agent}
-    reward = RewardConfig(
-        functions=(RewardFunction(name="length", options={"limit": 99}), RewardFunction(name="agent"))
-    )
-    return RunConfig(run_dir="run", model={"path": "model"}, rollout={"agent": settings}, reward=reward)
+    functions = ({"name": "length", "options": {"limit": 99}}, {"name": "agent"})
+    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}}
+    return RunConfig(run_dir="run", model={"path": "model"}, **sections)
 
 
 def request(samples: int, **fields: Any) -> GenerationRequest:
