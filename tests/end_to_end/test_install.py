@@ -52,16 +52,9 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     assert heavy and all("extra ==" in each for each in heavy)  # a light install has none
 
     script = target / "bin" / "slime-like"
-    helped = subprocess.run(
-        [sys.executable, str(script), "train", "--help"],
-        cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert "--trainer.parallel.tensor" in helped.stdout
-
     run_dir = write_run(tmp_path / "run")
-    subprocess.run(
-        [sys.executable, str(script), "report", str(run_dir)],
-        cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    for arguments, words in ((["train", "--help"], "--trainer.parallel.tensor"), (["report", str(run_dir)], "")):
+        command = [sys.executable, str(script), *arguments]
+        assert words in subprocess.check_output(command, cwd=tmp_path, env=env, text=True, timeout=60)
     page = (run_dir / "report.html").read_text()
     assert "--paper: #fff" in page and '"use strict";' in page  # style and script are files of the package

@@ -74,8 +74,7 @@ def test_recipe_is_planned_at_its_size(name: str, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", **(EXPERTS if name == MOE else {}), **sizes)
     (model / "model.safetensors").unlink()  # only config.json is needed
     base = {"run_dir": tmp_path / "run", "model": {"path": model}, "trainer": {"target_tokens_per_batch": 24576}}
-    base["cluster"] = {"gpus_per_node": 8}
-    base["rollout"] = {"num_engines": 1}
+    base |= {"cluster": {"gpus_per_node": 8}, "rollout": {"num_engines": 1}}
     plan = make_plan(PlannedRun.of(RunConfig.model_validate(merged(base, RECIPES[name]))))
     assert plan.problems == [] and plan.fits
     assert plan.gpus_in_use == {"Long context": 3, MOE: 3, "One GPU": 1}.get(name, 2)
@@ -92,9 +91,7 @@ def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
         model = tmp_path / "moe" if file.stem == MOE else tiny.model
         save_config(RunConfig.model_validate(small(recipe, tiny, model, tmp_path / file.stem)), file)
     with Command([str(file) for file in files], tmp_path / "log", program=train_all) as command:
-        finished = command.finish(timeout_s=280.0)
-    assert finished.code == 0, finished.stderr
-    assert finished.left_behind == []
+        command.succeed(timeout_s=280.0)
     steps = {name: steps_of(tmp_path / name) for name in runs}
     for name, rows in steps.items():
         algorithm = runs[name].get("algorithm", {})

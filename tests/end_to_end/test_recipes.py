@@ -22,17 +22,9 @@ from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 Capture = pytest.CaptureFixture[str]
 # Number of GPUs that each recipe names.
 RECIPES = {
-    "one_gpu": 1,
-    "smolagents_agent": 1,
-    "qwen2.5_0.5b": 8,
-    "qwen2.5_7b": 8,
-    "llama3.1_8b": 8,
-    "qwen3_4b": 8,
-    "qwen3_8b": 8,
-    "qwen3_30b_a3b": 16,
-    "qwen3_32b": 64,
-    "qwen2.5_32b": 32,
-}
+    "one_gpu": 1, "smolagents_agent": 1, "qwen2.5_0.5b": 8, "qwen2.5_7b": 8, "llama3.1_8b": 8, "qwen3_4b": 8,
+    "qwen3_8b": 8, "qwen3_30b_a3b": 16, "qwen3_32b": 64, "qwen2.5_32b": 32,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +46,7 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])
     planned = PlannedRun.of(config)
     plan = make_plan(planned)
-    assert plan.problems == []
-    assert plan.fits
+    assert plan.problems == [] and plan.fits
     assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
     assert plan.step is not None and plan.step.total > 0
     first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
@@ -63,8 +54,7 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     recomputed = config.trainer.recomputed_layers(planned.dimensions.num_layers) / planned.dimensions.num_layers
     least = recomputed * inputs + (1 - recomputed) * kept
     assert 0.4 < least / (first.saved_bytes * first.in_flight) < 1
-    dense = config.trainer.parallel.expert == 1
-    if dense:  # the first and the last stage hold a tied embedding
+    if config.trainer.parallel.expert == 1:  # the first and the last stage hold a tied embedding
         layout = config.trainer.parallel
         held = sum(kind.estimate.memory.parameters * layout.tensor for kind in plan.kinds)
         assert held == pytest.approx(planned.dimensions.num_parameters, rel=0.01)
@@ -132,10 +122,7 @@ def test_code_on_other_machines_is_only_noted(small: list[str], capsys: Capture)
         (["--cluster.gpu_memory_gib", "5"], ["training", "more than the GPU's 5.00 GiB"]),
         (["--cluster.nodes", "1", "--trainer.parallel.data", "16"], ["use 2 nodes"]),
         (["--rollout.max_new_tokens", "32000"], ["max_position_embeddings", "target_tokens_per_batch"]),
-        (
-            ["--cluster.host_memory_gib", "0.25"],
-            ["cluster.host_memory_gib=0.25: a node needs", "most of it is checkpoint save"],
-        ),
+        (["--cluster.host_memory_gib", "0.25"], ["cluster.host_memory_gib=0.25: a node needs", "is checkpoint save"]),
         (["--preflight"], ["data.train=", "no *.safetensors file"]),
     ],
 )
@@ -199,7 +186,6 @@ def test_search_omits_layouts_above_a_node_s_memory(small: list[str], tmp_path: 
     assert run([*arguments, "--cluster.host_memory_gib", "64"]) == 0
     assert "NOT checked" not in capsys.readouterr().out
     assert run([*arguments, "--cluster.host_memory_gib", "2", "--output", str(output)]) == 1
-    assert json.loads(output.read_text()) == {"layouts": []}
     assert "no layout of these GPUs fits" in capsys.readouterr().out
     assert json.loads(output.read_text()) == {"layouts": []}
 

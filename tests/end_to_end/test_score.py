@@ -23,14 +23,10 @@ def write_rows(path: Path) -> list[dict[str, Any]]:
     def tokens(count: int) -> list[int]:
         return torch.randint(0, 264, (count,), generator=generator).tolist()
 
-    rows: list[dict[str, Any]] = [
-        {
-            "id": f"row-{index}" if index % 2 else index,
-            "prompt_tokens": tokens(prompt),
-            "response_tokens": tokens(response),
-        }
-        for index, (prompt, response) in enumerate(LENGTHS)
-    ]
+    rows: list[dict[str, Any]] = []
+    for index, (prompt, response) in enumerate(LENGTHS):
+        name = f"row-{index}" if index % 2 else index
+        rows.append({"id": name, "prompt_tokens": tokens(prompt), "response_tokens": tokens(response)})
     for row in rows[::3]:
         row["temperature"] = 0.7
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -26,15 +26,7 @@ from slime_like.verification.engine.reference import Reference
 from slime_like.verification.engine.subject import Subject
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS
-from tests.engines.harness import (
-    NO_STOP,
-    PRECISION,
-    EngineUnderTest,
-    check_gaps,
-    check_logprobs,
-    run_config,
-    same_ids,
-)
+from tests.engines.harness import NO_STOP, PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
 from tests.support.rejections import Rejects
 
 COLD = 0.05

@@ -35,7 +35,6 @@ LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,
 def test_rejected_starts(
     models: list[Path], tmp_path: Path, kind: type[RolloutEngine], rollout: dict[str, Any], message: str
 ) -> None:
-    """``test_sglang.py`` has more of them."""
     before = process_ids()
     with pytest.raises(EngineError, match=message):
         asyncio.run(kind(run_config(models[0], tmp_path, **rollout), 0).start())

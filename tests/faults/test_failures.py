@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
 from tests.faults.quick import quick
-from tests.support.processes import Command, Finished, run
+from tests.support.processes import Command, Finished, run, succeed
 
 RESUME = "slime-like: restart with --resume auto to resume from "
 NO_CHECKPOINT = "slime-like: no checkpoint has been written "
@@ -106,9 +106,7 @@ def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
     """The response loses its sample, and is reported."""
     functions = f"[{{name: 'tests.faults.rewards:hangs_once', options: {{marker: {tmp_path}/hung}}}}]"
     flags = ["--reward.functions", functions, "--reward.timeout_s", "1", "--steps", "1"]
-    finished = run(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
-    assert finished.code == 0, finished.stderr
-    assert finished.left_behind == []
+    finished = succeed(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
     for when in ("step 1, reward", "all steps"):
         assert f"{when}: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -50,7 +50,7 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
         for count, turn in enumerate(turns, start=1):
             with _held(command, TURNS[turn]):
                 command.named(*victim).kill()
-            _await_restart(command, count)
+            command.wait_for(" was restarted (", _RESTART_TIMEOUT_S, count)
         if not to_its_end:
             command.wait_for_rows(run_dir, len(steps_of(run_dir)) + 3)
             command.interrupt()
@@ -93,11 +93,3 @@ def _stopped_in(command: Command, call: str) -> psutil.Process:
                 return process
             process.resume()
         time.sleep(0.001)
-
-
-def _await_restart(command: Command, count: int) -> None:
-    deadline = time.monotonic() + _RESTART_TIMEOUT_S
-    while command.output.count(" was restarted (") < count:
-        assert command.process.poll() is None, command.output
-        assert time.monotonic() < deadline, command.output
-        time.sleep(0.05)

@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import (
-    AttentionKernel,
-    CudaFlash,
-    FlashAttention,
-    Pairing,
-    Saved,
-)
+from backends.common.attention.kernels import AttentionKernel, CudaFlash, FlashAttention, Pairing, Saved
 from slime_like.checks.packages import has_flash_attention_2
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 from tests.parallel.ring_steps import ring_by_steps

@@ -41,12 +41,8 @@ def why_not() -> str:
     if tried.returncode:
         return f"the kernel grants no namespaces: {tried.stderr.strip()}"
     name = f"slime{os.getpid() % 10_000}t"
-    made = subprocess.run(
-        ["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    pair = ["ip", "link", "add", name, "type", "veth", "peer", "name", f"{name}p"]
+    made = subprocess.run(pair, capture_output=True, text=True, check=False)
     if made.returncode:
         return f"the kernel grants no pair of virtual network cards: {made.stderr.strip()}"
     subprocess.run(["ip", "link", "del", name], check=True)
@@ -199,9 +195,8 @@ def two_hosts(shared: Path) -> Iterator[Network]:
     why = why_not()
     with ExitStack() as stack:
         if why:
-            nodes = [
-                Host(socket.gethostname(), address, 0) for address in ("127.0.0.2", "127.0.0.3")
-            ]  # Ray would replace 127.0.0.1
+            # Ray would replace 127.0.0.1.
+            nodes = [Host(socket.gethostname(), address, 0) for address in ("127.0.0.2", "127.0.0.3")]
             for node in nodes:
                 stack.callback(node.power_off)
             yield Network(nodes, None, shared, why)
@@ -240,13 +235,8 @@ def _shut_down(outer: subprocess.Popen[bytes]) -> None:
 
 
 def _wire(left: Host, left_card: str, left_address: str, right: Host, right_card: str, right_address: str) -> None:
-    subprocess.run(
-        [
-            *("ip", "link", "add", left_card, "netns", str(left.init), "type", "veth"),
-            *("peer", "name", right_card, "netns", str(right.init)),
-        ],
-        check=True,
-    )
+    command = ["ip", "link", "add", left_card, "netns", str(left.init), "type", "veth"]
+    subprocess.run([*command, "peer", "name", right_card, "netns", str(right.init)], check=True)
     for host, card, address in ((left, left_card, left_address), (right, right_card, right_address)):
         host.run(["ip", "addr", "add", f"{address}/24", "dev", card])
         host.run(["ip", "link", "set", card, "up"])

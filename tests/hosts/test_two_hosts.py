@@ -42,16 +42,10 @@ def start(
     everything = tiny.rl_flags(Path("unused"), "--rollout.prompts_per_step", "4", "--evaluation.files", "[]")[4:]
     everything += ["--reward.start_timeout_s", "400", "--rollout.start_timeout_s", "400"]  # the machine may be busy
     variables = {
-        "CONFIG": "configs/quickstart.yaml",
-        "MODEL": str(network.shared / "model"),
-        "HEAD_ADDR": network.nodes[0].address,
-        "NODE_ADDR": host.address,
-        "NODES": "2",
-        "NODE_RANK": str(rank),
-        "PLAN": "0",
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
+        "CONFIG": "configs/quickstart.yaml", "MODEL": str(network.shared / "model"), "PLAN": "0",
+        "HEAD_ADDR": network.nodes[0].address, "NODE_ADDR": host.address, "NODES": "2", "NODE_RANK": str(rank),
+        "OMP_NUM_THREADS": "1", **environment,
+    }  # fmt: skip
     data = ("--model.path", variables["MODEL"], "--data.train", str(network.shared / "data" / "train.jsonl"))
     command = ["bash", "scripts/run_qwen_32b.sh", *everything, *NOT_LOOKED_AT, *data, *run_dir, *flags]
     return host.start(command, network.shared / f"{log}-{rank}.log", variables)

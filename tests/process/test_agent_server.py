@@ -1,6 +1,7 @@
 """The endpoint with OpenAI's and Anthropic's clients and a scripted model."""
 
 import asyncio
+import functools
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -89,108 +90,100 @@ async def endpoint(*script: str, **limits: int) -> AsyncIterator[Endpoint]:
         await server.close()
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
+def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an asynchronous test for at most a minute."""
 
-    asyncio.run(bounded())
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**arguments), 60))
+
+    return run
 
 
 @pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off...", ""])
-def test_openai_streamed_equals_unstreamed(said: str) -> None:
+@bounded
+async def test_openai_streamed_equals_unstreamed(said: str) -> None:
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
-
-    async def scenario() -> None:
-        async with endpoint(said, said) as here, here.openai() as client:
-            asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["o"]}
-            asked |= {"tool_choice": "required", "user": "me", "extra_body": {"chat_template_kwargs": {"x": 1}}}
-            whole = await client.chat.completions.create(**asked)
-            stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-            chunks = [chunk async for chunk in stream]
-            (first,), usage = whole.choices, chunks[-1].usage
-            parts = [choice for chunk in chunks for choice in chunk.choices]
-            assert [part.finish_reason for part in parts] == [None, first.finish_reason]
-            assert "".join(part.delta.content or "" for part in parts) == (first.message.content or "")
-            streamed = [(c.index, c.function) for part in parts for c in part.delta.tool_calls or ()]
-            calls = [call.function for call in first.message.tool_calls or () if call.type == "function"]
-            assert [(i, (c.name, c.arguments)) for i, c in enumerate(calls)] == [
-                (index, (f.name, f.arguments)) for index, f in streamed if f is not None
-            ]
-            expected = [("add", {"a": 1, "b": "\u00e9"})] * said.count("<tool_call>")
-            assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
-            assert whole.usage is not None and usage is not None and whole.usage == usage
-            assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
-            wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
-            assert first.finish_reason == wanted
-            wished = {"temperature": "0.3", "stop": "['o']", "tool_choice": "required"}
-            wished |= {"chat_template_kwargs": "{'x': 1}", "tools": "the chat template renders none"}
-            assert here.session.ignored == wished
-            assert {asked.max_new_tokens for asked in here.model.asked} == {100}
-
-    run(scenario)
+    async with endpoint(said, said) as here, here.openai() as client:
+        asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["o"]}
+        asked |= {"tool_choice": "required", "user": "me", "extra_body": {"chat_template_kwargs": {"x": 1}}}
+        whole = await client.chat.completions.create(**asked)
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        (first,), usage = whole.choices, chunks[-1].usage
+        parts = [choice for chunk in chunks for choice in chunk.choices]
+        assert [part.finish_reason for part in parts] == [None, first.finish_reason]
+        assert "".join(part.delta.content or "" for part in parts) == (first.message.content or "")
+        streamed = [(c.index, c.function) for part in parts for c in part.delta.tool_calls or ()]
+        calls = [call.function for call in first.message.tool_calls or () if call.type == "function"]
+        assert [(i, (c.name, c.arguments)) for i, c in enumerate(calls)] == [
+            (index, (f.name, f.arguments)) for index, f in streamed if f is not None
+        ]
+        expected = [("add", {"a": 1, "b": "\u00e9"})] * said.count("<tool_call>")
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
+        assert whole.usage is not None and usage is not None and whole.usage == usage
+        assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
+        wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
+        assert first.finish_reason == wanted
+        wished = {"temperature": "0.3", "stop": "['o']", "tool_choice": "required"}
+        wished |= {"chat_template_kwargs": "{'x': 1}", "tools": "the chat template renders none"}
+        assert here.session.ignored == wished
+        assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
 
 @pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off..."])
-def test_anthropic_streamed_equals_unstreamed(said: str) -> None:
-    async def scenario() -> None:
-        async with endpoint(said, said) as here, here.anthropic() as client:
-            tools: Any = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
-            asked: Any = {"model": "any", "max_tokens": 9, "system": "be", "messages": [USER], "tools": tools}
-            whole = await client.messages.create(**asked)
-            async with client.messages.stream(**asked) as stream:
-                streamed = await stream.get_final_message()
-            blocks = [
-                [(b.type, b.text if isinstance(b, TextBlock) else (b.name, b.input)) for b in message.content
-                 if isinstance(b, TextBlock | ToolUseBlock)]
-                for message in (whole, streamed)
-            ]  # fmt: skip
-            assert blocks[0] == blocks[1]
-            assert [kind for kind, _ in blocks[0]].count("tool_use") == said.count("<tool_call>")
-            assert whole.stop_reason == streamed.stop_reason
-            wanted = "tool_use" if "<tool_call>" in said else "max_tokens" if said.endswith("...") else "end_turn"
-            assert whole.stop_reason == wanted
-            assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[0].token_ids)
-            assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
-            assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("<system>be<user>hi")
-
-    run(scenario)
+@bounded
+async def test_anthropic_streamed_equals_unstreamed(said: str) -> None:
+    async with endpoint(said, said) as here, here.anthropic() as client:
+        tools: Any = [{"name": "add", "description": "adds", "input_schema": PARAMETERS}]
+        asked: Any = {"model": "any", "max_tokens": 9, "system": "be", "messages": [USER], "tools": tools}
+        whole = await client.messages.create(**asked)
+        async with client.messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        blocks = [
+            [(b.type, b.text if isinstance(b, TextBlock) else (b.name, b.input)) for b in message.content
+             if isinstance(b, TextBlock | ToolUseBlock)]
+            for message in (whole, streamed)
+        ]  # fmt: skip
+        assert blocks[0] == blocks[1]
+        assert [kind for kind, _ in blocks[0]].count("tool_use") == said.count("<tool_call>")
+        assert whole.stop_reason == streamed.stop_reason
+        wanted = "tool_use" if "<tool_call>" in said else "max_tokens" if said.endswith("...") else "end_turn"
+        assert whole.stop_reason == wanted
+        assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[0].token_ids)
+        assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
+        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("<system>be<user>hi")
 
 
-def test_both_protocols_continue_one_branch() -> None:
+@bounded
+async def test_both_protocols_continue_one_branch() -> None:
     """Each client sends a tool's result after its call. Call ids don't matter."""
-
-    async def scenario() -> None:
-        async with endpoint(f"so\n{CALL}", "3", "4") as here, here.openai() as one, here.anthropic() as other:
-            tools: Any = [
-                {"type": "function", "function": {"name": "add", "description": "", "parameters": PARAMETERS}}
-            ]
-            first = await one.chat.completions.create(model="m", messages=[USER], tools=tools)
-            message = first.choices[0].message
-            assert message.tool_calls is not None
-            result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
-            history: list[Any] = [USER, message.model_dump(), result]
-            await one.chat.completions.create(model="m", messages=history, tools=tools)
-            use: Any = [
-                {"type": "text", "text": "so"},
-                {"type": "tool_use", "id": "x", "name": "add", "input": {"b": "\u00e9", "a": 1}},
-            ]
-            results: Any = [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "3"}]}]
-            turns: Any = [USER, {"role": "assistant", "content": use}, {"role": "user", "content": results}]
-            await other.messages.create(
-                model="m", max_tokens=1, messages=turns,
-                tools=[{"name": "add", "description": "", "input_schema": PARAMETERS}],  # type: ignore[typeddict-item]
-            )  # fmt: skip
-            second, third = here.session.tree.turns[1:]
-            assert second.prompt.parent is third.prompt.parent is here.session.tree.turns[0]
-            assert second.prompt.token_ids == third.prompt.token_ids
-            assert [asked.repeat for asked in here.model.asked] == [0, 0, 1]
-            assert [asked.turn for asked in here.model.asked] == [0, 1, 1]
-            first_row, second_row = (row.segment for row in here.session.tree.rows())
-            assert first_row.loss_mask.sum() == len(here.session.tree.turns[0].generation.token_ids) + len("3") + 1
-            assert second_row.loss_mask.sum() == len("4") + 1
-
-    run(scenario)
+    async with endpoint(f"so\n{CALL}", "3", "4") as here, here.openai() as one, here.anthropic() as other:
+        tools: Any = [{"type": "function", "function": {"name": "add", "description": "", "parameters": PARAMETERS}}]
+        first = await one.chat.completions.create(model="m", messages=[USER], tools=tools)
+        message = first.choices[0].message
+        assert message.tool_calls is not None
+        result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        history: list[Any] = [USER, message.model_dump(), result]
+        await one.chat.completions.create(model="m", messages=history, tools=tools)
+        use: Any = [
+            {"type": "text", "text": "so"},
+            {"type": "tool_use", "id": "x", "name": "add", "input": {"b": "\u00e9", "a": 1}},
+        ]
+        results: Any = [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "text", "text": "3"}]}]
+        turns: Any = [USER, {"role": "assistant", "content": use}, {"role": "user", "content": results}]
+        await other.messages.create(
+            model="m", max_tokens=1, messages=turns,
+            tools=[{"name": "add", "description": "", "input_schema": PARAMETERS}],  # type: ignore[typeddict-item]
+        )  # fmt: skip
+        second, third = here.session.tree.turns[1:]
+        assert second.prompt.parent is third.prompt.parent is here.session.tree.turns[0]
+        assert second.prompt.token_ids == third.prompt.token_ids
+        assert [asked.repeat for asked in here.model.asked] == [0, 0, 1]
+        assert [asked.turn for asked in here.model.asked] == [0, 1, 1]
+        first_row, second_row = (row.segment for row in here.session.tree.rows())
+        assert first_row.loss_mask.sum() == len(here.session.tree.turns[0].generation.token_ids) + len("3") + 1
+        assert second_row.loss_mask.sum() == len("4") + 1
 
 
 Rejected = tuple[int, str]
@@ -205,81 +198,70 @@ async def rejected(call: Awaitable[Any]) -> Rejected:
     return error.status_code, str(code).partition(":")[0]
 
 
-def test_clients_understand_rejections() -> None:
-    async def scenario() -> None:
-        async with endpoint(max_calls=1, max_model_len=40) as here:
-            async with here.openai() as one, here.anthropic() as other:
-                ask = one.chat.completions.create
-                long: Any = {"role": "user", "content": "x" * 50}
-                assert await rejected(ask(model="m", messages=[long])) == (400, "context_length_exceeded")
-                tell = other.messages.create(model="m", max_tokens=1, messages=[long])
-                assert await rejected(tell) == (400, "context_length_exceeded")
-                settings: list[dict[str, Any]] = [{"n": 2}, {"logit_bias": {"7": 1}}, {"logprobs": True}]
-                settings += [{"response_format": JSON}, {"extra_body": {"guided_json": JSON}}]
-                for setting in settings:
-                    asked: Any = {"model": "m", "messages": [USER], **setting}
-                    assert await rejected(ask(**asked)) == (400, "unsupported_parameter")
-                image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-                assert await rejected(ask(model="m", messages=[image])) == (400, "invalid_request")
-                with pytest.raises(openai.APIStatusError, match=r"messages\.0\.content\.0\.type: .*'text'"):
-                    await ask(model="m", messages=[image])
-                prefilled: Any = [USER, {"role": "assistant", "content": "So"}]
-                tell = other.messages.create(model="m", max_tokens=1, messages=prefilled)
-                assert await rejected(tell) == (400, "unsupported_parameter")
-                assert [model.id async for model in await one.models.list()] == [MODEL]
-                await ask(model="m", messages=[USER])
-                assert await rejected(ask(model="m", messages=[USER])) == (403, "max_calls_exceeded")
-            async with here.openai("wrong") as one, here.anthropic("wrong") as other:
-                assert await rejected(one.models.list()) == (401, "invalid_api_key")  # type: ignore[arg-type]
-                tell = other.messages.create(model="m", max_tokens=1, messages=[USER])
-                assert await rejected(tell) == (401, "invalid_api_key")
-            here.server.close_session(here.session.key)
-            async with here.openai() as one:
-                assert await rejected(one.chat.completions.create(model="m", messages=[USER])) == (
-                    401,
-                    "invalid_api_key",
-                )
-            assert len(here.model.asked) == 1
-
-    run(scenario)
+@bounded
+async def test_clients_understand_rejections() -> None:
+    async with endpoint(max_calls=1, max_model_len=40) as here:
+        async with here.openai() as one, here.anthropic() as other:
+            ask = one.chat.completions.create
+            long: Any = {"role": "user", "content": "x" * 50}
+            assert await rejected(ask(model="m", messages=[long])) == (400, "context_length_exceeded")
+            tell = other.messages.create(model="m", max_tokens=1, messages=[long])
+            assert await rejected(tell) == (400, "context_length_exceeded")
+            settings: list[dict[str, Any]] = [{"n": 2}, {"logit_bias": {"7": 1}}, {"logprobs": True}]
+            settings += [{"response_format": JSON}, {"extra_body": {"guided_json": JSON}}]
+            for setting in settings:
+                asked: Any = {"model": "m", "messages": [USER], **setting}
+                assert await rejected(ask(**asked)) == (400, "unsupported_parameter")
+            image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            assert await rejected(ask(model="m", messages=[image])) == (400, "invalid_request")
+            with pytest.raises(openai.APIStatusError, match=r"messages\.0\.content\.0\.type: .*'text'"):
+                await ask(model="m", messages=[image])
+            prefilled: Any = [USER, {"role": "assistant", "content": "So"}]
+            tell = other.messages.create(model="m", max_tokens=1, messages=prefilled)
+            assert await rejected(tell) == (400, "unsupported_parameter")
+            assert [model.id async for model in await one.models.list()] == [MODEL]
+            await ask(model="m", messages=[USER])
+            assert await rejected(ask(model="m", messages=[USER])) == (403, "max_calls_exceeded")
+        async with here.openai("wrong") as one, here.anthropic("wrong") as other:
+            assert await rejected(one.models.list()) == (401, "invalid_api_key")  # type: ignore[arg-type]
+            tell = other.messages.create(model="m", max_tokens=1, messages=[USER])
+            assert await rejected(tell) == (401, "invalid_api_key")
+        here.server.close_session(here.session.key)
+        async with here.openai() as one:
+            assert await rejected(one.chat.completions.create(model="m", messages=[USER])) == (401, "invalid_api_key")
+        assert len(here.model.asked) == 1
 
 
-def test_a_disconnect_cancels_the_call_and_a_retry_is_recorded_once() -> None:
-    async def scenario() -> None:
-        async with endpoint("wait", "b") as here, here.openai(timeout=0.5, max_retries=1) as client:
-            answer = await client.chat.completions.create(model="m", messages=[USER])
-            assert answer.choices[0].message.content == "b"
-            assert here.model.cancelled == 1 and len(here.model.asked) == 2
-            assert [turn.forms[0].content for turn in here.session.tree.turns] == ["b"]
-            assert here.model.asked[1].repeat == 1
-
-    run(scenario)
+@bounded
+async def test_a_disconnect_cancels_the_call_and_a_retry_is_recorded_once() -> None:
+    async with endpoint("wait", "b") as here, here.openai(timeout=0.5, max_retries=1) as client:
+        answer = await client.chat.completions.create(model="m", messages=[USER])
+        assert answer.choices[0].message.content == "b"
+        assert here.model.cancelled == 1 and len(here.model.asked) == 2
+        assert [turn.forms[0].content for turn in here.session.tree.turns] == ["b"]
+        assert here.model.asked[1].repeat == 1
 
 
-def test_concurrent_calls_of_a_rollout_are_bounded_and_end_with_it() -> None:
-    async def scenario() -> None:
-        async with endpoint(*["wait"] * 16, max_calls=99) as here, here.openai(max_retries=0) as client:
-            ask = client.chat.completions.create
-            calls = [asyncio.ensure_future(ask(model="m", messages=[USER])) for _ in range(16)]
-            while len(here.model.asked) < 16:
-                await asyncio.sleep(0.01)
-            assert await rejected(ask(model="m", messages=[USER])) == (429, "too_many_calls")
-            assert sorted(asked.repeat for asked in here.model.asked) == list(range(16))
-            here.server.close_session(here.session.key)
-            assert {await rejected(call) for call in calls} == {(401, "session_closed")}
-            assert here.model.cancelled == 16 and here.session.tree.turns == []
-
-    run(scenario)
+@bounded
+async def test_concurrent_calls_of_a_rollout_are_bounded_and_end_with_it() -> None:
+    async with endpoint(*["wait"] * 16, max_calls=99) as here, here.openai(max_retries=0) as client:
+        ask = client.chat.completions.create
+        calls = [asyncio.ensure_future(ask(model="m", messages=[USER])) for _ in range(16)]
+        while len(here.model.asked) < 16:
+            await asyncio.sleep(0.01)
+        assert await rejected(ask(model="m", messages=[USER])) == (429, "too_many_calls")
+        assert sorted(asked.repeat for asked in here.model.asked) == list(range(16))
+        here.server.close_session(here.session.key)
+        assert {await rejected(call) for call in calls} == {(401, "session_closed")}
+        assert here.model.cancelled == 16 and here.session.tree.turns == []
 
 
-def test_an_engine_failure_ends_the_rollout() -> None:
-    async def scenario() -> None:
-        async with endpoint("die") as here, here.openai() as client:
-            assert await rejected(client.chat.completions.create(model="m", messages=[USER])) == (503, "engine_failed")
-            assert str(here.session.failure.result()) == "it died"
-            assert len(here.model.asked) == 1  # the client does not try again
-
-    run(scenario)
+@bounded
+async def test_an_engine_failure_ends_the_rollout() -> None:
+    async with endpoint("die") as here, here.openai() as client:
+        assert await rejected(client.chat.completions.create(model="m", messages=[USER])) == (503, "engine_failed")
+        assert str(here.session.failure.result()) == "it died"
+        assert len(here.model.asked) == 1  # the client does not try again
 
 
 HOSTILE = 1000
@@ -301,30 +283,27 @@ def _hostile(draw: random.Random, key: str) -> tuple[str, str, dict[str, str], b
     return draw.choice(["POST"] * 4 + ["GET", "PUT", "DELETE", "OPTIONS"]), path, headers, draw.choice(texts)
 
 
-def test_hostile_requests_are_rejected_with_a_reason() -> None:
+@bounded
+async def test_hostile_requests_are_rejected_with_a_reason() -> None:
     """Keys, paths, methods, JSON, types or sizes are wrong. A good call still succeeds afterwards."""
+    draw = random.Random(0)
+    async with endpoint(max_calls=HOSTILE) as here, aiohttp.ClientSession(here.server.base_url) as client:
 
-    async def scenario() -> None:
-        draw = random.Random(0)
-        async with endpoint(max_calls=HOSTILE) as here, aiohttp.ClientSession(here.server.base_url) as client:
+        async def ask(number: int) -> tuple[int, str]:
+            method, path, headers, body = _hostile(draw, here.session.key)
+            async with client.request(method, path, headers=headers, data=body) as answer:
+                content = await answer.json(content_type=None) if answer.content_type == "application/json" else {}
+                if answer.status != 200 and method != "HEAD":
+                    error = content["error"]
+                    assert error["message"] and error["type"], (method, path, content)
+                return answer.status, path
 
-            async def ask(number: int) -> tuple[int, str]:
-                method, path, headers, body = _hostile(draw, here.session.key)
-                async with client.request(method, path, headers=headers, data=body) as answer:
-                    content = await answer.json(content_type=None) if answer.content_type == "application/json" else {}
-                    if answer.status != 200 and method != "HEAD":
-                        error = content["error"]
-                        assert error["message"] and error["type"], (method, path, content)
-                    return answer.status, path
-
-            statuses = [await ask(number) for number in range(HOSTILE)]
-            assert {status for status, _ in statuses} == {200, 400, 401, 404, 405}
-            assert sum(status == 200 for status, _ in statuses) < HOSTILE / 4  # some are valid by chance
-            big = b" " * (33 * 2**20)
-            headers = {"x-api-key": here.session.key}
-            async with client.post("/v1/messages", headers=headers, data=big) as answer:
-                assert (answer.status, (await answer.json())["error"]["type"]) == (413, "request_too_large")
-            async with here.openai() as good:
-                await good.chat.completions.create(model="m", messages=[USER])
-
-    run(scenario)
+        statuses = [await ask(number) for number in range(HOSTILE)]
+        assert {status for status, _ in statuses} == {200, 400, 401, 404, 405}
+        assert sum(status == 200 for status, _ in statuses) < HOSTILE / 4  # some are valid by chance
+        big = b" " * (33 * 2**20)
+        headers = {"x-api-key": here.session.key}
+        async with client.post("/v1/messages", headers=headers, data=big) as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (413, "request_too_large")
+        async with here.openai() as good:
+            await good.chat.completions.create(model="m", messages=[USER])

@@ -53,13 +53,8 @@ class Engine:
     def tell(self, metadata: BucketMetadata) -> None:
         self._connection.send(metadata)
 
-    def close_receiver(self) -> None:
-        self._ask("close")
-
-    def rest(self) -> None:
-        self._ask("rest")
-
-    def _ask(self, method: str) -> None:
+    def call(self, method: str) -> None:
+        """Call a method of the receiver without arguments."""
         self._connection.send(method)
         assert self.answer() == method
 
@@ -126,10 +121,10 @@ def test_one_sender_and_many_receivers(engines: Start) -> None:
         deliver(sender, here, bucket(seed, elements))
     here.append(engines(sender.rendezvous()))
     for engine in here:
-        engine.rest()
+        engine.call("rest")
     sender.rest()
     deliver(sender, here, bucket(3))
-    here.pop(0).close_receiver()
+    here.pop(0).call("close")
     deliver(sender, here, bucket(4))
     sender.close()
     assert not dist.is_initialized()  # torch's default group is not used
@@ -251,7 +246,7 @@ def test_dead_sender_is_reported(engines: Start) -> None:
         engine.tell(metadata)
         first = engine.answer()
     assert isinstance(first, WeightSyncError) and first.code == "sender-lost"
-    engine.close_receiver()  # works without a sender
+    engine.call("close")  # works without a sender
 
 
 def test_closed_sender() -> None:

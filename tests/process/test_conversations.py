@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slime_like.config import RunConfig
-from slime_like.config.rollout import RewardConfig, RewardFunction
+from slime_like.config.rollout import RewardConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError, EnvironmentFailure
 from slime_like.examples.tiny_model import byte_tokenizer
@@ -289,11 +289,8 @@ def test_an_engine_error_ends_the_request_and_leaves_nothing_running(loop: async
 def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asyncio.AbstractEventLoop) -> None:
     engine = Engine([turn("bye now"), turn("bye")], [turn("b"), turn("raise")], [turn("bye")])
     generations = talk(loop, engine, request(3), options={"reward": 0.25})
-    functions = (
-        RewardFunction(name="format", options={"pattern": "bye"}),
-        RewardFunction(name="environment", weight=2.0),
-    )
-    reward = RewardConfig(functions=functions)
+    functions = ({"name": "format", "options": {"pattern": "bye"}}, {"name": "environment", "weight": 2.0})
+    reward = RewardConfig.model_validate({"functions": functions})
     settings = config().model_copy(update={"reward": reward})
     group = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), generations, 1.0)
     first = group.trajectories[0]

@@ -27,49 +27,27 @@ class Rounds:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "secret", "words"),
     [
-        ({"rounds": 9}, []),
-        (
-            {"turns": 3},
-            ["rollout.environment: environment 'rounds_of:Rounds' cannot be called with its options", "turns"],
-        ),
-        ({"rounds": 10}, ["rollout.environment: environment 'rounds_of:Rounds'", "at most 9"]),
+        ({"rounds": 9}, "7", []),
+        ({"turns": 3}, "7", ["cannot be called with its options", "turns"]),
+        ({"rounds": 10}, "7", ["at most 9"]),
+        ({}, "none", ["cannot be reset for the first row", "no secret for 2+3 and 5"]),
+        ({}, "set", ["first row", "JSON"]),
     ],
 )
-def test_options_are_tried_by_a_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], words: list[str]
+def test_options_and_the_first_row_are_tried_by_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], secret: str, words: list[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "rounds_of.py").write_text(SOURCE)
-    environment = ["--rollout.environment.name", "rounds_of:Rounds", "--rollout.environment.template", "{observation}"]
-    environment += ["--rollout.environment.options", json.dumps(options)]
-    problems = check(load_config(None, [*sound_flags(tmp_path), *environment]))
-    assert [problem.code for problem in problems] == ["rollout.environment-custom"] * bool(words)
-    assert all(word in str(problem) for problem in problems for word in words)
-    assert "rounds_of" not in sys.modules
-
-
-@pytest.mark.parametrize(
-    ("secret", "words"),
-    [
-        ("7", []),
-        ("none", ["cannot be reset for the first row", "no secret for 2+3 and 5"]),
-        ("set", ["first row", "JSON"]),
-    ],
-)
-def test_an_environment_is_reset_for_the_first_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str, words: list[str]
-) -> None:
-    """One that raises, and one whose state is not expressible in JSON."""
+    """A reset may raise, or return a state that is not expressible in JSON."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "rounds_of.py").write_text(SOURCE)
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"prompt": "2+3", "answer": "5", "environment": {"secret": secret}}) + "\n")
     flags = [*sound_flags(tmp_path), "--data.train", str(data), "--data.environment_key", "environment"]
-    environment = ["--rollout.environment.name", "rounds_of:Rounds", "--rollout.environment.template", "{observation}"]
-    problems = check(load_config(None, [*flags, *environment]))
+    flags += ["--rollout.environment.name", "rounds_of:Rounds", "--rollout.environment.template", "{observation}"]
+    problems = check(load_config(None, [*flags, "--rollout.environment.options", json.dumps(options)]))
     assert [problem.code for problem in problems] == ["rollout.environment-custom"] * bool(words)
-    assert all(word in str(problem) for problem in problems for word in words)
+    assert all(word in str(problem) for problem in problems for word in ("rounds_of:Rounds", *words))
+    assert "rounds_of" not in sys.modules

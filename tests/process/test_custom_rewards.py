@@ -29,26 +29,18 @@ def problems_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Problems:
     return problems
 
 
-def test_a_usable_reward_has_no_problem(problems_of: Problems) -> None:
-    assert problems_of("def f(prompt, response, answer): return response == answer") == []
-
-
 @pytest.mark.parametrize(
-    "source",
+    ("source", "found"),
     [
-        "def f(prompt, response): ...",
-        "def f(prompt, response, answer): ...\nraise SystemExit('I will not')",
-        "def f(prompt, response, answer): import os; os._exit(3)",
-        "def f(prompt, response, answer): return 'right'",
+        ("def f(prompt, response, answer): return response == answer", []),
+        ("def f(prompt, response): ...", [""]),
+        ("def f(prompt, response, answer): ...\nraise SystemExit('I will not')", [""]),
+        ("def f(prompt, response, answer): import os; os._exit(3)", [""]),
+        ("def f(prompt, response, answer): return 'right'", [""]),
+        ("import time\ntime.sleep(1000)\n", ["not ready within reward.start_timeout_s=0.5 s: it wrote nothing"]),
     ],
 )
-def test_an_unusable_reward_is_rejected(problems_of: Problems, source: str) -> None:
-    [problem] = problems_of(source)
-    assert problem.startswith("reward.functions.0.name=own_rewards:f")
-
-
-def test_the_import_of_a_custom_reward_has_a_bound(problems_of: Problems) -> None:
-    assert problems_of("import time\ntime.sleep(1000)\n", "--reward.start_timeout_s", "0.5") == [
-        "reward.functions.0.name=own_rewards:f: the reward worker was not ready within reward.start_timeout_s=0.5 s: "
-        "it wrote nothing"
-    ]
+def test_a_reward_is_tried_within_a_bound(problems_of: Problems, source: str, found: list[str]) -> None:
+    problems = problems_of(source, "--reward.start_timeout_s", "0.5" if "sleep" in source else "60")
+    for problem, words in zip(problems, found, strict=True):
+        assert problem.startswith("reward.functions.0.name=own_rewards:f") and words in problem

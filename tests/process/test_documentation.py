@@ -105,13 +105,10 @@ def test_a_run_from_python_trains_what_it_loads(tmp_path: Path, monkeypatch: pyt
     assert [config.run_dir for config in trained] == [DOCS.parent / "runs" / "mine"] * 2
 
 
-_GSM8K = [
-    (
-        "A shop sells 48 loaves a day for $23 each. What does it earn?",
-        "It earns 23*48=$<<23*48=1104>>1,104.\n#### 1,104",
-    ),
-    ("Mara has 9 pens and loses 4. How many are left?", "There are 9-4=<<9-4=5>>5 left.\n#### 5"),
-]
+_GSM8K = {
+    "A shop sells 48 loaves a day for $23 each. What does it earn?": "It earns 23*48=$<<23*48=1104>>1,104.\n#### 1,104",
+    "Mara has 9 pens and loses 4. How many are left?": "There are 9-4=<<9-4=5>>5 left.\n#### 5",
+}
 
 
 def test_getting_started_accepts_published_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +119,7 @@ def test_getting_started_accepts_published_rows(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).write_text(text, encoding="utf-8")
     make_tiny_model(tmp_path / "SmolLM2-135M-Instruct", family="llama", seed=0)
     (tmp_path / "gsm8k" / "main").mkdir(parents=True)
-    rows = [dict(zip(("question", "answer"), row, strict=True)) for row in _GSM8K]
+    rows = [{"question": question, "answer": answer} for question, answer in _GSM8K.items()]
     for split in ("train", "test"):
         file = tmp_path / "gsm8k" / "main" / f"{split}-00000-of-00001.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)

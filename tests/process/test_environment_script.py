@@ -25,8 +25,8 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ensure(checkout: Path, kind: str = "") -> subprocess.CompletedProcess[str]:
-    script = f'set -euo pipefail; source "$0"; ensure_environment {kind}; echo used'
+def ensure(checkout: Path, kind: str = "", before: str = "") -> subprocess.CompletedProcess[str]:
+    script = f'set -euo pipefail; source "$0"; {before} ensure_environment {kind}; echo used'
     command = ["bash", "-c", script, str(checkout / "scripts" / "environment.sh")]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
@@ -52,7 +52,5 @@ def test_one_that_is_not_complete_is_rejected_where_it_cannot_be_changed(checkou
 def test_the_lock_is_taken_before_anything_is_installed(checkout: Path) -> None:
     (checkout / ".venv.lock").rmdir()
     (checkout / ".venv" / ".slime-like-runtime").write_text("of other versions")
-    script = 'source "$0"; install_environment() { flock -n "$VENV.lock" true || echo locked; }; ensure_environment'
-    command = ["bash", "-c", script, str(checkout / "scripts" / "environment.sh")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "locked\n"
+    done = ensure(checkout, before='install_environment() { flock -n "$VENV.lock" true || echo locked; };')
+    assert (done.returncode, done.stdout) == (0, "locked\nused\n")

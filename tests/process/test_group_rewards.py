@@ -77,11 +77,8 @@ def test_a_failure_costs_its_own_group(word: str, reason: str) -> None:
 
 def test_a_function_that_fails_on_group_after_group_ends_the_run(rejects: Rejects) -> None:
     with RewardPool(config(LETTERS, BY_LENGTH)) as pool:
-        for _ in range(7):
-            pool.score(*items(("raise", "b")))
-        pool.score(*items(("a", "b")))
-        for _ in range(7):
-            pool.score(*items(("raise", "b")))
+        for words in (*[("raise", "b")] * 7, ("a", "b"), *[("raise", "b")] * 7):
+            pool.score(*items(words))
         with rejects(RewardError, "reward-function-fails"):
             pool.score(*items(("raise", "b")))
 

@@ -14,7 +14,6 @@ from tests.process.conftest import python
 
 CONFIGURATION = ("config", "config.reading.load", "checks.check", "commands.main")
 BESIDE_RAY = ("orchestration.cluster.orphan_reaper", "orchestration.cluster.ray_node")
-REPORT = ("commands.report", "observability.report.console")
 # Log readers and progress. No import may choose a plotting backend for the user.
 OBSERVABILITY = tuple(
     f"observability.{name}" for name in ("phases", "records", "names", "metrics", "progress", "curve")
@@ -27,7 +26,7 @@ LOGS = {"torch", "ray", "matplotlib", "tensorboard", "wandb"}
     [
         *((module, {"torch", "ray", "transformers"}) for module in CONFIGURATION),
         *((module, {"torch"}) for module in BESIDE_RAY),
-        (" ".join(REPORT), LOGS | {"transformers"}),
+        ("commands.report observability.report.console", LOGS | {"transformers"}),
         (" ".join(OBSERVABILITY), LOGS | {"rich"}),
     ],
 )

@@ -61,6 +61,7 @@ def act(prompt, response, answer, *, log=None):
     return RewardResult(reward=float(len(response)), success=prompt == "good", metadata={"pid": os.getpid()})
 """
 
+IMPORTS = "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.reward import RewardResult\n"
 
 Write = Callable[[str, str], Path]
 Config = Callable[..., RewardConfig]
@@ -302,8 +303,7 @@ def test_a_sample_is_scored_again_if_its_worker_is_stopped_or_killed(user_module
     """Only once: a response that kills every worker costs its sample."""
     user_module(
         "killed",
-        "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.reward import RewardResult\n"
-        f"tries = Path({str(tmp_path / 'tries')!r})\n"
+        f"{IMPORTS}tries = Path({str(tmp_path / 'tries')!r})\n"
         "def f(prompt, response, answer):\n"
         "    tries.open('a').write(response)\n"
         "    if response == 'always' or response == 'once' and tries.read_text().count('once') == 1:\n"
@@ -326,8 +326,7 @@ def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
 ) -> None:
     user_module(
         "dies",
-        "import os, signal\nfrom pathlib import Path\nfrom slime_like.interfaces.reward import RewardResult\n"
-        f"starts = Path({str(tmp_path / 'starts')!r})\nstarts.open('a').write('x')\n"
+        f"{IMPORTS}starts = Path({str(tmp_path / 'starts')!r})\nstarts.open('a').write('x')\n"
         "if starts.stat().st_size < 3 or Path(starts.with_name('always')).exists():\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "def f(prompt, response, answer): return RewardResult(1.0, True)\n",
@@ -401,9 +400,7 @@ def test_a_failure_of_a_service_costs_one_sample(url: str) -> None:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_new_worker_gets_no_pipe_of_an_old_one(
-    new_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
+def test_a_new_worker_gets_no_pipe_of_an_old_one(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """Two workers end before the loop has closed their pipes. Ray's actors use uvloop."""
     setup = {"functions": [], "memory_mb": 64, "timeout_s": 5.0}
 

@@ -61,10 +61,7 @@ def _head(case: dict[str, Tensor], with_entropy: bool, **options: Any) -> Arrays
     leaves = [case[name].clone().requires_grad_() for name in ("hidden", "weight")]
     scores = head.fused_logprobs(*leaves, case["targets"], case["temperatures"], chunk_tokens=5, **options)
     weighted(case, scores if with_entropy else (scores[0], scores[1].detach())).backward()
-    found = dict(
-        zip(("logprobs", "entropy", "hidden", "weight"), [*scores, *(leaf.grad for leaf in leaves)], strict=True)
-    )
-    return {name: value.detach().double().numpy() for name, value in found.items() if value is not None}
+    return _arrays(*scores, *(leaf.grad for leaf in leaves))
 
 
 def _dense(case: dict[str, Tensor], columns: int, with_entropy: bool, softcap: float | None, supports: Any) -> Arrays:
@@ -81,10 +78,12 @@ def _dense(case: dict[str, Tensor], columns: int, with_entropy: bool, softcap: f
     logprobs, entropy = map(torch.stack, zip(*rows, strict=True))
     logprobs = logprobs.masked_fill(targets < 0, 0.0)
     weighted(case, (logprobs, entropy if with_entropy else entropy.detach())).backward()
-    found = dict(
-        zip(("logprobs", "entropy", "hidden", "weight"), [logprobs, entropy, *(x.grad for x in leaves)], strict=True)
-    )
-    return {name: value.detach().numpy() for name, value in found.items() if value is not None}
+    return _arrays(logprobs, entropy, *(leaf.grad for leaf in leaves))
+
+
+def _arrays(*found: Any) -> Arrays:
+    names = ("logprobs", "entropy", "hidden", "weight")
+    return {name: value.detach().double().numpy() for name, value in zip(names, found, strict=True)}
 
 
 def _gap(found: np.ndarray, expected: np.ndarray) -> float:

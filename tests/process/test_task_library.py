@@ -1,8 +1,6 @@
 """Rows and rewards from tasks of reasoning-gym."""
 
 import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from slime_like.commands.main import main
 from slime_like.data.task_library import task_rows
 from slime_like.errors import ConfigError
 from slime_like.sandbox.rewards.task_answer import reasoning_gym as reward
+from tests.process.conftest import python
 from tests.support.rejections import Rejects
 
 library = pytest.importorskip("reasoning_gym", reason="the extra tasks is not installed")
@@ -54,9 +53,8 @@ for name, (response, answer) in given.items():
 
 def test_the_first_response_does_not_wait_for_imports() -> None:
     """A response's time is limited, and on a busy machine an import takes longer."""
-    run = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120, check=True)
-    lines = run.stdout.splitlines()
-    assert len(lines) == 6 and all(line.endswith(" []") for line in lines), run.stdout
+    lines = python(FIRST_CALLS).splitlines()
+    assert len(lines) == 6 and all(line.endswith(" []") for line in lines), lines
 
 
 def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,11 +66,9 @@ def test_the_command_writes_the_same_rows_again(tmp_path: Path, capsys: pytest.C
     rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
     assert len(rows) == 5
-    assert (
-        main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), "--count", "1", "--set", "max_terms=2", "--plain"])
-        == 0
-    )
-    (row,) = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    arguments = ["--count", "1", "--set", "max_terms=2", "--plain"]
+    assert main(["make-tasks", "chain_sum", str(tmp_path / "c.jsonl"), *arguments]) == 0
+    row = json.loads((tmp_path / "c.jsonl").read_text())
     assert [message["role"] for message in row["prompt"]] == ["user"]
     assert json.loads(row["answer"])["metadata"]["num_terms"] == 2
 

@@ -13,31 +13,18 @@ import pytest
 
 # Forks have imported these modules. A module that fails to import in the server is imported by every fork.
 PRELOADED = [
-    "pytest",
-    "hypothesis",
-    "ray",
-    "ray._private.runtime_env.agent.runtime_env_agent",
-    "ray.dashboard.utils",
+    "pytest", "hypothesis", "ray", "ray._private.runtime_env.agent.runtime_env_agent", "ray.dashboard.utils",
     "torch._dynamo",  # which optimizers import
-    "backends.fsdp.trainer",
-    "backends.megatron.trainer",
-    "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
+    "backends.fsdp.trainer", "backends.megatron.trainer",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3", "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "rollout.transformers.engine",
-    "slime_like.commands.root",
-    "slime_like.orchestration.rollout.engine_actor",
-    "slime_like.orchestration.trainer.rank",
-    "slime_like.train",
-    "aiohttp",
-    "math_verify",
-    "matplotlib.backends.backend_agg",  # draws the curve of a run
-    "matplotlib.figure",
+    "rollout.transformers.engine", "slime_like.commands.root", "slime_like.orchestration.rollout.engine_actor",
+    "slime_like.orchestration.trainer.rank", "slime_like.train", "aiohttp", "math_verify",
+    "matplotlib.backends.backend_agg", "matplotlib.figure",  # which draw the curve of a run
     "pyarrow",  # which Ray imports in every worker
     "tests.parallel.frozen",  # the last one
-]
+]  # fmt: skip
 
 FIRST_JOB = "01000000"
 

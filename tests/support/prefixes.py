@@ -21,15 +21,9 @@ from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 VOCAB = 13
 _ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 _SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "initializer_range": 0.3,
-    "pad_token_id": None,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "initializer_range": 0.3, "pad_token_id": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

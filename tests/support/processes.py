@@ -90,10 +90,10 @@ class Command:
         """Kill the command, like the kernel's out-of-memory killer."""
         self.process.kill()
 
-    def wait_for(self, text: str, timeout_s: float) -> None:
-        """Wait until standard output or standard error contains ``text``."""
+    def wait_for(self, text: str, timeout_s: float, count: int = 1) -> None:
+        """Wait until standard output and standard error contain ``text`` so many times."""
         deadline = time.monotonic() + timeout_s
-        while text not in self.output:
+        while self.output.count(text) < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"never printed {text!r}:\n{self.output}")
             time.sleep(0.05)
@@ -139,6 +139,13 @@ class Command:
         ended = time.monotonic()
         finished = Finished(code, self._out.read_text(), self._err.read_text(), self._left_behind(), ended)
         _adopt_orphans(False)  # other tests expect the system to collect what they orphan
+        return finished
+
+    def succeed(self, timeout_s: float) -> Finished:
+        """Require exit code 0 and that no process is left behind."""
+        finished = self.finish(timeout_s)
+        assert finished.code == 0, finished.stdout + finished.stderr
+        assert finished.left_behind == []
         return finished
 
     def _left_behind(self, grace_s: float = 30.0) -> list[str]:
@@ -213,7 +220,5 @@ def run(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0, forke
 
 def succeed(arguments: Sequence[str], log_dir: Path, timeout_s: float = 180.0, forked: bool = True) -> Finished:
     """Run a command that must succeed and leave no process behind."""
-    finished = run(arguments, log_dir, timeout_s, forked)
-    assert finished.code == 0, finished.stdout + finished.stderr
-    assert finished.left_behind == []
-    return finished
+    with Command(arguments, log_dir, forked) as command:
+        return command.succeed(timeout_s)

@@ -142,23 +142,3 @@ def of_vllm(name: str) -> str:
     assert spec is not None and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0]) / "transformers_utils" / "chat_templates"
     return (folder / f"template_{name}.jinja").read_text(encoding="utf-8")
-
-
-def of_mistral(version: str) -> str:
-    """The text template of a version of Mistral's tokenizers, as the installed mistral-common makes it."""
-    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
-    from mistral_common.tokens.tokenizers.base import TokenizerVersion
-
-    return generate_chat_template(
-        spm=False,
-        tokenizer_version=TokenizerVersion(version),
-        image_support=False,
-        audio_support=False,
-        thinking_support=False,
-        default_system_prompt=None,
-        plain_thinking_support=False,
-        use_special_token_variables=True,
-        model_settings_fields=None,
-        reasoning_effort_values=None,
-        reasoning_effort_default=None,
-    )

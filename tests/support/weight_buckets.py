@@ -11,6 +11,7 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import WeightBucket
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
+from tests.support.rejections import Rejects
 
 
 @pytest.fixture
@@ -40,7 +41,6 @@ def require_received(received: Iterable[tuple[str, Tensor]], sent: WeightBucket)
 
 @contextlib.contextmanager
 def refused(code: str) -> Iterator[None]:
-    """Require an error of this code, whose sentence names a session or a port that differs from run to run."""
-    with pytest.raises(WeightSyncError) as caught:
+    """Require an error of this code."""
+    with Rejects()(WeightSyncError, code):
         yield
-    assert caught.value.code == code

@@ -29,6 +29,12 @@ class Logged(ActivationOffload):
         return tensor
 
 
+def _chain(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = torch.sigmoid(x)  # saves its result
+    return x
+
+
 def _number(saved: Saved) -> int:
     return 0 if saved.before is None else 1 + _number(saved.before)
 
@@ -40,16 +46,11 @@ def test_the_tensors_needed_next_are_fetched_first(monkeypatch: pytest.MonkeyPat
     for _ in range(2):  # the second forward pass must not fetch tensors of the first one
         x = torch.linspace(-2, 1, SIZE, requires_grad=True)
         with offload.saving():
-            y = x
-            for _ in range(5):
-                y = torch.sigmoid(y)  # saves its result
+            y = _chain(x)
         y.sum().backward()
         ahead = ["fetch 4", "fetch 3", "fetch 2", "take 4", "fetch 1", "take 3", "fetch 0"]
         assert offload.log == [*ahead, "take 2", "take 1", "take 0"]
         offload.log.clear()
         plain = x.detach().requires_grad_()
-        y = plain
-        for _ in range(5):
-            y = torch.sigmoid(y)
-        y.sum().backward()
+        _chain(plain).sum().backward()
         assert torch.equal(x.grad, plain.grad)

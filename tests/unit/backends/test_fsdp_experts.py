@@ -17,16 +17,13 @@ HIDDEN, WIDTH, EXPERTS = 32, 48, 4
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
 
 
-def _qwen3() -> Any:
-    return Qwen3MoeExperts(Qwen3MoeConfig(**SIZES))
-
-
-def _transposed_with_biases() -> Any:
-    return GptOssExperts(GptOssConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS))
-
-
-def _without_gate() -> Any:
-    return NemotronHExperts(NemotronHConfig(hidden_size=HIDDEN, moe_intermediate_size=WIDTH, n_routed_experts=EXPERTS))
+GPT_OSS = GptOssConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS)
+NEMOTRON = NemotronHConfig(hidden_size=HIDDEN, moe_intermediate_size=WIDTH, n_routed_experts=EXPERTS)
+KINDS: dict[str, Callable[[], Any]] = {
+    "gated": lambda: Qwen3MoeExperts(Qwen3MoeConfig(**SIZES)),
+    "transposed, with biases": lambda: GptOssExperts(GPT_OSS),
+    "without gate": lambda: NemotronHExperts(NEMOTRON),
+}
 
 
 def _result(module: Any, name: str, *inputs: Tensor) -> list[Tensor]:
@@ -37,7 +34,7 @@ def _result(module: Any, name: str, *inputs: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), [hidden, shares, *module.parameters()])]
 
 
-@pytest.mark.parametrize("make", [_qwen3, _transposed_with_biases, _without_gate])
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("idle", [None, 0, 3])
 def test_experts_compute_the_same_as_transformers_loop(make: Callable[[], Any], idle: int | None) -> None:
     experts.register()
