@@ -73,7 +73,8 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.agent.is_set and not config.supervised:
         require_token_ratios(config)
     lock = stack.enter_context(RunLock(config.run_dir))
-    checkpoint, tokenizer = find_checkpoint(config), load_tokenizer(config.model.path)
+    checkpoint = find_checkpoint(config)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     damaged: dict[Path, str] = {}
     while True:
         try:

@@ -8,10 +8,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from backends.common.hugging_face.directory import copy_companions
 from slime_like.config import DataConfig
 from slime_like.data.encoding import RowEncoder
 from slime_like.data.prompts import Prompt, PromptSource
@@ -417,6 +419,58 @@ def test_a_tokenizer_that_is_missing_or_damaged(tmp_path: Path, rejects: Rejects
     with pytest.raises(DataError) as caught:
         load_tokenizer(tmp_path / "model")
     assert caught.value.code == "damaged-tokenizer"
+
+
+_OWN_CODE = """
+from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+class Own(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "letters.ranks"}
+
+    def __init__(self, vocab_file, **kwargs):
+        self.letters = Path(vocab_file).read_text()
+        super().__init__(**kwargs)
+
+    vocab_size = property(lambda self: len(self.letters))
+
+    def get_vocab(self):
+        return {letter: rank for rank, letter in enumerate(self.letters)}
+
+    def _tokenize(self, text, **_):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.letters.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self.letters[index]
+"""
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("mapped", ["own.Own", ["own.Own", None], [None, "own.Own"]])
+def test_a_tokenizer_in_the_checkpoints_code_is_loaded_if_trusted_and_exported(
+    tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch, where: str, mapped: str | list[str | None]
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, export = tmp_path / "model", tmp_path / "export"
+    TOKENIZER.save_pretrained(model)
+    (model / "own.py").write_text(_OWN_CODE)
+    (model / "letters.ranks").write_text("zyxcba")
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    raw = json.loads((model / where).read_text())
+    (model / where).write_text(json.dumps({**raw, "auto_map": {"AutoTokenizer": mapped}}))
+    with rejects(DataError, "tokenizer-code"):
+        load_tokenizer(model)
+    export.mkdir()
+    copy_companions(model, export, torch.float32)
+    assert not (export / "model.safetensors").exists()
+    for directory in (model, export):
+        tokenizer = load_tokenizer(directory, trust_remote_code=True)
+        assert tokenizer.encode("abz", add_special_tokens=False) == [5, 4, 0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
