@@ -135,6 +135,8 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
     async_save: bool = False
     """Write checkpoints during training."""
+    override: tuple[Literal["schedule", "data"], ...] = ()
+    """Changes that a resumed run accepts. Changed data begin with a new epoch."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
 

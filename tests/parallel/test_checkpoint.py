@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from backends.fsdp.optimizer import learning_rate
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
@@ -259,6 +260,13 @@ def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]
         return [_error_of(lambda directory=directory: trainer.load(directory)) for directory in directories]
 
 
+def _rate_after_load(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[int, float]:
+    """Return the number of updates and the learning rate of the last one."""
+    with running(placement, config) as trainer:
+        trainer.load(directory)
+        return trainer.optimizer.scheduler.num_steps, trainer.optimizer.learning_rate
+
+
 def _error_of(action: Callable[[], object]) -> str:
     with pytest.raises(CheckpointError) as caught:
         action()
@@ -351,6 +359,13 @@ def test_loading_is_rejected(saved_by: SavedBy, tmp_path: Path) -> None:
     longer = config.model_copy(update={"steps": 30})
     ((message,),) = run_ranks(_errors, 1, tmp_path / "longer", longer, [whole])
     assert "another learning-rate schedule: lr_decay_steps 20 (now 30)" in message
+    overridden = longer.model_copy(
+        update={"checkpoint": longer.checkpoint.model_copy(update={"override": ("schedule",)})}
+    )
+    ((updates, rate),) = run_ranks(_rate_after_load, 1, tmp_path / "overridden", overridden, whole)
+    assert updates > 0
+    assert rate == pytest.approx(learning_rate(longer, updates), rel=1e-9)
+    assert rate != pytest.approx(learning_rate(config, updates), rel=1e-3)
 
 
 @pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])

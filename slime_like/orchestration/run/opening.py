@@ -167,13 +167,16 @@ class _Base:
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
         """Return the training prompts, at the checkpoint's position if there is one. It must contain ``files``."""
         data, seed = self.config.data, self.config.seed
+        change = "data" in self.config.checkpoint.override
         if need_responses:
             stops = () if data.messages_key is None else stop_tokens(self.config)
             excess = TokenBudget(self.config.trainer).excess
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess)
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
             keep_messages = self.config.rollout.agent.is_set
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, keep_messages=keep_messages)
+            prompts = PromptSource(
+                data.train, self.tokenizer, data, seed, keep_messages=keep_messages, may_change=change
+            )
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

@@ -198,6 +198,31 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path, file: Path, rejects
     PromptSource([moved], TOKENIZER, CONFIG, seed=0).load_state_dict(state)
 
 
+def test_changed_data_begin_with_a_new_epoch_if_they_may_change(tmp_path: Path, file: Path, rejects: Rejects) -> None:
+    """A later resume has the same order, with the permission or without."""
+    before = PromptSource([file], TOKENIZER, CONFIG, seed=0)
+    before.next(13)
+    more = write_rows(tmp_path / "more.jsonl", [*SUMS, {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    source = PromptSource([more], TOKENIZER, CONFIG, seed=0, may_change=True)
+    source.load_state_dict(before.state_dict())
+    first = source.next(5)
+    state = json.loads(json.dumps(source.state_dict()))
+    epoch = [*first, *source.next(7)]
+    assert [prompt.group_id for prompt in epoch] == list(range(13, 25))
+    assert sorted(prompt.row for prompt in epoch) == list(range(12))
+    assert {prompt.epoch for prompt in epoch} == {2}
+    for may_change in (False, True):
+        resumed = PromptSource([more], TOKENIZER, CONFIG, seed=0, may_change=may_change)
+        resumed.load_state_dict(state)
+        assert resumed.next(7) == epoch[5:]
+    old = {key: value for key, value in before.state_dict().items() if key != "skipped"}
+    same = PromptSource([file], TOKENIZER, CONFIG, seed=0)
+    same.load_state_dict(old)
+    assert same.next(3) == before.next(3)
+    with rejects(DataError, "data-changed"):
+        PromptSource([more], TOKENIZER, CONFIG, seed=1, may_change=True).load_state_dict(before.state_dict())
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """Ten sums, three questions of GSM8K and five words, with shares of 0.5, 0.3 and 0.2."""
@@ -262,6 +287,9 @@ def test_a_position_in_another_mixture_is_refused(mixture: DataConfig) -> None:
     with pytest.raises(DataError) as caught:
         PromptSource(mixture.mixture[0].files, TOKENIZER, mixture, seed=0).load_state_dict(state)
     assert caught.value.code == "mixture-changed"
+    sums = PromptSource(mixture.mixture[0].files, TOKENIZER, mixture, seed=0, may_change=True)
+    sums.load_state_dict(state)
+    assert sums.next(1)[0].epoch == 0
     same = [source.model_copy(update={"weight": 2 * source.weight}) for source in mixture.mixture]
     PromptSource((), TOKENIZER, mixture.model_copy(update={"mixture": tuple(same)}), seed=0).load_state_dict(state)
 
