@@ -43,11 +43,9 @@ def budget_problems(config: RunConfig) -> Iterator[str]:
 def _yarn_remedy(dimensions: ModelDimensions) -> str:
     """Return the other remedy for YaRN: engines serve ``max_position_embeddings`` and don't apply the factor to it."""
     scaling = dimensions.rope_scaling or {}
-    if scaling.get("rope_type") != "yarn":
-        return ""
-    original = scaling["original_max_position_embeddings"]
-    reach = int(original * scaling["factor"])
-    if reach <= dimensions.max_position_embeddings:
+    original = scaling.get("original_max_position_embeddings", 0)
+    reach = int(original * scaling.get("factor", 0))
+    if scaling.get("rope_type") != "yarn" or reach <= dimensions.max_position_embeddings:
         return ""
     written = f"max_position_embeddings: {reach} and original_max_position_embeddings: {original}"
     return f", or for the whole range of YaRN write {written} to the model's config.json"

@@ -102,14 +102,12 @@ def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"{key}={given!r} must be an object")
     parameters = dict(given)
-    old = parameters.pop("type", "default")
-    kind = parameters.setdefault("rope_type", old)
+    kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
     theta = parameters.pop("rope_theta", None) or raw.get("rope_theta", 10_000.0)
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise UnsupportedError(f"rope scaling {kind!r} is not one of {', '.join(_SCALINGS)}")
     if _ORIGINAL in _SCALINGS[kind]:
-        original = raw.get(_ORIGINAL) or parameters.get(_ORIGINAL)
-        parameters[_ORIGINAL] = _count(raw, _CONTEXT) if original is None else original
+        parameters[_ORIGINAL] = raw.get(_ORIGINAL) or parameters.get(_ORIGINAL) or _count(raw, _CONTEXT)
     for name in _SCALINGS[kind]:
         _number(parameters, name)
     return {

@@ -35,7 +35,7 @@ class WorkerEnded(Exception):
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, in which clients call services on this host without a proxy."""
+    """Return this process's environment, with calls to this host that bypass any proxy."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     direct = ",".join(filter(None, (given, "localhost,127.0.0.1,::1")))
     return {**os.environ, "no_proxy": direct, "NO_PROXY": direct}

@@ -288,10 +288,13 @@ def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written,
         assert gaps.max() < (1e-5 if dtype == "float32" else 0.1), gaps
     assert "belongs to another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
-    accepted = late.model_copy(update={"checkpoint": late.checkpoint.model_copy(update={"override": ("schedule",)})})
+    halved = late.model_dump()
+    halved["checkpoint"]["override"] = ["schedule"]
+    halved["trainer"]["optimizer"]["lr"] /= 2
+    accepted = RunConfig.model_validate(halved)
     ((updates, rate),) = run_ranks(_rate_after_load, 1, tmp_path / "accepted", accepted, root / "whole")
     assert updates > 0
-    assert rate == pytest.approx(learning_rate(late, updates), rel=1e-9)
+    assert rate == pytest.approx(learning_rate(late, updates) / 2, rel=1e-9)
 
 
 def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None:

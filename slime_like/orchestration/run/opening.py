@@ -173,10 +173,8 @@ class _Base:
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
-            keep_messages = self.config.rollout.agent.is_set
-            prompts = PromptSource(
-                data.train, self.tokenizer, data, seed, keep_messages=keep_messages, may_change=change
-            )
+            keep = self.config.rollout.agent.is_set
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, keep_messages=keep, may_change=change)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

@@ -155,11 +155,9 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _evaluated(number: Any) -> Any:
-    from sympy.core.evalf import PrecisionExhausted
-
     try:
         return number.evalf(strict=True)
-    except PrecisionExhausted:  # sqrt(2)^2 - 2: every digit cancels
+    except ArithmeticError:  # sympy's PrecisionExhausted, as for sqrt(2)^2 - 2: every digit cancels
         return number.evalf(chop=1e-60)
 
 

@@ -158,13 +158,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
-
-
 def _opener(url: str) -> urllib.request.OpenerDirector:
     """Return an opener that calls services on this host directly. A proxy elsewhere cannot reach them."""
-    direct = [urllib.request.ProxyHandler({})] if _LOOPBACK.fullmatch(urlsplit(url).hostname or "") else []
-    return urllib.request.build_opener(_NoRedirect, *direct)
+    is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(url).hostname or "")
+    return urllib.request.build_opener(_NoRedirect, *([urllib.request.ProxyHandler({})] if is_local else []))
 
 
 def _post(
