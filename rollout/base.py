@@ -1,7 +1,7 @@
 """Bookkeeping that all engines share: requests, pauses, sleep, state of the weights."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Literal, TypeVar
 
@@ -129,10 +129,13 @@ class EngineBase(EngineHooks[Running]):
         """Return the running engine. Raises ``EngineError`` if it may not sample now."""
         running = self._alive()
         self._state.require_serving()
-        if self._asleep:
-            parts = ", ".join(sorted(self._asleep))
-            raise EngineError(f"{self._name} is asleep ({parts})", code="engine-asleep", remedy="call wake first")
+        self._require_awake(self._asleep)
         return running
+
+    def _require_awake(self, parts: Collection[str]) -> None:
+        if asleep := sorted(self._asleep.intersection(parts)):
+            problem = f"{self._name} is asleep ({', '.join(asleep)})"
+            raise EngineError(problem, code="engine-asleep", remedy="call wake first")
 
     @asynccontextmanager
     async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
@@ -169,6 +172,7 @@ class EngineBase(EngineHooks[Running]):
     async def begin_update(self, version: int) -> None:
         """Open an update. Running requests are frozen until it is finished, unless the caller has already paused."""
         self._alive()
+        self._require_awake(("weights",))
         if not self._paused:
             await self.pause("keep")
             self._resume_after_update = True
@@ -177,11 +181,13 @@ class EngineBase(EngineHooks[Running]):
 
     async def update(self, bucket: BucketMetadata) -> None:
         self._alive()
+        self._require_awake(("weights",))
         self._state.check_bucket(bucket.entries)
         await self._sync_call("update", self._update(bucket))
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         self._alive()
+        self._require_awake(("weights",))
         received, hash_s = await self._sync_call("finish_update", self._received())
         self._state.check_complete(version, received)
         await self._sync_call("finish_update", self._finish_update(version))

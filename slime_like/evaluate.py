@@ -38,7 +38,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
         SlimeLikeError: in one sentence; all processes have ended.
     """
     config = engines_alone(config)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     datasets = held_out(config, tokenizer)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
@@ -58,7 +58,8 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
 
 def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -> None:
     """Write the responses as JSONL, one row each, with the columns of the held-out table except the step."""
-    rows = held_out_rows(0, result.samples, load_tokenizer(config.model.path).decode)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    rows = held_out_rows(0, result.samples, tokenizer.decode)
     with whole_file(output) as file:
         for row in rows:
             del row["Step"]

@@ -65,7 +65,8 @@ class FsdpState(TrainerState):
         """
         opened = self._open(directory)
         common, now = opened.common, self._config.schedule
-        require_schedule(directory, common["schedule"], now, sorted(common["schedule"].keys() | now.keys()))
+        if "schedule" not in self._config.checkpoint.override:
+            require_schedule(directory, common["schedule"], now, sorted(common["schedule"].keys() | now.keys()))
         state = checkpoint.training_state(self.model, self.optimizer)
         learned = {name: value for name, value in state.items() if not name.startswith(checkpoint.RANDOM)}
         opened.require(learned)

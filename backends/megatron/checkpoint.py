@@ -54,11 +54,16 @@ def plan_checkpoint(
     return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, copies)
 
 
-def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer) -> None:
+def load_checkpoint(
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer, any_schedule: bool = False
+) -> None:
     """Read in place what a writer of ``plan_checkpoint`` wrote. Collective over the world.
 
     The same layout restores everything bit for bit, including random state. Another layout restores weights, optimizer
     and schedule; random states belong to the ranks of the old layout and are not restored.
+
+    Args:
+        any_schedule: continue in the configured schedule, even if it differs from the saved one.
 
     Raises:
         CheckpointError: no checkpoint there, damaged, of another model, or with another learning-rate schedule.
@@ -79,7 +84,7 @@ def load_checkpoint(directory: Path, model_chunks: Sequence[GPTModel], optimizer
     if not optimizer.is_distributed:  # the distributed optimizer's state was read in place
         optimizer.megatron.load_state_dict(loaded["optimizer"])
     _set_adam_step(optimizer, loaded["adam_step"])
-    _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"])
+    _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"], any_schedule)
     if same_layout:
         _set_random_state(loaded["random"])
 
@@ -162,12 +167,12 @@ def _read_common(directory: Path, model_chunks: Sequence[GPTModel]) -> tuple[Che
     return together(read, f"reading {directory}", next(model_chunks[0].parameters()).device)
 
 
-def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any]) -> None:
-    """Restore the saved position in the *configured* schedule, which must equal the saved schedule."""
+def _restore_schedule(directory: Path, scheduler: Any, saved: dict[str, Any], any_schedule: bool) -> None:
+    """Restore the saved position in the *configured* schedule, which must equal the saved schedule by default."""
     now = scheduler.state_dict()
     # A constant rate does not depend on the run's end, so such a run may be extended.
     free = {"num_steps", "lr_decay_steps"} if now["lr_decay_style"] == "constant" else {"num_steps"}
-    require_schedule(directory, saved, now, [key for key in now if key not in free])
+    require_schedule(directory, saved, now, [] if any_schedule else [key for key in now if key not in free])
     scheduler.num_steps = 0
     scheduler.step(increment=saved["num_steps"])
 

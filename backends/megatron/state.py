@@ -52,7 +52,8 @@ class MegatronState(TrainerState):
         checkpoint.save_weights(directory, self.chunks)
 
     def load(self, directory: Path) -> None:
-        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer)
+        any_schedule = "schedule" in self._config.checkpoint.override
+        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer, any_schedule)
 
     def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
         return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, copies)

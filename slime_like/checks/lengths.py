@@ -16,21 +16,23 @@ def stop_token_problems(config: RunConfig, dimensions: ModelDimensions) -> Itera
 
 def length_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     most, longest = dimensions.max_position_embeddings, config.rollout.max_model_len
+    extended = _yarn_remedy(dimensions)
     responses = {"rollout": config.rollout.max_new_tokens}
     if config.evaluation.files and config.evaluation.max_new_tokens is not None:
         responses["evaluation"] = config.evaluation.max_new_tokens
     for section, response in responses.items():
-        yield from _too_long(config, section, response, "rollout.max_model_len", config.max_model_len)
-        yield from _too_long(config, section, response, "the model's max_position_embeddings", most)
+        yield from _too_long(config, section, response, "rollout.max_model_len", config.max_model_len, ", or raise it")
+        yield from _too_long(config, section, response, "the model's max_position_embeddings", most, extended)
     if longest is not None and longest > most:
-        yield f"rollout.max_model_len={longest} is more than the model's max_position_embeddings; use at most {most}"
+        problem = f"rollout.max_model_len={longest} is more than the model's max_position_embeddings"
+        yield f"{problem}; use at most {most}{extended}"
 
 
 def budget_problems(config: RunConfig) -> Iterator[str]:
     """Check the token budget. Rows of an agent may be as long as the engine's longest sequence."""
     longest, budget = config.max_model_len, config.trainer.target_tokens_per_batch
     if not config.rollout.agent.is_set:
-        yield from _too_long(config, "rollout", config.rollout.max_new_tokens, _BUDGET, budget)
+        yield from _too_long(config, "rollout", config.rollout.max_new_tokens, _BUDGET, budget, ", or raise it")
     elif longest > budget:
         yield (
             f"rollout.max_model_len={longest} is more than {_BUDGET}={budget}, which must hold an agent's whole "
@@ -38,10 +40,20 @@ def budget_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _too_long(config: RunConfig, section: str, response: int, what: str, limit: int) -> Iterator[str]:
+def _yarn_remedy(dimensions: ModelDimensions) -> str:
+    """Return the other remedy for YaRN: engines serve ``max_position_embeddings`` and don't apply the factor to it."""
+    scaling = dimensions.rope_scaling or {}
+    original = scaling.get("original_max_position_embeddings", 0)
+    reach = int(original * scaling.get("factor", 0))
+    if scaling.get("rope_type") != "yarn" or reach <= dimensions.max_position_embeddings:
+        return ""
+    written = f"max_position_embeddings: {reach} and original_max_position_embeddings: {original}"
+    return f", or for the whole range of YaRN write {written} to the model's config.json"
+
+
+def _too_long(config: RunConfig, section: str, response: int, what: str, limit: int, otherwise: str) -> Iterator[str]:
     prompt = config.data.max_prompt_tokens
     if prompt + response > limit:
-        otherwise = "" if what.startswith("the model") else ", or raise it"
         yield (
             f"data.max_prompt_tokens={prompt} and {section}.max_new_tokens={response} make {prompt + response} tokens, "
             f"more than {what}={limit}; lower them{otherwise}"

@@ -15,7 +15,7 @@ from slime_like.config.trainer import ParallelConfig
 class ModelConfig(Section):
     """The initial policy. Its dimensions are read from the checkpoint's ``config.json``."""
 
-    path: Path = Field(description="Hugging Face checkpoint directory of the initial policy.")
+    path: Path = Field(description="Hugging Face checkpoint of the initial policy: directory or hub id.")
     weights: Path | None = None
     """Checkpoint with the policy's weights, from `slime-like convert to-megatron` or a run's checkpoints/step-N."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -54,7 +54,7 @@ class DataConfig(Section):
 
     train: tuple[Path, ...] = ()
     """Training data: .jsonl, .parquet or .arrow files, patterns, or directories that Hugging Face's `datasets`
-    saved."""
+    saved. owner/name[@revision][/files] is a hub id."""
     mixture: tuple[DataSource, ...] = ()
     """Several sources instead of `train`, each with a relative share of the prompts."""
     format: DataFormat = "keys"
@@ -135,6 +135,8 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
     async_save: bool = False
     """Write checkpoints during training."""
+    override: tuple[Literal["schedule", "data"], ...] = ()
+    """Changes that a resumed run accepts. Changed data begin with a new epoch."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
 
 

@@ -55,6 +55,7 @@ class _Rows:
         self._rows, self._seed = rows, seed
         self._order = (-1, np.arange(len(rows)))
         self.issued = 0
+        self.skipped = 0  # when the data changed, the rest of the epoch
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -64,7 +65,7 @@ class _Rows:
 
     def next(self) -> tuple[int, int, EncodedRow]:
         """Return epoch, index and row."""
-        epoch, position = divmod(self.issued, len(self._rows))
+        epoch, position = divmod(self.issued + self.skipped, len(self._rows))
         if self._seed is not None and epoch != self._order[0]:
             first, *others = self._seed
             self._order = (epoch, np.random.default_rng([first, epoch, *others]).permutation(len(self._rows)))
@@ -89,6 +90,7 @@ class PromptSource:
             token.
         excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
         keep_messages: whether prompts keep their chat messages, for agents.
+        may_change: whether a state of other data is accepted. Every source then begins a new epoch.
 
     Attributes:
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
@@ -108,7 +110,9 @@ class PromptSource:
         stop_token_ids: Sequence[int] = (),
         excess: Callable[[int], str | None] = lambda _: None,
         keep_messages: bool = False,
+        may_change: bool = False,
     ) -> None:
+        self._may_change = may_change
         parts = [config.model_copy(update={"train": tuple(files), "mixture": ()})] if files else config.parts
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
@@ -158,30 +162,36 @@ class PromptSource:
             "num_rows": self.num_rows,
             "files": self._digests,
             "mixture": self._mixture,
+            "skipped": [source.skipped for source in self._sources],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume exactly where ``state_dict`` was taken.
 
         Raises:
-            DataError: the mixture, the files (by content), the seed or the selection of rows differ.
+            DataError: the mixture, the files (by content), the seed or the selection of rows differ, and may not.
         """
         here, files = self.state_dict(), zip(self._files, self._digests, state["files"], strict=False)
         changed = [file for file, digest, before in files if digest != before] or self._files
+        others = [key for key in _IDENTITY if state[key] != here[key]]
         for key, what in _IDENTITY.items():
-            if state[key] != here[key]:
+            if key in others and (key == "seed" or not self._may_change):
+                accept = "" if key == "seed" else "set checkpoint.override: [data], "
                 then, now = _listed(state[key]), _listed(here[key])
                 raise DataError(
                     f"{what} differ from the checkpoint's ({then} then, {now} now), so its position means nothing here",
                     code="mixture-changed" if key == "mixture" else "data-changed",
                     who=", ".join(map(str, changed)),
-                    remedy="restore them, or start a new run (resume: never)",
+                    remedy=f"restore them, {accept}or start a new run (resume: never)",
                 )
         self._issued = array("H")
         for source in self._sources:
             source.issued = 0
         for _ in range(int(state["issued"])):
             self._choose().issued += 1
+        earlier = state.get("skipped", [0] * len(self._sources))  # older checkpoints have none
+        for source, skipped in zip(self._sources, earlier, strict=not others):
+            source.skipped = -source.issued % len(source) if others else skipped
 
     def _choose(self) -> _Rows:
         """Return the source of the next prompt."""

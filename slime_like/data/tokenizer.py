@@ -6,22 +6,32 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import DataError
+from slime_like.models.special_tokens import own_tokenizer
 
 
-def load_tokenizer(path: Path) -> Any:
-    """Load the tokenizer of a checkpoint directory. Nothing is downloaded, and no code of the checkpoint runs.
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a checkpoint directory. Nothing is downloaded.
+
+    Args:
+        trust_remote_code: run the checkpoint's own tokenizer, if it has one.
 
     Raises:
-        DataError: there is no tokenizer, or it cannot be read.
+        DataError: there is no tokenizer, it cannot be read, or its code is not trusted.
     """
     if problem := missing_tokenizer(path):
         raise DataError(problem, code="no-tokenizer")
     try:
-        return _tokenizer_class(Path(path)).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        code = own_tokenizer(Path(path))
+        if code is None or trust_remote_code:
+            kind = _tokenizer_class(Path(path), code)
+            return kind.from_pretrained(str(path), local_files_only=True, trust_remote_code=code is not None)
     except Exception as error:  # damaged files raise whatever the parser met first
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         problem, remedy = f"its tokenizer cannot be loaded ({said})", "copy the checkpoint's files again"
         raise DataError(problem, code="damaged-tokenizer", who=str(path), remedy=remedy) from error
+    # Another tokenizer with the same files would give other ids.
+    problem, remedy = f"its tokenizer is its own code ({code})", "set model.trust_remote_code: true if you trust it"
+    raise DataError(problem, code="tokenizer-code", who=str(path), remedy=remedy)
 
 
 def missing_tokenizer(path: Path) -> str | None:
@@ -48,11 +58,18 @@ def template_fault(error: Exception) -> tuple[str, str]:
     return str(error), "correct the messages, or give model.path another chat template"
 
 
-def _tokenizer_class(path: Path) -> Any:
-    """Return the generic class if the checkpoint names it. ``AutoTokenizer`` finds all others, but imports every model
-    and torch's compiler, which takes seconds."""
+def _tokenizer_class(path: Path, code: str | None) -> Any:
+    """Return the checkpoint's own class, or the generic one if the checkpoint names it.
+
+    ``AutoTokenizer`` finds all others, but imports every model and torch's compiler, which takes seconds. It ignores
+    the code of a checkpoint of a known family.
+    """
+    if code is not None:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(code, str(path), local_files_only=True)
     named = json.loads((path / "tokenizer_config.json").read_text())
-    if named.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in named:
+    if named.get("tokenizer_class") == "TokenizersBackend":
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

@@ -12,8 +12,8 @@ import transformers
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import write_random_weights
 from slime_like.models.dimensions import OTHER, ModelDimensions
+from slime_like.models.special_tokens import tokenizer_files
 
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 _HEAD_DIM = 32
 _HIDDEN = 128
 _COMMON = 3.0
@@ -66,9 +66,8 @@ def make_look_alike(
         generation or transformers.GenerationConfig.from_model_config(config),
         lambda made: _sample_often(made, list(ends)) if ends else None,
     )
-    for pattern in _TOKENIZER_FILES if with_vocabulary else ():
-        for file in model.glob(pattern):
-            shutil.copy(file, directory)
+    for file in tokenizer_files(model) if with_vocabulary else ():
+        shutil.copy(file, directory)
 
 
 @torch.no_grad()

@@ -184,7 +184,7 @@ class RolloutEngine(Protocol):
         """Join the weight transport before the first update."""
 
     async def begin_update(self, version: int) -> None:
-        """Open an update to ``version``."""
+        """Open an update to ``version``. Fails while the weights are asleep."""
 
     async def update(self, bucket: BucketMetadata) -> None:
         """Fetch one bucket, hash the received bytes, and load it."""

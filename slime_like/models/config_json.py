@@ -68,11 +68,12 @@ def _shape(raw: dict[str, Any], feed_forward: int | None = None) -> dict[str, in
     }
 
 
+_CONTEXT, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _SCALINGS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
 }
 """Supported scalings of rotary embedding, and the parameters each one requires."""
 
@@ -81,11 +82,18 @@ _BIASED_OUTPUT = ("llama", "qwen3", "qwen3_moe")
 
 
 def rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Read either spelling: ``rope_theta`` with ``rope_scaling``, or transformers 5's ``rope_parameters``."""
+    """Read either spelling: ``rope_theta`` with ``rope_scaling``, or transformers 5's ``rope_parameters``.
+
+    What is absent has transformers' value: a base of 10,000, and ``max_position_embeddings`` as the original length.
+    Engines serve a linear scaling's factor times ``max_position_embeddings``; for YaRN, this number as it is.
+    """
     readings = [_rope(raw, key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [_rope(raw, "")]
     if readings[0] != readings[-1]:
         # transformers then reads rope_scaling, and loses the rope_theta in rope_parameters
         raise ValueError("rope_parameters and rope_scaling contradict each other; keep one, with its rope_theta")
+    scaling = readings[0]["rope_scaling"]
+    if scaling is not None and scaling["rope_type"] == "linear":
+        return readings[0] | {"max_position_embeddings": int(_count(raw, _CONTEXT) * scaling["factor"])}
     return readings[0]
 
 
@@ -94,13 +102,18 @@ def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"{key}={given!r} must be an object")
     parameters = dict(given)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    theta = _number({"rope_theta": parameters.pop("rope_theta", None) or raw.get("rope_theta")}, "rope_theta")
+    kind = parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    theta = parameters.pop("rope_theta", None) or raw.get("rope_theta", 10_000.0)
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise UnsupportedError(f"rope scaling {kind!r} is not one of {', '.join(_SCALINGS)}")
+    if _ORIGINAL in _SCALINGS[kind]:
+        parameters[_ORIGINAL] = raw.get(_ORIGINAL) or parameters.get(_ORIGINAL) or _count(raw, _CONTEXT)
     for name in _SCALINGS[kind]:
         _number(parameters, name)
-    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else parameters}
+    return {
+        "rope_theta": _number({"rope_theta": theta}, "rope_theta"),
+        "rope_scaling": None if kind == "default" else parameters,
+    }
 
 
 def features(raw: dict[str, Any], family: str) -> dict[str, Any]:

@@ -1,7 +1,37 @@
-"""Special tokens of a tokenizer as text."""
+"""A tokenizer's files, its own code, and its special tokens as text."""
 
 import re
+from pathlib import Path
 from typing import Any
+
+from slime_like.models.config_json import read_object
+
+_SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
+"""Patterns of the files that tokenizers of transformers read."""
+
+_OTHER = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx|md|index\.json)|(generation_)?config\.json|\..*")
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """List a checkpoint's tokenizer files. The checkpoint's own code may read any file except weights and config."""
+    files = {file for pattern in TOKENIZER_FILES for file in directory.glob(pattern)}
+    if own_tokenizer(directory):
+        files |= {file for file in directory.iterdir() if not _OTHER.fullmatch(file.name)}
+    return sorted(filter(Path.is_file, files))
+
+
+def own_tokenizer(directory: Path) -> str | None:
+    """Return the class of a tokenizer that the checkpoint implements itself, as ``module.Class``."""
+    for name in ("tokenizer_config.json", "config.json"):
+        file = directory / name
+        mapped = read_object(file).get("auto_map") if file.is_file() else None
+        found = mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped
+        # A pair of a slow and a fast class, either of which may be null.
+        found = next(filter(None, reversed(found)), None) if isinstance(found, list) else found
+        if found:
+            return str(found)
+    return None
 
 
 def special_token_pattern(tokenizer: Any) -> re.Pattern[str]:

@@ -68,6 +68,9 @@ def weight_files(directory: Path) -> list[Path]:
     index, single = directory / INDEX, directory / SINGLE
     if not index.is_file():
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        if not files and (other := next(directory.glob("pytorch_model*.bin"), None)):
+            remedy = "save them again with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            raise WeightFilesError(f"{other}: weights are read from *.safetensors files only; {remedy}")
         if not files:
             raise _damaged(f"{directory} contains no *.safetensors file, so the model has no weights")
         return files

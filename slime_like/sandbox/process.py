@@ -34,6 +34,13 @@ class WorkerEnded(Exception):
         super().__init__(reason)
 
 
+def _environment() -> dict[str, str]:
+    """Return this process's environment, with calls to this host that bypass any proxy."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    direct = ",".join(filter(None, (given, "localhost,127.0.0.1,::1")))
+    return {**os.environ, "no_proxy": direct, "NO_PROXY": direct}
+
+
 class WorkerProcess:
     """A running process. Its pipes belong to the running event loop.
 
@@ -52,6 +59,7 @@ class WorkerProcess:
             stderr=self._log,
             bufsize=0,
             start_new_session=True,  # a separate process group, so its children end with it
+            env=_environment(),
         )
         self._replies = asyncio.StreamReader(limit=sys.maxsize)  # messages can have any length
         self._reader: asyncio.BaseTransport | None = None

@@ -224,6 +224,8 @@ def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts
         ended = (await asyncio.wait_for(running, ENDS_S))[0]
         with pytest.raises(EngineError, match="is asleep"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
+        with pytest.raises(EngineError, match=r"is asleep \(weights\)"):
+            await engine.engine.begin_update(engine.version + 1)
         await engine.engine.wake(("weights",))
         await engine.engine.begin_update(engine.version + 1)  # fails, as if another engine had died
         await engine.engine.sleep()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from backends.fsdp.optimizer import learning_rate
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
@@ -259,6 +260,13 @@ def _errors(placement: RankPlacement, config: RunConfig, directories: list[Path]
         return [error_of(trainer.load, directory) for directory in directories]
 
 
+def _rate_after_load(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[int, float]:
+    """Return the number of updates and the learning rate of the last one."""
+    with running(placement, config) as trainer:
+        trainer.load(directory)
+        return trainer.optimizer.scheduler.num_steps, trainer.optimizer.learning_rate
+
+
 def error_of(action: Callable[..., object], *arguments: object) -> str:
     with pytest.raises(CheckpointError) as caught:
         action(*arguments)
@@ -351,6 +359,13 @@ def test_loading_is_rejected(saved_by: SavedBy, tmp_path: Path) -> None:
     longer = config.model_copy(update={"steps": 30})
     ((message,),) = run_ranks(_errors, 1, tmp_path / "longer", longer, [whole])
     assert "another learning-rate schedule: lr_decay_steps 20 (now 30)" in message
+    halved = longer.model_dump()
+    halved["checkpoint"]["override"] = ["schedule"]
+    halved["trainer"]["optimizer"]["lr"] /= 2
+    overridden = RunConfig.model_validate(halved)
+    ((updates, rate),) = run_ranks(_rate_after_load, 1, tmp_path / "overridden", overridden, whole)
+    assert updates == 2
+    assert rate == pytest.approx(learning_rate(config, updates) / 2, rel=1e-9)  # of the warm-up
 
 
 @pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])

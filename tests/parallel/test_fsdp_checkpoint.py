@@ -19,6 +19,7 @@ from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
 from backends.fsdp.converter import FsdpConverter
+from backends.fsdp.optimizer import learning_rate
 from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
@@ -75,6 +76,16 @@ def _shift_biases(trainer: FsdpTrainer) -> None:
     """Change routers' biases, which no step changes, so that saving and loading them shows."""
     for bias in trainer.model.kept_by_name().values():
         bias += torch.arange(len(bias))
+
+
+def _rate_after_load(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[int, float]:
+    """Return the number of updates and the learning rate of the last one."""
+    trainer = FsdpTrainer(config, placement)
+    trainer.setup()
+    trainer.load(directory)
+    found = trainer.optimizer.updates, trainer.optimizer.learning_rate
+    trainer.shutdown()
+    return found
 
 
 def _flipped(content: bytes, position: int) -> bytes:
@@ -226,6 +237,13 @@ def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written,
         assert gaps.max() < (1e-5 if dtype == "float32" else 0.1), gaps
     assert "belongs to another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
+    halved = late.model_dump()
+    halved["checkpoint"]["override"] = ["schedule"]
+    halved["trainer"]["optimizer"]["lr"] /= 2
+    accepted = RunConfig.model_validate(halved)
+    ((updates, rate),) = run_ranks(_rate_after_load, 1, tmp_path / "accepted", accepted, root / "whole")
+    assert updates > 0
+    assert rate == pytest.approx(learning_rate(late, updates) / 2, rel=1e-9)
 
 
 def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None:

@@ -47,5 +47,5 @@ def require_schedule(directory: Path, saved: Mapping[str, Any], now: Mapping[str
             f"was trained with another learning-rate schedule: {', '.join(differing)}",
             code="checkpoint-schedule",
             who=str(directory),
-            remedy="use the same steps and trainer.optimizer settings",
+            remedy="use the same steps and trainer.optimizer settings, or set checkpoint.override: [schedule]",
         )

@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import all_fields
+from slime_like.config.reading.hub import with_snapshots
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem
@@ -27,7 +28,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
     """Read ``path`` if there is one, apply the flags in order, and validate.
 
     Relative paths are relative to the current directory, in the file and in flags. All paths of the result are
-    absolute.
+    absolute. Ids of the Hugging Face hub become paths of downloaded snapshots.
 
     Args:
         path: YAML file; ``None`` starts from the defaults.
@@ -51,7 +52,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
-        config = RunConfig.model_validate(data)
+        config = RunConfig.model_validate(with_snapshots(data))
     except ValidationError as error:
         found = describe(error.errors())
         problems += [problem for problem in found if problem.field not in undecided]

@@ -57,7 +57,7 @@ class EngineActor:
         config, index = self._config, self._index
         if not (config.rollout.environment.name is not None or config.rollout.agent.is_set):
             return
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.model.trust_remote_code)
         if config.rollout.agent.is_set:
             logs = self._logs, f"agent-{index}"
             self._conversations = AgentRollouts(config, tokenizer, self._sample, self._version, logs)

@@ -146,15 +146,16 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         raise ConfigError(problem)
     has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
     if has_finished and _lies_in_run_dir(config, checkpoint):
-        longer = "" if config.trainer.optimizer.depends_on_length else "raise steps, "
+        with_override = " with checkpoint.override: [schedule]" if config.trainer.optimizer.depends_on_length else ""
         raise ConfigError(
             f"steps={config.steps}: the run in {config.run_dir} has finished {counted(checkpoint.step, 'step')}; "
-            f"{longer}set another run_dir, or set resume: never to start over"
+            f"raise steps{with_override}, set another run_dir, or set resume: never to start over"
         )
-    if changed := _changed_schedule(checkpoint, config):
+    may_change = "schedule" in config.checkpoint.override
+    if changed := [] if may_change else _changed_schedule(checkpoint, config):
         raise ConfigError(
             f"resume: {checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)}); "
-            "use the same settings, or start a new run from its exported model (model.path)"
+            "use the same settings, or set checkpoint.override: [schedule]"
         )
 
 

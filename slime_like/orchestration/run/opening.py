@@ -73,7 +73,8 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.agent.is_set and not config.supervised:
         require_token_ratios(config)
     lock = stack.enter_context(RunLock(config.run_dir))
-    checkpoint, tokenizer = find_checkpoint(config), load_tokenizer(config.model.path)
+    checkpoint = find_checkpoint(config)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     damaged: dict[Path, str] = {}
     while True:
         try:
@@ -166,13 +167,14 @@ class _Base:
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
         """Return the training prompts, at the checkpoint's position if there is one. It must contain ``files``."""
         data, seed = self.config.data, self.config.seed
+        change = "data" in self.config.checkpoint.override
         if need_responses:
             stops = () if data.messages_key is None else stop_tokens(self.config)
             excess = TokenBudget(self.config.trainer).excess
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess)
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
-            keep_messages = self.config.rollout.agent.is_set
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, keep_messages=keep_messages)
+            keep = self.config.rollout.agent.is_set
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, keep_messages=keep, may_change=change)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

@@ -132,13 +132,33 @@ def _is_undone(given: str, answer: str, truth: Any) -> bool:
 
 
 def _differ(truth: Any, given: Any) -> bool:
-    """Return whether small values differ. math-verify rounds them to six decimals, so 6.6e-34 would equal 9.1e-31."""
-    values = [getattr(value, "rhs", value) for value in (truth, given)]
-    if not all(getattr(value, "is_comparable", False) for value in values):
+    """Return whether small values differ. math-verify rounds them to six decimals, so 6.6e-34 would equal 9.1e-31.
+
+    So are the parts of tuples, intervals, sets and matrices.
+    """
+    truth, given = (getattr(value, "rhs", value) for value in (truth, given))
+    if parts := _parts(truth):
+        return any(map(_differ, parts, _parts(given)))
+    if not all(getattr(value, "is_comparable", False) for value in (truth, given)):
         return False
-    first, second = (value.evalf(chop=1e-60) for value in values)
+    first, second = map(_evaluated, (truth, given))
     largest = max(abs(first), abs(second))
     return bool(largest < _SMALL and abs(first - second) > _RELATIVE * largest)
+
+
+def _parts(value: Any) -> list[Any]:
+    if getattr(value, "is_FiniteSet", False):
+        return sorted(value, key=_evaluated) if all(part.is_comparable for part in value) else []
+    if getattr(value, "is_Matrix", False):
+        return list(value.flat())
+    return list(value.args) if type(value).__name__ in ("Tuple", "Interval") else []
+
+
+def _evaluated(number: Any) -> Any:
+    try:
+        return number.evalf(strict=True)
+    except ArithmeticError:  # sympy's PrecisionExhausted, as for sqrt(2)^2 - 2: every digit cancels
+        return number.evalf(chop=1e-60)
 
 
 def _tail(text: str, max_chars: int) -> str:

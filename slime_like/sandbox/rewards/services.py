@@ -158,7 +158,10 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_OPENER = urllib.request.build_opener(_NoRedirect)
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Return an opener that calls services on this host directly. A proxy elsewhere cannot reach them."""
+    is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(url).hostname or "")
+    return urllib.request.build_opener(_NoRedirect, *([urllib.request.ProxyHandler({})] if is_local else []))
 
 
 def _post(
@@ -187,9 +190,10 @@ def _post(
 
 def _posted(request: urllib.request.Request, timeout_s: float, retried: Container[int]) -> bytes:
     url, deadline = request.full_url, time.monotonic() + timeout_s
+    opener = _opener(url)
     while True:
         try:
-            with _OPENER.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
+            with opener.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
                 return reply.read(_MAX_BYTES + 1)
         except OSError as error:
             reason = error.reason if isinstance(error, URLError) else error  # it wraps the connection's error

@@ -129,7 +129,7 @@ def _export(config: RunConfig) -> Outcome:
     try:
         with without_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(path)
-        load_tokenizer(path)
+        load_tokenizer(path, config.model.trust_remote_code)
         same = ModelDimensions.from_checkpoint(path) == ModelDimensions.from_checkpoint(config.model.path)
     except (OSError, ValueError, KeyError, SlimeLikeError) as error:
         return Outcome(False, "export", f"{path} cannot be loaded ({type(error).__name__}: {error})")

@@ -70,6 +70,13 @@ def test_truncated_file(keep: int, file: Path) -> None:
     assert ([str(caught.value)], caught.value.code) == (problems, "weight-file-damaged")
 
 
+def test_weights_of_another_format_are_to_be_saved_again(file: Path) -> None:
+    file.rename(file.with_name("pytorch_model-00001-of-00002.bin"))
+    (problem,) = weight_file_problems(file.parent, ModelDimensions.from_checkpoint(file.parent))
+    assert "pytorch_model-00001-of-00002.bin" in problem
+    assert "save_pretrained" in problem
+
+
 def _in_two_files(file: Path) -> None:
     save_file({UP: load_file(file)[UP]}, file.with_name("b.safetensors"))
     file.rename(file.with_name("a.safetensors"))

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from slime_like.checks import names
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.layout import layers_per_stage
+from slime_like.checks.lengths import length_problems
 from slime_like.checks.packages import missing_flash_attention
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
@@ -431,6 +433,39 @@ def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: R
     with rejects(ConfigError, "model.family") as caught:
         require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1"]))
     assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_rotary_values_that_a_file_leaves_out_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    for scaling in ({"type": "yarn", "factor": 4.0}, {"rope_type": "linear", "type": "linear", "factor": 2.5}):
+        write_checkpoint(tmp_path, architectures=[name], rope_theta=None, rope_scaling=scaling, sliding_window=None)
+        file = tmp_path / "config.json"
+        raw = json.loads(file.read_text())
+        del raw["rope_theta"]
+        file.write_text(json.dumps(raw))
+        known = CONFIG_MAPPING[name.removesuffix("ForCausalLM").lower()].from_dict(raw)
+        found = ModelDimensions.from_checkpoint(tmp_path)
+        assert found.rope_theta == known.rope_parameters["rope_theta"] == 10_000.0
+        assert found.rope_scaling is not None
+        for key, value in found.rope_scaling.items():
+            assert value == known.rope_parameters[key], key
+        assert found.max_position_embeddings == {"yarn": 2048, "linear": 5120}[found.rope_scaling["rope_type"]]
+
+
+def test_both_spellings_of_one_scaling_agree(tmp_path: Path) -> None:
+    new = {"rope_type": "linear", "type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    old = {"type": "linear", "factor": 2.0}
+    write_checkpoint(tmp_path, rope_parameters=new, rope_scaling=old)
+    assert ModelDimensions.from_checkpoint(tmp_path).rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_lengths_under_yarn_are_the_files_and_the_remedy_names_its_range(tmp_path: Path, flags: list[str]) -> None:
+    write_checkpoint(tmp_path, max_position_embeddings=128, rope_scaling={"type": "yarn", "factor": 4.0})
+    config = load_config(None, [*flags, "--data.max_prompt_tokens", "100", "--rollout.max_new_tokens", "29"])
+    (problem,) = length_problems(config, ModelDimensions.from_checkpoint(tmp_path))
+    assert "max_position_embeddings: 512 and original_max_position_embeddings: 128" in problem
+    write_checkpoint(tmp_path, max_position_embeddings=129, rope_scaling={"type": "yarn", "factor": 1.0})
+    assert not list(length_problems(config, ModelDimensions.from_checkpoint(tmp_path)))
 
 
 # A whole config.json, or changes to a sound one.

@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 
@@ -51,6 +52,66 @@ def test_a_file_and_its_saved_copy_are_equal(tmp_path: Path, data: dict[str, Any
     assert config == RunConfig.model_validate(data)
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml", []) == config
+
+
+COMMITS = {"acme/tiny": "0a" * 20, "acme/sums": "0b" * 20}
+
+
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A hub with the repositories of ``COMMITS``. Returns its calls: id, kind, revision, files."""
+    calls = []
+
+    def snapshot_download(repo: str, *, repo_type: str, revision: str | None, allow_patterns: str | None) -> str:
+        calls.append((repo, repo_type, revision, allow_patterns))
+        if repo == "acme/offline":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+        if repo not in COMMITS:
+            raise OSError("404: no such repository\nsecond line")
+        folder = f"{repo_type}s--{repo.replace('/', '--')}"
+        return str(tmp_path / "hub" / folder / "snapshots" / (revision or COMMITS[repo]))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def test_hub_ids_become_snapshots_whose_commits_a_resumed_run_keeps(
+    tmp_path: Path, downloads: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = {"name": "s", "files": ["acme/sums@v2/main/train-*.parquet"]}
+    settings = {"run_dir": "run", "model": {"path": "acme/tiny"}, "data": {"mixture": [source]}}
+    given = write(tmp_path, yaml.safe_dump({**settings, "evaluation": {"files": ["acme/sums", "held/out.jsonl"]}}))
+    config = load_config(given)
+    hub = tmp_path / "hub"
+    assert config.model.path == hub / "models--acme--tiny" / "snapshots" / ("0a" * 20)
+    assert config.data.training_files == (hub / "datasets--acme--sums" / "snapshots/v2/main/train-*.parquet",)
+    assert config.evaluation.files == (
+        hub / "datasets--acme--sums" / "snapshots" / ("0b" * 20), tmp_path / "held/out.jsonl"
+    )  # fmt: skip
+    assert downloads == [
+        ("acme/tiny", "model", None, None),
+        ("acme/sums", "dataset", "v2", "main/train-*.parquet"),
+        ("acme/sums", "dataset", None, None),
+    ]
+    config.run_dir.mkdir()
+    save_config(config, config.run_dir / "config.yaml")
+    assert load_config(config.run_dir / "config.yaml") == config
+    monkeypatch.setitem(COMMITS, "acme/tiny", "0c" * 20)
+    assert load_config(given).model.path == config.model.path
+    renewed = load_config(given, ["--resume", "never"]).model.path
+    assert renewed.name == load_config(given, ["--model.path", f"acme/tiny@{'0c' * 20}"]).model.path.name == "0c" * 20
+
+
+def test_ids_without_a_hub_and_local_paths_stay(
+    tmp_path: Path, downloads: list[tuple[Any, ...]], rejects: Rejects
+) -> None:
+    (tmp_path / "local").mkdir()
+    for path in ("local/tiny", "acme/offline", "acme/tiny/deeper", "tiny", "./acme/tiny", str(tmp_path)):
+        assert load_config(None, ["--run_dir", "r", "--model.path", path]).model.path == (tmp_path / path).absolute()
+    assert [call[0] for call in downloads] == ["acme/offline"]
+    with rejects(ConfigError, "hub-refuses"):
+        load_config(None, ["--run_dir", "r", "--model.path", "acme/unknown"])
 
 
 FLAGS: list[tuple[list[str], str, Any]] = [

@@ -9,10 +9,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from backends.common.hugging_face.directory import copy_companions
 from slime_like.config import DataConfig
 from slime_like.data.encoding import RowEncoder
 from slime_like.data.prompts import Prompt, PromptSource
@@ -171,6 +173,31 @@ def test_a_position_in_other_data_is_refused(tmp_path: Path, file: Path, rejects
     PromptSource([moved], TOKENIZER, CONFIG, seed=0).load_state_dict(state)
 
 
+def test_changed_data_begin_with_a_new_epoch_if_they_may_change(tmp_path: Path, file: Path, rejects: Rejects) -> None:
+    """A later resume has the same order, with the permission or without."""
+    before = PromptSource([file], TOKENIZER, CONFIG, seed=0)
+    before.next(13)
+    more = write_rows(tmp_path / "more.jsonl", [*SUMS, {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    source = PromptSource([more], TOKENIZER, CONFIG, seed=0, may_change=True)
+    source.load_state_dict(before.state_dict())
+    first = source.next(5)
+    state = json.loads(json.dumps(source.state_dict()))
+    epoch = [*first, *source.next(7)]
+    assert [prompt.group_id for prompt in epoch] == list(range(13, 25))
+    assert sorted(prompt.row for prompt in epoch) == list(range(12))
+    assert {prompt.epoch for prompt in epoch} == {2}
+    for may_change in (False, True):
+        resumed = PromptSource([more], TOKENIZER, CONFIG, seed=0, may_change=may_change)
+        resumed.load_state_dict(state)
+        assert resumed.next(7) == epoch[5:]
+    old = {key: value for key, value in before.state_dict().items() if key != "skipped"}
+    same = PromptSource([file], TOKENIZER, CONFIG, seed=0)
+    same.load_state_dict(old)
+    assert same.next(3) == before.next(3)
+    with rejects(DataError, "data-changed"):
+        PromptSource([more], TOKENIZER, CONFIG, seed=1, may_change=True).load_state_dict(before.state_dict())
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     """Ten sums, three questions of GSM8K and five words, with shares of 0.5, 0.3 and 0.2."""
@@ -236,6 +263,9 @@ def test_a_position_in_another_mixture_is_refused(mixture: DataConfig, rejects: 
             other.load_state_dict(state)
     with rejects(DataError, "mixture-changed"):
         PromptSource(mixture.mixture[0].files, TOKENIZER, mixture, seed=0).load_state_dict(state)
+    sums = PromptSource(mixture.mixture[0].files, TOKENIZER, mixture, seed=0, may_change=True)
+    sums.load_state_dict(state)
+    assert sums.next(1)[0].epoch == 0
     same = [source.model_copy(update={"weight": 2 * source.weight}) for source in mixture.mixture]
     PromptSource((), TOKENIZER, mixture.model_copy(update={"mixture": tuple(same)}), seed=0).load_state_dict(state)
 
@@ -382,6 +412,58 @@ def test_a_tokenizer_that_is_missing_or_damaged(tmp_path: Path, rejects: Rejects
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with rejects(DataError, "damaged-tokenizer"):
         load_tokenizer(tmp_path / "model")
+
+
+_OWN_CODE = """
+from pathlib import Path
+from transformers import PreTrainedTokenizer
+
+class Own(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "letters.ranks"}
+
+    def __init__(self, vocab_file, **kwargs):
+        self.letters = Path(vocab_file).read_text()
+        super().__init__(**kwargs)
+
+    vocab_size = property(lambda self: len(self.letters))
+
+    def get_vocab(self):
+        return {letter: rank for rank, letter in enumerate(self.letters)}
+
+    def _tokenize(self, text, **_):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.letters.index(token)
+
+    def _convert_id_to_token(self, index):
+        return self.letters[index]
+"""
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("mapped", ["own.Own", ["own.Own", None], [None, "own.Own"]])
+def test_a_tokenizer_in_the_checkpoints_code_is_loaded_if_trusted_and_exported(
+    tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch, where: str, mapped: str | list[str | None]
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, export = tmp_path / "model", tmp_path / "export"
+    TOKENIZER.save_pretrained(model)
+    (model / "own.py").write_text(_OWN_CODE)
+    (model / "letters.ranks").write_text("zyxcba")
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    raw = json.loads((model / where).read_text())
+    (model / where).write_text(json.dumps({**raw, "auto_map": {"AutoTokenizer": mapped}}))
+    with rejects(DataError, "tokenizer-code"):
+        load_tokenizer(model)
+    export.mkdir()
+    copy_companions(model, export, torch.float32)
+    assert not (export / "model.safetensors").exists()
+    for directory in (model, export):
+        tokenizer = load_tokenizer(directory, trust_remote_code=True)
+        assert tokenizer.encode("abz", add_special_tokens=False) == [5, 4, 0]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

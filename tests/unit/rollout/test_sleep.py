@@ -1,5 +1,7 @@
 """Sleeping engines that keep a copy of their weights in host memory, and those that drop them."""
 
+import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,12 +9,16 @@ from typing import Any, cast
 
 import pytest
 
+from rollout.base import EngineBase
 from rollout.sglang import arguments as sglang
 from rollout.vllm.arguments import sleep_level
 from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces import BucketMetadata, PauseMode
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.rollout.colocation import SharedDevices
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
 SYNC, SAVE = False, True
@@ -93,3 +99,40 @@ def test_engines_keep_weights_before_sampling_without_a_sync() -> None:
     devices.generation()
     devices.begin_sync()
     assert slept == [SYNC, SAVE, SYNC]
+
+
+class _Idle(EngineBase[None]):
+    """An engine that is alive and does nothing."""
+
+    def _alive(self) -> None: ...
+
+    async def _freeze(self, mode: PauseMode) -> None: ...
+
+    async def _thaw(self) -> None: ...
+
+    async def _begin_update(self) -> None: ...
+
+
+def test_no_part_of_an_update_reaches_sleeping_weights(
+    tmp_path: Path, dimensions: ModelDimensions, rejects: Rejects
+) -> None:
+    async def scenario(keep_weights: bool) -> None:
+        engine = _Idle(_config(tmp_path, "transformers", 0), 0, "idle")
+        await engine.begin_update(1)
+        await engine.sleep(keep_weights)
+        calls = (
+            lambda: engine.begin_update(2),
+            lambda: engine.update(BucketMetadata("shm", {}, ())),
+            lambda: engine.finish_update(1),
+        )
+        for awake in ((), ("kv_cache",)):
+            await engine.wake(awake)
+            for call in calls:
+                with rejects(EngineError, "engine-asleep"):
+                    await call()
+        with contextlib.suppress(EngineError):  # still cannot sample
+            await engine.wake(("weights",))
+        await engine.begin_update(2)
+
+    for keep_weights in (False, True):
+        asyncio.run(scenario(keep_weights))

@@ -269,6 +269,10 @@ def test_another_schedule_is_rejected_before_trainers_start(
     with rejects(ConfigError, "config"):
         find_checkpoint(scheduled(**now))
     assert find_checkpoint(scheduled(**before)) is not None
+    for accepted in (("schedule",), ("data", "schedule")):
+        changed = scheduled(**now)
+        update = {"checkpoint": changed.checkpoint.model_copy(update={"override": accepted})}
+        assert find_checkpoint(changed.model_copy(update=update)) is not None
     (tmp_path / "run" / SUMMARY_FILE).touch()
     with rejects(ConfigError, "config"):
         find_checkpoint(scheduled(**before))

@@ -26,6 +26,9 @@ RIGHT = [
     ("-5", "<answer>-5</answer>"), ("282", "- **282**"), ("7", "The answer: 7" + " " * 5000), ("13", r"\boxed{13.}"),
     ("-9/5", "We have x > 2.\n\n-9/5"), ("25", "100/4 = 25"), ("1024", r"\boxed{2^{10}=1024}"), ("1000000", "10^6"),
     (r"\frac{100}{4}", "100/4"), ("60", r"\boxed{60^{\circ}}"), ("6.6e-34", r"\boxed{6.6\times10^{-34}}"),
+    (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2004!}}"), ("10^{-400}", r"\boxed{10^{-400}}"),
+    ("1e-9, 1", r"\boxed{1, 1e-9}"), ("(1, 1.00001e-9)", r"\boxed{(1, 1e-9)}"),
+    (r"\begin{pmatrix}1e-9\\1\end{pmatrix}", r"\boxed{\begin{pmatrix}1e-9\\1\end{pmatrix}}"),
     ("0.00033333", r"\boxed{\frac{1}{3000}}"), ("0", r"$\sin(\pi)$"),
 ]  # fmt: skip
 WRONG = [
@@ -40,7 +43,10 @@ WRONG = [
     (r"\$32,\!348", "32.348"), ("3", r"\boxed{3}. \boxed{7}"), ("8", "<think>\\boxed{8}</think>The answer is 9."),
     ("5", r"<think>\boxed{5}"), ("1/5", "We have x > 2.\n\n-9/5"), ("12", "<answer>5+7</answer>"),
     ("6.6e-34", "9.1e-31"), (r"6.6\times10^{-34}", r"\boxed{9.1\times10^{-31}}"), ("0", r"\boxed{1e-9}"),
-    ("x=1e-9", r"\boxed{x=2e-9}"),
+    ("x=1e-9", r"\boxed{x=2e-9}"), (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2006!}}"),
+    (r"10^{-400}", r"\boxed{10^{-500}}"), ("(1, 6.6e-34)", r"\boxed{(1, 9.1e-31)}"),
+    ("1e-9, 1", r"\boxed{1, 2e-9}"), (r"[0, 1e-9]", r"\boxed{[0, 2e-9]}"),
+    (r"\begin{pmatrix}1e-9\\1\end{pmatrix}", r"\boxed{\begin{pmatrix}2e-9\\1\end{pmatrix}}"),
 ]  # fmt: skip
 
 

@@ -90,6 +90,23 @@ def test_the_score_is_scaled_and_bounded(url: str, monkeypatch: pytest.MonkeyPat
     assert ask("mark 7", url=url, pattern=r"mark (\d)", best=7).reward == 1.0
 
 
+@pytest.mark.parametrize(("host", "is_direct"), [("127.0.0.1", True), ("localhost", True), ("localhost.test", False)])
+def test_services_on_this_host_are_called_without_a_proxy(
+    url: str, monkeypatch: pytest.MonkeyPatch, host: str, is_direct: bool
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # refuses connections
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        call = partial(remote, "", "fine", "", url=url.replace("127.0.0.1", host), timeout_s=2.0)
+        if is_direct:
+            assert call().reward == 1.0
+            return
+        with pytest.raises(TimeoutError, match="refused"):
+            call(timeout_s=0.05)
+
+
 def test_a_response_cannot_write_the_message(url: str) -> None:
     """Names that it spells are not replaced."""
     ask("good\n{answer} {prompt}", url=url, instructions="{answer}<response>\n{response}")
