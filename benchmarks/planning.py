@@ -50,7 +50,9 @@ class Row:
 
     @property
     def held(self) -> bool:
-        return self.wall_s < self.case.bound_s and self.verdict.startswith(("fits. ", "does not fit: "))
+        return self.wall_s < self.case.bound_s and self.verdict.startswith(
+            ("fits. ", "does not fit: ", "cannot start: ")
+        )
 
 
 def measure(case: Case) -> Row:

@@ -78,7 +78,7 @@ def load_checkpoint(
     loaded, unread, absent = _read(directory, state, checksums)
     differing = sorted(key for key in unread | absent if not key.startswith("random"))
     if differing:
-        problem = f"belongs to another model or optimizer; only one of both has {listed(differing)}"
+        problem = f"was written with another model or optimizer; only one of the two has {listed(differing[:3])}"
         raise _of_another_model(directory, problem, "model.path and trainer.optimizer settings")
     _fill_weights(directory, model_chunks, loaded)
     if not optimizer.is_distributed:  # the distributed optimizer's state was read in place

@@ -61,7 +61,7 @@ COMMAND = Command(
     "Run a small version of a recipe on this machine before you rent a cluster. It uses the real tokenizer, rows,\n"
     "template, rewards, environment and loss with a small random model like the real one, whose weights are not\n"
     "needed. Every parallel axis has size 2 if eight ranks suffice. The run trains, evaluates and writes a\n"
-    "checkpoint; then it is killed with kill -9, resumed and exported. Exit code 1: a stage FOUND a fault.",
+    "checkpoint; then it is killed with kill -9, resumed and exported. Exit code 1: a stage found a fault.",
     _add_arguments,
     usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",
     paths={"[CONFIG.yaml]": "configuration of the real run"},

@@ -29,14 +29,15 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
 
     with traceback_kept(config.run_dir):
         summary = train(config)
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        print(f"held-out accuracy: {summary.accuracy_before:.3f} before, {summary.accuracy_after:.3f} after")
-    elif summary.accuracy_after is not None:
+    if summary.accuracy_after is not None:
         until = summary.measured_otherwise_until
-        print(
-            f"held-out accuracy: {summary.accuracy_after:.3f} after; values until step {until} were measured with "
-            f"other settings (config.until-step-{until:06d}.yaml) and cannot be compared"
-        )
+        before = f"{summary.accuracy_before:.3f} before, " if summary.accuracy_before is not None else ""
+        print(f"held-out accuracy: {before}{summary.accuracy_after:.3f} after")
+        if until:
+            print(
+                f"accuracies until step {until} were measured with other settings (config.until-step-{until:06d}.yaml) "
+                "and cannot be compared"
+            )
     print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
     print(f"wall time: {summary.wall_s:.1f} s")
     for name, path in summary.files.items():

@@ -123,7 +123,8 @@ COMMAND = Command(
     _run,
     "Start the installed engine in this process with a small random model like DIR, and check what training\n"
     "needs. transformers' forward pass is the reference. Each tensor is changed by itself, and the engine's\n"
-    "logprobs must follow. Gaps: nats, in bfloat16 standard deviations. Exit code 1: a claim does not hold.",
+    "logprobs must follow. Gaps are in nats for float32, in standard deviations for bfloat16. Exit code 1: a claim\n"
+    "does not hold.",
     _add_arguments,
     "[--model DIR] [--model.dtype bfloat16] [--rollout.engine NAME] [--rollout.field VALUE ...]",
 )

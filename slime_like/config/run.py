@@ -140,6 +140,8 @@ class RunConfig(Section):
     def conflicts(self) -> Iterator[str]:
         yield from self._trainer_conflicts()
         if self.supervised:
+            if self.algorithm.needs_reference:
+                yield "algorithm.loss=sft has no reference; set algorithm.kl_coef and algorithm.kl_reward_coef to 0"
             return
         yield from self._sampling_conflicts()
         yield from self._placement_conflicts()

@@ -155,7 +155,7 @@ def _jsonl_row(row: Row, line: bytes) -> Row:
         remedy = "write the file as uncompressed text in UTF-8"
         raise row.fault("not-utf8", "this is not UTF-8 text", remedy) from error
     except (ValueError, RecursionError) as error:
-        why = f"{error.msg}: column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        why = f"{error.msg}: column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise row.fault("not-json", f"this is not valid JSON ({why})", _ONE_OBJECT) from error
     if not isinstance(values, dict):
         raise row.fault("no-object", f"this is a {type(values).__name__}", _ONE_OBJECT)

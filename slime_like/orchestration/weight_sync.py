@@ -50,7 +50,7 @@ class SyncReport(SyncRecord):
         sent = f"{self.nbytes / 1e6:,.1f} MB over {self.transport}"
         if self.changed_fraction is not None:
             sent += f" ({self.wire_nbytes / 1e6:,.1f} MB sent, {100 * self.changed_fraction:.2f} % of elements changed)"
-        verified = f"verified in at most {share:.0f} % of it" if self.probe_gap is not None else "not verified"
+        verified = f"of which verification took at most {share:.0f} %" if self.probe_gap is not None else "not verified"
         return f"weight sync: {sent} in {self.total_s:.2f} s, {verified}"
 
 

@@ -119,7 +119,7 @@ def _memory(plan: Plan) -> Table:
     tightest = sorted(found.values(), key=lambda phase: phase.margin)[:_MOST_PHASES]
     shown = [phase for phase in found.values() if phase in tightest]
     heads = ["\n".join(filter(None, (phase.phase, phase.kind))) for phase in shown]
-    table = _table("GPU memory, by phase, of the GPU with least free", ["", *heads])
+    table = _table("Memory per phase, on the GPU with the least free memory", ["", *heads])
     for name in dict.fromkeys(name for phase in shown for name, nbytes in phase.items.items() if nbytes):
         sizes = [phase.items.get(name, 0) for phase in shown]
         table.add_row(name, *(memory_text(size) if size else "" for size in sizes))

@@ -24,8 +24,8 @@ PHASES = {
 def verdict(plan: Plan) -> str:
     """Return the first line: whether the run fits, and the free GPU memory."""
     if plan.problems:
-        suffices = ", but GPU memory suffices" if plan.kinds and plan.fits else ""
-        return f"does not fit: {counted(len(plan.problems), 'problem')}{suffices}."
+        count = counted(len(plan.problems), "problem")
+        return f"cannot start: {count}. GPU memory suffices." if plan.kinds and plan.fits else f"does not fit: {count}."
     tightest = min(plan.phases, key=lambda phase: phase.margin)
     return f"fits. Least free GPU memory: {memory_text(tightest.margin)} ({tightest.place})."
 

@@ -66,11 +66,12 @@ class SingleItems(WorkerPool):
         failed = NoOutcome(answer["reason"], answer.get("detail", ""))
         if not self._budget.exhausted:
             raise failed
+        setting = {"timeout": "timeout_s", "cpu": "timeout_s", "memory": "memory_mb"}.get(failed.reason)
         failure = self._kind.error(
             f"{self._kind.subject} failed in each of its first {self._budget.limit} {self._items}, most recently with "
             f"{failed}",
             code=self._code,
-            remedy=f"correct it, or raise {self._kind.section}.timeout_s",
+            remedy="correct it" + (f", or raise {self._kind.section}.{setting}" if setting else ""),
         )
         self.fail(failure)
         raise failure

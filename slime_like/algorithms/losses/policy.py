@@ -130,7 +130,7 @@ def required(inputs: LossInputs, name: str) -> Tensor:
     """Return an input that the loss needs; raise ``ValueError`` if it is missing."""
     value: Tensor | None = getattr(inputs, name)
     if value is None:
-        raise ValueError(f"this loss needs {name}, but the micro-batch has none; give {_GIVEN.get(name, 'them, (R,)')}")
+        raise ValueError(f"this loss needs {name}, but the micro-batch has none; give {_GIVEN.get(name, 'shape (R,)')}")
     return value
 
 

@@ -1,8 +1,10 @@
 """Milestones: evaluation, checkpoints and export, run when they are due."""
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from slime_like.checks.earlier_run import BACKEND
 from slime_like.interfaces import TrainerBackend
@@ -91,10 +93,8 @@ class Milestones:
         if not config.supervised:
             files["reward curve"] = config.run_dir / "reward_curve.png"
             plot_reward_curve(files["metrics"], files["reward curve"])
-        accuracies = series(read_metrics(files["metrics"]), ACCURACY)[1]  # includes accuracies from before a resume
-        before, after = (accuracies[0], accuracies[-1]) if accuracies else (None, None)
         until = measured_otherwise_until(config)
-        before = before if until == 0 else None
+        before, after = accuracy_change(read_metrics(files["metrics"]), comparable=until == 0)
         summary = TrainSummary(before, after, until, self._recorder.tokens_per_second, wall_s, files)
         text = json.dumps({"steps": config.steps, **asdict(summary)}, indent=1, default=str) + "\n"
         (config.run_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
@@ -134,3 +134,14 @@ class Milestones:
         if checkpoint is not None:
             step = int(checkpoint.name.partition("-")[2])
             self._run.progress.note(f"checkpoint of step {step}: {checkpoint}")
+
+
+def accuracy_change(records: Iterable[Mapping[str, Any]], comparable: bool = True) -> tuple[float | None, float | None]:
+    """Return held-out accuracy before the first and after the last step. Records from before a resume count.
+
+    Args:
+        comparable: whether all were measured with the same settings. Otherwise the first one is ``None``.
+    """
+    steps, accuracies = series(records, ACCURACY)
+    before = accuracies[0] if comparable and steps[:1] == [0] else None
+    return before, accuracies[-1] if accuracies else None

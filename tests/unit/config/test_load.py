@@ -193,6 +193,8 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("", "--trainer.recompute 0", "field-value", "trainer.recompute"),
     ("algorithm: {kl_reward_estimator: k9}", "", "field-choice", "algorithm.kl_reward_estimator"),
     ("algorithm: {kl_coef: 1, kl_estimator: k1}", "", "fields-conflict", "algorithm.kl_estimator"),
+    ("algorithm: {loss: sft, kl_coef: 0.1}", "", "fields-conflict", "algorithm.loss"),
+    ("algorithm: {loss: sft, kl_reward_coef: 0.1}", "", "fields-conflict", "algorithm.loss"),
     ("algorithm: {reduction: constant}", "", "fields-conflict", "algorithm.reduction"),
     ("algorithm: {reduction: tokens}", "--algorithm.constant_length 8", "fields-conflict", "algorithm.reduction"),
     ("algorithm: {importance_low: 3}", "", "fields-conflict", "algorithm.importance_low"),

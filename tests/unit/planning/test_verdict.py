@@ -48,7 +48,7 @@ def test_first_lines(plan: Plan) -> None:
     plan.host = HostMemory({"reference weights": 900 * GIB}, 1000 * GIB)
     assert "900 GiB per node; 100 GiB are left" in verdict.host_verdict(plan)
     plan.problems = ["one", "two"]
-    assert verdict.verdict(plan).startswith("does not fit: 2 problems")
+    assert verdict.verdict(plan).startswith("cannot start: 2 problems. GPU memory suffices")
 
 
 def test_waves_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
