@@ -72,7 +72,7 @@ class Ratios:
 
 
 class _Kept:
-    """Counts the storages that autograd keeps, except those of ``weights``."""
+    """Counts the storages that autograd keeps, except the storages of ``weights``."""
 
     def __init__(self, weights: set[int]) -> None:
         self._weights = weights

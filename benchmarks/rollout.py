@@ -155,7 +155,7 @@ async def _start_adapter(config: RunConfig):  # type: ignore[no-untyped-def]
 
 
 def measure_in_a_process(options: argparse.Namespace) -> Figures:
-    """Measure the bare engine in a process of its own."""
+    """Measure the bare engine in a separate process."""
     command = [sys.executable, "-m", "benchmarks.rollout", "--bare", *sys.argv[1:]]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=True)
     return Figures(**json.loads(finished.stdout.strip().splitlines()[-1]))

@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass
 class Case:
-    """What was done to a run, and its result.
+    """Case of a campaign: what is done to a run, and the outcome.
 
     Attributes:
         title: title of the process.

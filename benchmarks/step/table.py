@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether the goal for this length is met; a dash if there is none."""
+        """Return "yes" or "NO" for this length's goal, or a dash if there is none."""
         goal = GOALS.get(self.max_new_tokens)
         return "-" if goal is None else "yes" if self.ratio <= goal else "NO"
 

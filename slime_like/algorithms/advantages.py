@@ -47,7 +47,7 @@ class Groups:
 
     Args:
         group_ids: (N,) integers, in any order.
-        device: device of the values; by default that of ``group_ids``.
+        device: device of the values; by default the device of ``group_ids``.
 
     Raises:
         ValueError: ids that aren't integers.

@@ -2,7 +2,7 @@
 
 With ``d = log pi - log ref`` at a token sampled from pi: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 are
 unbiased *values*. As a *loss* on samples of the current policy, k1 has zero expected gradient, k2 has exactly the
-gradient of the reverse KL, and k3 has that of the forward KL, which is biased. Weighted by pi / pi_old without
+gradient of the reverse KL, and k3 has the gradient of the forward KL, which is biased. Weighted by pi / pi_old without
 detaching, k1 and k3 have the exact reverse-KL gradient (DeepSeek-V3.2, section 3.1), even off-policy.
 """
 

@@ -78,7 +78,9 @@ class LossSums:
             ValueError: the denominator isn't positive and finite.
         """
         if not 0 < denominator < math.inf:
-            raise ValueError(f"denominator={denominator}: not positive and finite; give that of `step_denominator`")
+            raise ValueError(
+                f"denominator={denominator}: not positive and finite; use the result of `step_denominator`"
+            )
         tokens = self.num_tokens.clamp_min(1)
         return GRPOStats(
             loss=self.loss / denominator,

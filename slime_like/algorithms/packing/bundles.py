@@ -20,8 +20,8 @@ _ROUGHLY_EVEN, _WORTHWHILE = 1.05, 0.98
 class Bundle:
     """Sequences of one micro-batch.
 
-    A prefix costs as much as a sequence that ends with it. So a bundle's cost, in tokens or FLOPs, is that of its
-    sequences minus that of their overlaps.
+    A prefix costs as much as a sequence that ends with it. So a bundle costs, in tokens or FLOPs, as much as its
+    sequences, minus the cost of their overlaps.
 
     Attributes:
         members: indices of sequences, ordered so that each shares most with the one before.

@@ -119,7 +119,7 @@ def _require_finite(
 
 
 def _score_tensors(sequences: Sequence[Trajectory], lengths: PackLengths) -> dict[str, Tensor]:
-    # ``tolist`` of a 0-d tensor is a number, that of any other a list, which ``_column`` rejects.
+    # ``tolist`` of a 0-d tensor is a number; other tensors give a list, which ``_column`` rejects.
     advantages: list[Any] = list(map(Tensor.tolist, map(attrgetter("advantages"), sequences)))
     column = _column(sequences, advantages, "the advantage", "give a finite one")
     rewards, successes = _rows(sequences, "rewards"), _rows(sequences, "successes")

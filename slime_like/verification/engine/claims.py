@@ -178,7 +178,7 @@ def _attempts(subject: Subject) -> Iterator[tuple[list[int], float]]:
 
 
 def idle_update(subject: Subject) -> float:
-    """After an update, logprobs (also of cached prefixes), version and hashes are those of the new weights."""
+    """After an update, logprobs (also of cached prefixes), version and hashes match the new weights."""
     subject.probe()  # fills caches
     engine = subject.engine
     receipt, sent = engine.run(engine.update(subject.others))
