@@ -30,12 +30,15 @@ class Message:
         role: "system", "user", "assistant" or "tool".
         is_sampled: whether the content is exactly what the model sampled, special tokens included. Clients never send
             it.
+        reasoning: the model's thinking, apart from the content. It is not part of the key: many clients drop it from
+            their histories.
     """
 
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     is_sampled: bool = False
+    reasoning: str = ""
 
     @cached_property
     def key(self) -> str:
@@ -46,6 +49,8 @@ class Message:
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form that Hugging Face chat templates accept."""
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            shown["reasoning_content"] = self.reasoning
         if self.tool_calls:
             shown["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
