@@ -11,13 +11,12 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardConfig
 from slime_like.data.prompts import Prompt
-from slime_like.errors import ConfigError, EngineError, EnvironmentFailure
+from slime_like.errors import EngineError, EnvironmentFailure
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
 from slime_like.orchestration.rollout.conversations import Conversations
 from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.rewards.pool import RewardPool
 from tests.support.rejections import Rejects
 
@@ -305,17 +304,6 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asynci
     assert rewarded.metadata[1]["reason"] == "error" and "no such thing" in rewarded.metadata[1]["detail"]
     assert scored[0].reward_metadata["conversation"]["turns"] == [[0, 8], [18, 22]]
     assert scored[0].loss_mask.tolist() == first.loss_mask.tolist()
-
-
-def test_an_observation_template_is_given_or_derived_from_the_chat_template(rejects: Rejects) -> None:
-    given = ObservationEncoder(TOKENIZER, "|{observation}>", 10)
-    assert given.encode("x")[0] == ids("|x>")
-    silent = byte_tokenizer()
-    silent.chat_template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
-    for template in (silent.chat_template, None):
-        silent.chat_template = template
-        with rejects(ConfigError, "config"):
-            ObservationEncoder(silent, None, 10)
 
 
 def test_a_canceled_request_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:

@@ -86,6 +86,12 @@ DEFAULT_SYSTEM = chatml(
 
 NO_END = chatml(end="{% if message.role != 'assistant' %}<|im_end|>{% endif %}")
 
+NO_END_BUT_HEADERS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A turn ends where the next header begins, as GLM writes them."""
+
 LAST_ENDS_TWICE = chatml(end="<|im_end|>{% if loop.last and message.role == 'assistant' %}<|im_end|>{% endif %}")
 
 BARE = (

@@ -128,8 +128,9 @@ class Conversations:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:
                 return response.finished("stop", error.as_failure(str(self._limits.name)))
-            ends = step.done or cut_off
-            observation, cut = self._encoder.encode("" if ends else step.observation)
+            ends, stops = step.done or cut_off, (*request.sampling.stop_token_ids, self._tokenizer.eos_token_id)
+            stop = next((token for token in generation.token_ids[-1:].tolist() if token in stops), None)
+            observation, cut = ([], 0) if ends else self._encoder.encode(step.observation, stop)
             response.stepped(step, cut)
             if ends:
                 return response.finished("length" if cut_off else "stop")
