@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from slime_like.config import DataConfig
@@ -29,6 +30,7 @@ class EncodedRow:
     Attributes:
         response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
+        forks: indices in ``response_tokens`` at which another training row of the conversation begins.
     """
 
     tokens: Sequence[int]
@@ -37,10 +39,13 @@ class EncodedRow:
     environment: dict[str, Any] | None
     spans: tuple[tuple[int, int], ...] | None = None
     messages: str | None = None
+    forks: tuple[int, ...] = ()
 
     @property
     def total_len(self) -> int:
-        return len(self.tokens) + len(self.response_tokens or ())
+        """Number of tokens of the longest training row."""
+        borders = pairwise((-len(self.tokens), *self.forks, len(self.response_tokens or ())))
+        return max(end - start for start, end in borders)
 
 
 class RowEncoder:
@@ -102,13 +107,18 @@ class RowEncoder:
         messages, tools = read_conversation(row, key)
         self._require_text(row, key, [messages, tools])
         try:
-            tokens, found = self._conversations.encode(messages, tools)
+            rows = self._conversations.encode(messages, tools)
         except SpanFault as fault:
             raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
-        first, last = found[0][0], found[-1][1]
-        prompt, response = array("i", tokens[:first]), array("i", tokens[first:last])
-        spans = tuple((start - first, end - first) for start, end in found)
-        return EncodedRow(prompt, self._answer(row), response, self._environment(row), spans)
+        first = rows[0][1][0][0]
+        prompt, response = array("i", rows[0][0][:first]), array("i")
+        spans, starts = list[tuple[int, int]](), list[int]()
+        for tokens, found in rows:
+            starts.append(len(response) - (0 if starts else first))
+            spans += [(starts[-1] + start, starts[-1] + end) for start, end in found]
+            response.extend(tokens if starts[1:] else tokens[first:])
+        answer, environment = self._answer(row), self._environment(row)
+        return EncodedRow(prompt, answer, response, environment, tuple(spans), forks=tuple(starts[1:]))
 
     @cached_property
     def _conversations(self) -> ConversationEncoder:

@@ -31,6 +31,7 @@ class Prompt:
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
         environment: the row's settings for an environment, expressible in JSON.
         messages: the row's chat messages, if they are kept.
+        forks: indices in ``response_tokens`` at which another training row of the conversation begins, if any.
     """
 
     tokens: tuple[int, ...]
@@ -42,6 +43,7 @@ class Prompt:
     environment: dict[str, Any] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
     messages: list[dict[str, Any]] | None = None
+    forks: tuple[int, ...] | None = None
 
 
 class _Rows:
@@ -213,6 +215,7 @@ class PromptSource:
             environment=row.environment,
             spans=row.spans,
             messages=None if row.messages is None else json.loads(row.messages),
+            forks=row.forks or None,
         )
 
     def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:
