@@ -39,7 +39,7 @@ class EnvironmentConfig(Section):
     max_observation_tokens: int = Field(256, ge=1)
     """Token limit of an observation, which is cut."""
     template: str | None = None
-    """Text between two turns, with {observation}; none: the chat template's role `tool`."""
+    """Text between two turns, with {observation}; none: the template's role `tool` or `user`."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(10.0, gt=0)

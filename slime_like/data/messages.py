@@ -64,9 +64,7 @@ def _folded(row: Row, where: str, message: Message) -> Message:
     if not isinstance(thinking, str | None):
         raise row.fault("bad-messages", f"{where} must have text in its thinking")
     if switch not in (None, 0, 1) or (switch and not assistant):
-        problem = (
-            f"{where} has a loss weight of {switch!r}; the assistant's turns have 0 or 1, other messages have none"
-        )
+        problem = f"{where} has a loss weight of {switch!r}; it can be 0 or, for the assistant's turns, 1"
         raise row.fault("bad-messages", problem)
     others = {key: value for key, value in message.items() if key not in (*THINKING_KEYS, *_SWITCHES)}
     found = {THINKING_KEY: thinking, _LOSS_KEY: None if switch is None else bool(switch)}
