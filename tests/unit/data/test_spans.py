@@ -299,7 +299,8 @@ def test_a_message_may_carry_no_loss(tmp_path: Path, switch: dict[str, Any], tra
 def test_a_conversation_may_become_several_rows(tmp_path: Path) -> None:
     """Each has the tokens that the model would get, and they are one rollout."""
     tokenizer = tokenizer_of(templates.DROPS_THINKING)
-    source = source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer)
+    lengths = list[int]()
+    source = source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer, excess=lengths.append)
     config = load_config(None, ["--model.path", "m", "--rollout.prompts_per_step", "1"], tmp_path / "run")
     first, second = DemonstrationSource(config, source).next_batch(1, PhaseClock())
     for row, (end, answer) in zip(
@@ -309,8 +310,7 @@ def test_a_conversation_may_become_several_rows(tmp_path: Path) -> None:
         assert (row.prompt_tokens.tolist(), tokenizer.decode(row.response_tokens)) == (asked, answer)
         assert row.loss_mask.all() and (row.group_id, row.rollout_id) == (0, "0-0")
     assert [row.sequence_id for row in (first, second)] == ["0-0.0", "0-0.1"]
-    [encoded] = source._sources[0]
-    assert encoded.total_len == max(first.total_len, second.total_len)
+    assert lengths == [max(first.total_len, second.total_len)]
 
 
 NO_MAPPING = {"function": {"name": "add", "arguments": "x"}}
