@@ -1,8 +1,8 @@
 """Turns as a chat template writes them: text that stays plain, and what follows an assistant's turn."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 CUT = "\ufdd0"
 """Mark at which text is cut before encoding. It is a Unicode noncharacter, so text never contains it."""
@@ -13,12 +13,6 @@ _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "environmen
 _PLACEHOLDERS: tuple[Mapping[str, Any], ...] = ({"content": _SAID}, {"content": "", "tool_calls": [_CALL]})
 
 
-class Render(Protocol):
-    """Renders messages, with the generation prompt if ``prompt``. A template can raise anything."""
-
-    def __call__(self, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str: ...
-
-
 def cut_special(text: str, special: re.Pattern[str]) -> str:
     """Insert a cut after the first character of every special token that ``text`` spells, so it encodes as text."""
     whole = text.encode("utf-8", "replace").decode().replace(CUT, "\ufffd")
@@ -26,11 +20,12 @@ def cut_special(text: str, special: re.Pattern[str]) -> str:
 
 
 def text_after_turn(
-    render: Render, following: Sequence[Mapping[str, Any]], special: re.Pattern[str], called: bool = False
+    render: Callable[..., str], following: Sequence[Mapping[str, Any]], special: re.Pattern[str], called: bool = False
 ) -> tuple[str, str, str]:
     """Return what the template writes after an assistant's turn if ``following`` messages come next.
 
     Args:
+        render: renders a list of messages; ``prompt`` says whether the generation prompt follows.
         called: whether the turn calls a tool. Some templates render answers of tools only after a call.
 
     Returns:

@@ -68,8 +68,8 @@ class ObservationEncoder:
         message = {"role": role, "content": observation} | ({"tool_call_id": "abcdefghi"} if called else {})
         return text_after_turn(self._render, [message], self._special, called)
 
-    def _render(self, messages: Sequence[Any], prompt: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+    def _render(self, messages: list[Any], prompt: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         return text
 
     def _rendered_forms(self) -> dict[tuple[str, bool], set[str]]:
