@@ -12,6 +12,7 @@ from typing import Any
 
 from slime_like.config import DataConfig
 from slime_like.data.formats import fitting_format, in_format
+from slime_like.data.message_keys import fold_keys
 from slime_like.data.messages import read_conversation, role_problem
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
@@ -38,8 +39,8 @@ class EncodedRow:
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
     spans: tuple[tuple[int, int], ...] | None = None
-    messages: str | None = None
     forks: tuple[int, ...] = ()
+    messages: str | None = None
 
     @property
     def total_len(self) -> int:
@@ -107,7 +108,7 @@ class RowEncoder:
         messages, tools = read_conversation(row, key)
         self._require_text(row, key, [messages, tools])
         try:
-            rows = self._conversations.encode(messages, tools)
+            rows = self._conversations.encode(fold_keys(row, key, messages), tools)
         except SpanFault as fault:
             raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
         first = rows[0][1][0][0]

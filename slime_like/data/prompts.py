@@ -29,9 +29,9 @@ class Prompt:
         epoch, row: epoch of the prompt's source; index among the source's usable rows, in file order.
         response_tokens: the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
+        forks: indices in ``response_tokens`` at which another training row of the conversation begins, if any.
         environment: the row's settings for an environment, expressible in JSON.
         messages: the row's chat messages, if they are kept.
-        forks: indices in ``response_tokens`` at which another training row of the conversation begins, if any.
     """
 
     tokens: tuple[int, ...]
@@ -42,8 +42,8 @@ class Prompt:
     response_tokens: tuple[int, ...] | None = None
     environment: dict[str, Any] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
-    messages: list[dict[str, Any]] | None = None
     forks: tuple[int, ...] | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 class _Rows:
@@ -214,8 +214,8 @@ class PromptSource:
             response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
             environment=row.environment,
             spans=row.spans,
-            messages=None if row.messages is None else json.loads(row.messages),
             forks=row.forks or None,
+            messages=None if row.messages is None else json.loads(row.messages),
         )
 
     def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from slime_like.data.messages import THINKING_KEY, THINKING_KEYS, Message, Messages, is_trained
+from slime_like.data.message_keys import THINKING_KEY, THINKING_KEYS, is_trained
+from slime_like.data.messages import Message, Messages
 from slime_like.data.tokenizer import template_fault, token_names
 from slime_like.models.chat_turns import text_after_turn
 from slime_like.models.special_tokens import special_token_pattern
