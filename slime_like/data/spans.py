@@ -41,7 +41,9 @@ class SpanFault(Exception):
         self.code, self.problem, self.remedy = code, problem, remedy
 
 
-class _ChatTemplate:
+class ChatTemplate:
+    """A tokenizer's chat template, asked for the form in which it reads messages."""
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
@@ -82,8 +84,9 @@ class _ChatTemplate:
 
     def as_read(self, message: Message) -> Message:
         """Return a message with its thinking and the arguments of its calls in the form that the template reads."""
-        if THINKING_KEY in message:
-            message = {self._thinking_key if key == THINKING_KEY else key: value for key, value in message.items()}
+        given = next(filter(message.get, THINKING_KEYS), None)
+        if given is not None and given != self._thinking_key:
+            message = {self._thinking_key if key == given else key: value for key, value in message.items()}
         if message.get("tool_calls") and self._takes_json:
             functions = [call["function"] for call in message["tool_calls"]]
             written = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
@@ -123,7 +126,7 @@ class ConversationEncoder:
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
-        self._template = _ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer)
         if tokenizer.chat_template is None:
             raise SpanFault("no-chat-template", "the tokenizer has no chat template", "give it one")
         eos = tokenizer.eos_token_id
@@ -244,7 +247,7 @@ def _with_thinking(prompt: str, opened: re.Match[str] | None, whole: str, messag
 
 
 def _require_no_header(
-    template: _ChatTemplate, prompt: str, whole: str, message: Message, before: Messages, tools: Tools
+    template: ChatTemplate, prompt: str, whole: str, message: Message, before: Messages, tools: Tools
 ) -> None:
     """Reject templates that ignore ``add_generation_prompt`` and write a header, which would carry loss."""
     begins = whole[len(prompt) :].lstrip().startswith(message["content"].strip() or "\0")
@@ -266,7 +269,7 @@ def _require_rendered(turn: str, message: Message, number: int) -> None:
             raise SpanFault("message-dropped", problem)
 
 
-def _require_calls(template: _ChatTemplate, text: str, messages: Messages, tools: Tools) -> None:
+def _require_calls(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> None:
     """Reject templates that leave out part of the last message's calls."""
     *before, last = messages
     for what, other in _without_calls(last):
@@ -274,7 +277,7 @@ def _require_calls(template: _ChatTemplate, text: str, messages: Messages, tools
             raise SpanFault("message-dropped", f"the template leaves out {what} of message {len(messages)}")
 
 
-def _require_tools(template: _ChatTemplate, messages: Messages, tools: Tools) -> None:
+def _require_tools(template: ChatTemplate, messages: Messages, tools: Tools) -> None:
     """Reject templates that leave out tools or what they answer. The model would answer what it never saw."""
     others = [each | {"content": each["content"] + "-"} if each["role"] == "tool" else each for each in messages]
     if not tools and others == messages:
@@ -302,7 +305,7 @@ def _without_calls(message: Message) -> Iterator[tuple[str, Message]]:
         yield "`function_call`", {key: value for key, value in message.items() if key != "function_call"}
 
 
-def _is_rendered_as(template: _ChatTemplate, text: str, messages: Messages, tools: Tools) -> bool:
+def _is_rendered_as(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> bool:
     try:
         return template.render(messages, tools) == text
     except SpanFault:
