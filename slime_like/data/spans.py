@@ -60,8 +60,8 @@ class ChatTemplate:
             raise SpanFault("template-failed", f"the chat template rejects {what} ({said})", remedy) from error
         return text
 
-    def marks(self, messages: Messages, tools: Tools = None) -> list[Range] | None:
-        """Return the characters between ``{% generation %}`` markers, adjacent ranges joined; ``None`` without any."""
+    def marked(self, messages: Messages, tools: Tools = None) -> set[int] | None:
+        """Return the characters between ``{% generation %}`` markers; ``None`` without any."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(None, tools)
@@ -74,13 +74,7 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
-        joined: list[Range] = []
-        for start, end in marked:
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], end)
-            elif end > start:
-                joined.append((start, end))
-        return joined
+        return {place for start, end in marked for place in range(start, end)}
 
     def as_read(self, message: Message) -> Message:
         """Return a message with its thinking and the arguments of its calls in the form that the template reads."""
@@ -88,10 +82,7 @@ class ChatTemplate:
         if given is not None and given != self._thinking_key:
             message = {self._thinking_key if key == given else key: value for key, value in message.items()}
         if message.get("tool_calls") and self._takes_json:
-            functions = [call["function"] for call in message["tool_calls"]]
-            written = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
-            calls = zip(message["tool_calls"], written, strict=True)
-            message = {**message, "tool_calls": [{**call, "function": each} for call, each in calls]}
+            message = {**message, "tool_calls": list(map(_with_json, message["tool_calls"]))}
         return message
 
     @cached_property
@@ -179,12 +170,11 @@ class ConversationEncoder:
         start = len(prompt)
         _require_rendered(text[opened.start() if opened else start :], message, index + 1)
         _require_calls(self._template, whole, messages[: index + 1], tools)
-        marks = self._template.marks([*before, message], tools) if text is whole else None
+        marked = self._template.marked([*before, message], tools) if text is whole else None
         following = messages[index + 1 : index + 2] or [_ASKED]
         text = self._ended(text, start, following, "tool_calls" in message)
-        end = min(len(text), len(whole))
-        if marks is not None and not any(first <= start and end <= last for first, last in marks):
-            problem = f"the template's generation markers ({marks!r:.60}) leave out part of the turn ({start}, {end})"
+        if marked is not None and not marked.issuperset(range(start, min(len(text), len(whole)))):
+            problem = f"the template's generation markers leave out part of message {index + 1}"
             raise SpanFault("marks-differ", problem)
         return text, start
 
@@ -213,6 +203,11 @@ class ConversationEncoder:
             f"a turn of the assistant does not end with a stop token of the model ({self._stop_names})",
             "set rollout.stop_token_ids to the token that ends turns, or give model.path another chat template",
         )
+
+
+def _with_json(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _untrimmed(tokenizer: Any) -> Any:
