@@ -238,7 +238,8 @@ def _with_thinking(prompt: str, opened: re.Match[str] | None, whole: str, messag
         return prompt + turn[block.start(1) :].lstrip()
     written = _THINKING.match(message["content"])
     thinking = message.get(THINKING_KEY) or (written[1].strip() if written else "")
-    return f"{prompt}{thinking}\n</think>\n\n{turn}"
+    closing = "" if turn.lstrip().startswith("</think>") else "\n</think>\n\n"
+    return f"{prompt}{thinking}{closing}{turn}"
 
 
 def _require_no_header(

@@ -78,6 +78,12 @@ COUNTS = chatml(head="<|im_start|>system\n{{ messages | length }} messages follo
 THINKS_FIRST = chatml(generation="<|im_start|>assistant\n<think>\n")
 """The generation prompt opens a block that history does not have."""
 
+CLOSES_THINKING = chatml(
+    content="{% if message.role == 'assistant' %}</think>{% endif %}{{ message.content }}",
+    generation="<|im_start|>assistant\n<think>",
+)
+"""History closes the block that the generation prompt opens."""
+
 NO_PROMPT = chatml(generation="")
 
 DEFAULT_SYSTEM = chatml(

@@ -91,6 +91,7 @@ ANSWERS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     "default system": (templates.DEFAULT_SYSTEM, TWO, [f"b{END}", f"d{END}"]),
     "thinking dropped later": (templates.DROPS_THINKING, THOUGHT, [f"<think>\nq\n</think>\n\nb{END}", f"d{END}"]),
     "closed by the turn": (templates.THINKS_FIRST, TWO, [f"\n</think>\n\nb{END}", f"\n</think>\n\nd{END}"]),
+    "closed by the template": (templates.CLOSES_THINKING, TWO, [f"</think>b{END}", f"</think>d{END}"]),
     "no thinking": (templates.of_vllm("minicpmv45"), TWO, [f"b{END}", f"d{END}"]),
     "ended by what follows": (templates.of_vllm("chatml"), TWO, [f"b{END}", f"d{END}"]),
     "the last ends twice": (templates.LAST_ENDS_TWICE, TWO, [f"b{END}", f"d{END}"]),
@@ -127,6 +128,7 @@ def test_thinking_is_given_under_the_key_that_the_template_reads(rejects: Reject
         encoder(templates.SOUND).encode(thought)
     # A template that shows no thinking, but whose prompt begins it.
     assert spans_of(templates.THINKS_FIRST, thought) == [f"q\n</think>\n\nb{END}"]
+    assert spans_of(templates.CLOSES_THINKING, thought) == [f"q</think>b{END}"]
 
 
 def test_arguments_are_json_text_if_the_template_takes_no_mapping() -> None:
