@@ -84,6 +84,15 @@ CLOSES_THINKING = chatml(
 )
 """History closes the block that the generation prompt opens."""
 
+NEVER_THINKS = chatml(generation="<|im_start|>assistant\n<think>\n\n</think>\n\n")
+"""The generation prompt holds a whole block that history does not have."""
+
+EMPTY_BLOCKS = chatml(
+    content="{% if message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}",
+    generation="<|im_start|>assistant\n<think>\n",
+)
+"""History has an empty block, with other white space than the generation prompt."""
+
 NO_PROMPT = chatml(generation="")
 
 DEFAULT_SYSTEM = chatml(

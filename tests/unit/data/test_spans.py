@@ -92,6 +92,8 @@ ANSWERS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     "thinking dropped later": (templates.DROPS_THINKING, THOUGHT, [f"<think>\nq\n</think>\n\nb{END}", f"d{END}"]),
     "closed by the turn": (templates.THINKS_FIRST, TWO, [f"\n</think>\n\nb{END}", f"\n</think>\n\nd{END}"]),
     "closed by the template": (templates.CLOSES_THINKING, TWO, [f"</think>b{END}", f"</think>d{END}"]),
+    "closed by the prompt": (templates.NEVER_THINKS, TWO, [f"b{END}", f"d{END}"]),
+    "an empty block": (templates.EMPTY_BLOCKS, TWO, [f"</think>b{END}", f"</think>d{END}"]),
     "no thinking": (templates.of_vllm("minicpmv45"), TWO, [f"b{END}", f"d{END}"]),
     "ended by what follows": (templates.of_vllm("chatml"), TWO, [f"b{END}", f"d{END}"]),
     "the last ends twice": (templates.LAST_ENDS_TWICE, TWO, [f"b{END}", f"d{END}"]),
@@ -166,6 +168,7 @@ def test_spans_agree_with_transformers(exchanges: list[tuple[str, str, bool]]) -
 
 FAULTS: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("generation-prompt", templates.COUNTS, TWO),
+    ("generation-prompt", templates.NEVER_THINKS, THOUGHT),
     ("generation-prompt", templates.chatml(generation="<|im_start|>assistant: "), TWO),
     ("no-generation-prompt", templates.NO_PROMPT, TWO),
     ("no-end-of-turn", templates.NO_END, TWO),
