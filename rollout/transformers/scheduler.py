@@ -82,8 +82,8 @@ class DecodeScheduler:
         self._put(lambda: self._waiting.append(request), request.result)
         return request.result
 
-    def abort(self, request_id: str | None) -> None:
-        """End one request, or all. The sampled tokens are its result."""
+    def abort(self, request_id: str) -> None:
+        """End one request. Its caller has canceled it."""
         self._put(lambda: self._end(request_id))
 
     def pause(self, mode: PauseMode) -> Future[None]:

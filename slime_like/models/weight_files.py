@@ -2,6 +2,7 @@
 
 import json
 import re
+import zlib
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,6 +12,7 @@ from slime_like.models.dimensions import ModelDimensions
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _AGAIN = "copy or download it again"
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 
 _LAYER = re.compile(r"\D*?\.(\d+)\.")
 """The first number in a name is the layer's index: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
@@ -54,6 +56,21 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         WeightFilesError: a file is missing or damaged.
     """
     return {name: shape for file in weight_files(directory) for name, shape in _shapes(file).items()}
+
+
+def fingerprint(directory: Path) -> int | None:
+    """Return a CRC-32 of samples of the weight files, the same for a copy; ``None`` if they cannot be read."""
+    crc = 0
+    try:
+        for file in weight_files(directory):
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                for place in range(0, size, size // _SAMPLES + 1):
+                    stream.seek(place)
+                    crc = zlib.crc32(stream.read(_SAMPLE_BYTES), crc)
+    except (WeightFilesError, OSError):
+        return None
+    return crc
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -199,7 +199,7 @@ def test_frozen_requests_keep_their_tokens(engine: EngineUnderTest, prompts: lis
         task = asyncio.create_task(engine.engine.generate(request))
         await asyncio.sleep(delay_s)
         await engine.engine.pause("keep")
-        await engine.engine.abort()
+        await engine.engine.pause("abort")
         generations = await asyncio.wait_for(task, ENDS_S)
         await engine.engine.resume()
         return generations
@@ -308,8 +308,9 @@ def test_health_counts_running_requests(engine: EngineUnderTest, prompts: list[l
         tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p, num_samples=2))) for p in prompts]
         await asyncio.sleep(HALFWAY_S)
         busy = await engine.engine.health()
-        await engine.engine.abort()
+        await engine.engine.pause("abort")
         ended = await asyncio.gather(*tasks)
+        await engine.engine.resume()
         return busy, await engine.engine.health(), ended
 
     busy, idle, ended = engine.run(scenario())

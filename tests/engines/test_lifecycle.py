@@ -20,7 +20,7 @@ LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,
 @pytest.mark.parametrize(
     ("kind", "rollout", "message"),
     [
-        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: vLLM has no such argument"),
+        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument is not an argument of vllm"),
         (VllmEngine, {"engine_args": {"dtype": "float16"}}, "set model.dtype instead"),
         (VllmEngine, {"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode is not supported"),
         (VllmEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),

@@ -169,7 +169,7 @@ fields-conflict sync.transport --sync.transport colocated
 fields-conflict sync.transport --sync.transport colocated --sync.delta always --cluster.placement colocated --trainer.parallel.data 2
 fields-conflict evaluation.temperature --evaluation.temperature 0.001
 fields-conflict evaluation.samples_per_prompt --evaluation.samples_per_prompt 4
-fields-conflict evaluation.every --evaluation.every 5
+evaluation.every evaluation.every --evaluation.every 5
 fields-conflict rollout.max_staleness AHEAD --cluster.placement colocated
 fields-conflict rollout.max_staleness --rollout.max_staleness 2
 fields-conflict rollout.top_p --rollout.top_k 513
