@@ -141,6 +141,10 @@ class ForkedCommand:
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if (code := self.poll()) is None:
