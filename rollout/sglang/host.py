@@ -77,14 +77,11 @@ class Host:
             self._abort(running)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Block new samples; then end, await, or freeze running ones."""
+        """Block new samples; then end or freeze running ones."""
         self._open.clear()
         if mode == "abort":
             for running in self._running.values():
                 self._abort(running)
-        elif mode == "wait" and self._sampling:
-            await self._thaw()
-        if mode != "keep":
             await asyncio.gather(*(ended.wait() for ended in self._sampling.values()))
         await self._freeze()
 

@@ -28,11 +28,6 @@ from slime_like.errors import ConfigError, Problem, field_of
 from slime_like.models.dimensions import ModelDimensions
 
 
-def _nothing_to_measure(config: RunConfig) -> Iterator[str]:
-    if config.evaluation.every > 0 and not config.evaluation.files:
-        yield f"evaluation.every={config.evaluation.every}: evaluation.files is empty; give held-out files, or use 0"
-
-
 def _nothing_to_evaluate(config: RunConfig) -> Iterator[str]:
     if not config.evaluation.files:
         yield "evaluation.files=[] is empty; give at least one held-out file"
@@ -65,7 +60,6 @@ CHECKS: Sequence[Check] = (
     Check("reference.weight-files", {"files", "model", "training"}, model_directories.reference_weight_problems),
     # names, and sizes that may be `auto`
     Check("trainer.backend", {"trainer"}, names.backend_name_problems),
-    Check("evaluation.every", {"training"}, _nothing_to_measure),
     Check("algorithm", {"training"}, names.algorithm_name_problems),
     Check("algorithm.advantage", {"training", "engine"}, names.advantage_name_problems),
     Check("rollout.engine", {"engine"}, names.engine_name_problems),

@@ -84,11 +84,8 @@ def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
 
 
 def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:
-    """Yield one sentence per problem; none for a custom engine.
-
-    Args:
-        engine: the engine's name, given by the engine itself, which runs in ``rollout.python``.
-    """
+    """Yield one sentence per problem; none for a custom engine. An engine, which runs in ``rollout.python``, gives its
+    name."""
     rollout = config.rollout
     python, engine = None if engine else rollout.python, engine or rollout.engine
     arguments = rollout.engine_args_of(engine)

@@ -117,6 +117,8 @@ class EvaluationConfig(Section):
     max_new_tokens: int | None = Field(None, ge=1, description="Length limit; none: `rollout.max_new_tokens`.")
 
     def conflicts(self) -> Iterator[str]:
+        if self.every > 0 and not self.files:
+            yield f"files=[] is empty, so every={self.every} has nothing to evaluate; give held-out files, or every: 0"
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield f"temperature={self.temperature} is too low for engines; use 0 (greedy) or at least {MIN_TEMPERATURE}"
         if self.temperature == 0 and self.samples_per_prompt > 1:

@@ -151,7 +151,7 @@ class EngineHealth:
     process_ids: tuple[int, ...] = field(default=())
 
 
-PauseMode = Literal["abort", "wait", "keep"]
+PauseMode = Literal["abort", "keep"]
 
 
 class RolloutEngine(Protocol):
@@ -172,8 +172,7 @@ class RolloutEngine(Protocol):
         """
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling. "wait" lets running requests finish, and "keep" freezes them. "abort" ends them: ``generate``
-        returns what was sampled, with finish reason "abort"."""
+        """Stop sampling. "keep" freezes running requests. "abort" ends them: ``generate`` returns what was sampled."""
 
     async def resume(self) -> None:
         """Resume sampling. Requests frozen by "keep" continue under the current weights, with recomputed caches."""

@@ -12,7 +12,6 @@ from slime_like.models.dimensions import ModelDimensions
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _AGAIN = "copy or download it again"
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 
 _LAYER = re.compile(r"\D*?\.(\d+)\.")
 """The first number in a name is the layer's index: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
@@ -63,11 +62,10 @@ def fingerprint(directory: Path) -> int | None:
     crc = 0
     try:
         for file in weight_files(directory):
-            size = file.stat().st_size
             with file.open("rb") as stream:
-                for place in range(0, size, size // _SAMPLES + 1):
+                for place in range(0, file.stat().st_size, file.stat().st_size // 16 + 1):
                     stream.seek(place)
-                    crc = zlib.crc32(stream.read(_SAMPLE_BYTES), crc)
+                    crc = zlib.crc32(stream.read(1 << 14), crc)
     except (WeightFilesError, OSError):
         return None
     return crc

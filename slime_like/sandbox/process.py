@@ -20,7 +20,7 @@ from slime_like.system.processes import descendants
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
 _LOOK_S = 5.0
-"""Interval of the looks for a stopped worker, so its replacement still starts within the start's timeout."""
+"""Time until a stopped worker is found, so its replacement is ready within the same timeout of a start."""
 
 
 class WorkerEnded(Exception):

@@ -81,9 +81,12 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     assert "engine 0 (transformers) was restarted" in finished.stderr
     started = (tmp_path / "other" / "started").read_text().splitlines()
     assert len({line for line in started if "default_worker.py" in line}) == 2
+    assert {path.name for path in (run_dir / "worker_logs").glob("engine-*")} == {"engine-0.log", "engine-0.2.log"}
     audit = audit_run(run_dir)
-    assert audit.holds and audit.trained == 9 * 16, audit.problems
+    assert audit.holds, audit.problems
+    assert (audit.issued, audit.trained, audit.in_flight) == (9 * 16, 9 * 16, ())
     steps = steps_of(run_dir)
+    assert all(row["weights/probe_gap"] < 1e-4 and row["rollout/staleness_max"] <= 1 for row in steps)
     rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     # The calculator judges nearly like math-verify, which accepts more answers, such as "1776]".

@@ -1,6 +1,7 @@
 """Rejected starts, and requests that take too long."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
+from slime_like.checks.engine_arguments import _vllm_arguments
 from slime_like.errors import CheckpointError, ConfigError, EngineError
 from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
 from slime_like.system.processes import new_children, process_ids
@@ -63,3 +65,9 @@ def test_request_timeout(models: list[Path], tmp_path: Path) -> None:
         await engine.stop()
 
     asyncio.run(scenario())
+
+
+def test_vllms_arguments_are_read_from_its_source() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert _vllm_arguments() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}

@@ -58,10 +58,9 @@ def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = Mappi
     """
     if config.resume == "never":
         return None
-    if config.resume == "auto":
-        checkpoint = newest_whole(config.run_dir, found_damaged)
-    else:
-        checkpoint = Checkpoint.read(Path(config.resume))
+    checkpoint = (
+        newest_whole(config.run_dir, found_damaged) if config.resume == "auto" else Checkpoint.read(Path(config.resume))
+    )
     if checkpoint is not None:
         checkpoint.require_whole()
         _require_resumable(checkpoint, config)
@@ -149,11 +148,8 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         raise ConfigError(problem)
     wrote = checkpoint.state.get(FINGERPRINT)
     if wrote is not None and fingerprint(config.model.path) not in (None, wrote):
-        raise ConfigError(
-            f"model.path={config.model.path}: {checkpoint.path} was trained from a model with other weights; give that "
-            "model, or set another run_dir",
-            code="resume-of-another-model",
-        )
+        problem = f"{checkpoint.path} was trained from other weights; give those, or set another run_dir"
+        raise ConfigError(f"model.path={config.model.path}: {problem}", code="resume-of-another-model")
     has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
     if has_finished and _lies_in_run_dir(config, checkpoint):
         with_override = " with checkpoint.override: [schedule]" if config.trainer.optimizer.depends_on_length else ""

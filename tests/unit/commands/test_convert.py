@@ -107,7 +107,7 @@ def test_a_checkpoint_that_does_not_name_its_backend_is_accepted(tmp_path: Path)
         assert backend_problem(tmp_path, "fsdp", "resume") is None
 
 
-@pytest.mark.parametrize("more", ["", "--evaluation.every 2", "--evaluation.files rows.jsonl --model.weights meg"])
+@pytest.mark.parametrize("more", ["", "--evaluation.files rows.jsonl --model.weights meg"])
 def test_eval_needs_files_and_weights_that_engines_load(root: Path, rejects: Rejects, more: str) -> None:
     (root / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     flags = f"--run_dir run --model.path model --data.max_prompt_tokens 64 {more}"
