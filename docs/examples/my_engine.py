@@ -76,8 +76,8 @@ class PlainEngine(EngineBase[Any]):
     async def _freeze(self, mode: PauseMode) -> None:
         if mode == "abort":
             self._aborted.update(self._promised)
-        while mode == "abort" and self._promised:
-            await asyncio.sleep(0.001)
+            while self._promised:
+                await asyncio.sleep(0.001)
         self._frozen = True
 
     async def _thaw(self) -> None:

@@ -1,4 +1,7 @@
-"""After a process is killed, the run ends with one sentence, or continues and loses nothing."""
+"""After a process is killed, the run ends with one sentence, or continues and loses nothing.
+
+A killed engine is replaced in test_conversations.py, and on the trainers' devices in test_killed_colocated_engines.py.
+"""
 
 import threading
 import time
@@ -50,31 +53,6 @@ def test_a_killed_process_ends_the_run_with_one_sentence(
     assert who in sentence
     assert " while " in sentence or ", " in sentence
     assert "raylet" not in finished.stdout + finished.stderr  # from Ray's message
-
-
-@pytest.mark.acceptance
-@pytest.mark.parametrize(("engine", "victim"), [("transformers", ("ray::EngineActor",)), ("vllm", VLLM_CORE)])
-def test_a_killed_engine_is_replaced_and_no_group_is_lost(
-    tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...]
-) -> None:
-    """Requests of the only engine wait for its successor, which gets the current weights before it serves.
-
-    The default run kills an engine on other devices in test_conversations.py, and a vLLM engine on the trainers'.
-    """
-    flags = ["--rollout.engine", engine, "--steps", "12", "--rollout.prompts_per_step", "16"]
-    flags += ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate"]
-    run_dir = tmp_path / "run"
-    with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
-        command.wait_for_rows(run_dir)
-        command.named(*victim).kill()
-        finished = command.succeed(timeout_s=240)
-    assert f"engine 0 ({engine}) was restarted (" in finished.stderr
-    assert role_logs(run_dir) == {"engine-0.log", "engine-0.2.log", "trainer-0.log"}
-    audit = audit_run(run_dir)
-    assert audit.holds, audit.problems
-    assert (audit.issued, audit.trained, audit.in_flight) == (12 * 16, 12 * 16, ())
-    for row in steps_of(run_dir):
-        assert row["weights/probe_gap"] < 1e-4 and row["rollout/staleness_max"] <= 1
 
 
 def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny, tmp_path: Path) -> None:
