@@ -72,7 +72,7 @@ def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny,
 
 def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path: Path) -> None:
     """Groups wait for the successor of the only worker. Each is trained once, with reference logprobs."""
-    flags = ["--steps", "6", "--rollout.prompts_per_step", "16", "--algorithm.kl_coef", "0.1"]
+    flags = ["--steps", "4", "--rollout.prompts_per_step", "16", "--algorithm.kl_coef", "0.1"]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags, "--reference.placement", "workers"), tmp_path / "log") as command:
         _running(command, "ray::TrainerRank.score").kill()
@@ -82,7 +82,7 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
     assert role_logs(run_dir) == {"engine-0.log", "reference-0.log", "reference-0.2.log", "trainer-0.log"}
     audit = audit_run(run_dir)
     assert audit.holds, audit.problems
-    assert (audit.issued, audit.trained, audit.in_flight) == (6 * 16, 6 * 16, ())
+    assert (audit.issued, audit.trained, audit.in_flight) == (4 * 16, 4 * 16, ())
     assert steps_of(run_dir)[-1]["train_actor_training/kl_loss"] > 0
 
 
