@@ -83,7 +83,7 @@ class EngineHooks(Generic[Running]):
 
 
 class EngineBase(EngineHooks[Running]):
-    """The part of ``RolloutEngine`` that all engines share. An engine adds ``generate``, ``abort``, and the hooks.
+    """The part of ``RolloutEngine`` that all engines share. An engine adds ``generate`` and the hooks.
 
     Attributes:
         returns_supports: generations for training include the support of each token.

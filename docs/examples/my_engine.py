@@ -73,14 +73,11 @@ class PlainEngine(EngineBase[Any]):
         (token,), (logprob,) = draw_tokens(logits[-1:], [sample])  # over the whole vocabulary
         sample.append(token, logprob, self._state.version)
 
-    async def abort(self, request_id: str | None = None) -> None:
-        self._aborted |= set(self._promised) & ({request_id} if request_id else set(self._promised))
-
     async def _freeze(self, mode: PauseMode) -> None:
         if mode == "abort":
-            await self.abort()
-        while mode != "keep" and self._promised:
-            await asyncio.sleep(0.001)
+            self._aborted.update(self._promised)
+            while self._promised:
+                await asyncio.sleep(0.001)
         self._frozen = True
 
     async def _thaw(self) -> None:

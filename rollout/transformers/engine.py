@@ -68,9 +68,6 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
                 if result.cancelled():  # the caller was canceled, or gave up
                     scheduler.abort(request.request_id)
 
-    async def abort(self, request_id: str | None = None) -> None:
-        self._alive().abort(request_id)
-
     async def stop(self) -> None:
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:

@@ -50,10 +50,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
         return generations(request, output, self._state.version, self._masks)
 
-    async def abort(self, request_id: str | None = None) -> None:
-        llm = self._alive()
-        await llm.abort(list(self._promised) if request_id is None else [request_id])
-
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the transport. Not for a mixture of experts on a CPU, which vLLM 0.32 silently reloads wrongly."""
         if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):

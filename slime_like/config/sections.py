@@ -118,7 +118,7 @@ class EvaluationConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.every > 0 and not self.files:
-            yield f"every={self.every} needs evaluation.files, which is empty; give held-out files, or use every: 0"
+            yield f"files=[] is empty, so every={self.every} has nothing to evaluate; give held-out files, or every: 0"
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield f"temperature={self.temperature} is too low for engines; use 0 (greedy) or at least {MIN_TEMPERATURE}"
         if self.temperature == 0 and self.samples_per_prompt > 1:

@@ -68,7 +68,7 @@ class GenerationRequest:
     """A prompt's token ids and how to sample ``num_samples`` generations from them.
 
     Attributes:
-        request_id: unique within the run; names the request in ``abort``.
+        request_id: unique within the run; names the request in the engine.
         prompt_tokens: the prompt's ids.
         sampling: sampling parameters.
         num_samples: number of responses.
@@ -151,7 +151,7 @@ class EngineHealth:
     process_ids: tuple[int, ...] = field(default=())
 
 
-PauseMode = Literal["abort", "wait", "keep"]
+PauseMode = Literal["abort", "keep"]
 
 
 class RolloutEngine(Protocol):
@@ -171,11 +171,8 @@ class RolloutEngine(Protocol):
         A canceled call ends its request in the engine.
         """
 
-    async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all. Its ``generate`` returns what was sampled, with finish reason "abort"."""
-
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling. "abort" ends running requests, "wait" lets them finish, "keep" freezes them."""
+        """Stop sampling. "keep" freezes running requests. "abort" ends them: ``generate`` returns what was sampled."""
 
     async def resume(self) -> None:
         """Resume sampling. Requests frozen by "keep" continue under the current weights, with recomputed caches."""

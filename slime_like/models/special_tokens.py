@@ -7,7 +7,7 @@ from typing import Any
 from slime_like.models.config_json import read_object
 
 _SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
+_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
 """Patterns of the files that tokenizers of transformers read."""
 
 _OTHER = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx|md|index\.json)|(generation_)?config\.json|\..*")
@@ -15,7 +15,7 @@ _OTHER = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx|md|index\.j
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """List a checkpoint's tokenizer files. The checkpoint's own code may read any file except weights and config."""
-    files = {file for pattern in TOKENIZER_FILES for file in directory.glob(pattern)}
+    files = {file for pattern in _FILES for file in directory.glob(pattern)}
     if own_tokenizer(directory):
         files |= {file for file in directory.iterdir() if not _OTHER.fullmatch(file.name)}
     return sorted(filter(Path.is_file, files))

@@ -19,6 +19,8 @@ from slime_like.system.processes import descendants
 
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
+_LOOK_S = 5.0
+"""Time until a stopped worker is found, so its replacement is ready within the same timeout of a start."""
 
 
 class WorkerEnded(Exception):
@@ -88,12 +90,16 @@ class WorkerProcess:
         self._writer.write(encode(message))
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next message. Raises ``WorkerEnded`` if the worker has ended, or ``timeout_s`` has passed."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                message = decode(await self._replies.readline())
-        except TimeoutError:
-            raise WorkerEnded("timeout", by_signal=self._is_stopped()) from None
+        """Return the next message. Raises ``WorkerEnded`` if the worker is stopped or has ended, or after a timeout."""
+        while True:
+            try:
+                async with asyncio.timeout(min(timeout_s, _LOOK_S)):
+                    message = decode(await self._replies.readline())
+                break
+            except TimeoutError:
+                timeout_s -= _LOOK_S
+                if (stopped := self._is_stopped()) or timeout_s <= 0:
+                    raise WorkerEnded("timeout", by_signal=stopped) from None
         if message is None:
             code = self._exit_code()
             raise WorkerEnded("cpu" if code == -signal.SIGXCPU else "crash", by_signal=code == -signal.SIGKILL)

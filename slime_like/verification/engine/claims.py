@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import Generation
+from slime_like.interfaces import Generation, PauseMode
 from slime_like.verification.engine.subject import COLD, Refuted, Subject
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}
@@ -141,34 +141,28 @@ def _over_support(
 
 
 def abort_and_pause(subject: Subject) -> float:
-    """An aborted request returns its tokens so far, other requests continue, and a paused request resumes."""
+    """An aborted request returns its tokens so far, and a frozen one next to a canceled one resumes."""
     engine = subject.engine
 
-    async def aborted(prompt: list[int], delay_s: float) -> tuple[Generation, Generation]:
-        doomed, spared = subject.lasting(prompt), subject.lasting(prompt)
-        tasks = [asyncio.create_task(engine.engine.generate(request)) for request in (doomed, spared)]
+    async def paused(mode: PauseMode, prompt: list[int], delay_s: float) -> Generation:
+        task, canceled = (asyncio.create_task(engine.engine.generate(subject.lasting(prompt))) for _ in range(2))
         await asyncio.sleep(delay_s)
-        await engine.engine.abort(doomed.request_id)
-        return (await tasks[0])[0], (await tasks[1])[0]
-
-    async def frozen(prompt: list[int], delay_s: float) -> Generation:
-        task = asyncio.create_task(engine.engine.generate(subject.lasting(prompt)))
-        await asyncio.sleep(delay_s)
-        await engine.engine.pause("keep")
+        canceled.cancel()
+        await engine.engine.pause(mode)
         await asyncio.sleep(delay_s)
         await engine.engine.resume()
         return (await task)[0]
 
     for prompt, delay_s in _attempts(subject):
-        ended, spared = engine.run(aborted(prompt, delay_s))
+        ended = engine.run(paused("abort", prompt, delay_s))
         if ended.finish_reason == "abort" and len(ended.token_ids) >= _TOKENS:
             break
     else:
         raise Refuted(f"no request was aborted halfway, {min(_HALFWAY_S)} to {max(_HALFWAY_S)} s after its start")
-    whole = engine.run(frozen(prompt, delay_s))
-    if "abort" in (spared.finish_reason, whole.finish_reason):
-        raise Refuted("a paused request, or one next to an aborted request, was aborted")
-    gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, spared, whole))
+    whole = engine.run(paused("keep", prompt, delay_s))
+    if whole.finish_reason == "abort":
+        raise Refuted("a frozen request next to a canceled one was aborted")
+    gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, whole))
     return _bounded(subject, gap, "logprobs after abort or pause")
 
 

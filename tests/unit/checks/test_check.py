@@ -96,6 +96,7 @@ FAULTS = [
     line.split(maxsplit=2)
     for line in r"""
 rollout.engine-args rollout.engine_args.tensor_parallel_size --rollout.engine vllm --rollout.engine_args.tensor_parallel_size 2
+rollout.engine-args rollout.engine_args.no_such_argument --rollout.engine vllm --rollout.engine_args.no_such_argument 1
 rollout.engine-args rollout.engine_args.enable_lora --rollout.engine sglang --rollout.engine_args.enable_lora true
 rollout.engine-args rollout.engine_args.gpu_memory_utilization --rollout.engine vllm --rollout.engine_args.gpu_memory_utilization much
 rollout.engine-args rollout.engine_args.mem_fraction_static --rollout.engine sglang --rollout.engine_args.mem_fraction_static 1.5
@@ -169,7 +170,7 @@ fields-conflict sync.transport --sync.transport colocated
 fields-conflict sync.transport --sync.transport colocated --sync.delta always --cluster.placement colocated --trainer.parallel.data 2
 fields-conflict evaluation.temperature --evaluation.temperature 0.001
 fields-conflict evaluation.samples_per_prompt --evaluation.samples_per_prompt 4
-fields-conflict evaluation.every --evaluation.every 5
+fields-conflict evaluation.files --evaluation.every 5
 fields-conflict rollout.max_staleness AHEAD --cluster.placement colocated
 fields-conflict rollout.max_staleness --rollout.max_staleness 2
 fields-conflict rollout.top_p --rollout.top_k 513

@@ -244,7 +244,9 @@ def test_a_wrong_setting_is_rejected_with_its_field(
     [
         ("rollout.enigne", "rollout.engine"),
         ("tensor", "reference.parallel.tensor or rollout.tensor or trainer.parallel.tensor"),
-        ("learning_rate", None),
+        ("learning_rate", "trainer.optimizer.lr"),
+        ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),
+        ("no_such_thing", None),
         ("rollout.max_new_token", "rollout.max_new_tokens"),
     ],
 )
