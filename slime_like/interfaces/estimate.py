@@ -47,7 +47,7 @@ class Work:
         attention_flops: FLOPs of causal attention; proportional to the tokens times the sequences' length.
         traffic: messages sent during the pass.
         kernel_bytes: bytes read and written by all other kernels, counted per kernel; proportional to the tokens.
-        head_flops, head_bytes: the head's part of ``matmul_flops`` and ``kernel_bytes``.
+        head_flops: the head's part of ``matmul_flops``.
     """
 
     matmul_flops: float
@@ -55,7 +55,6 @@ class Work:
     traffic: tuple[Traffic, ...] = ()
     kernel_bytes: float = 0.0
     head_flops: float = 0.0
-    head_bytes: float = 0.0
 
     @property
     def flops(self) -> float:

@@ -8,7 +8,6 @@ from rich import box
 from rich.table import Table
 
 from slime_like.config import RunConfig
-from slime_like.config.gpus import GPUS
 from slime_like.planning import verdict
 from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
@@ -20,7 +19,6 @@ from slime_like.system.words import counted
 
 _WIDTH = 80
 _MOST_PHASES = 4
-_LEAST_SHOWN = 0.005
 
 
 def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
@@ -34,7 +32,6 @@ def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> N
     _print_table(console, _memory(plan))
     if plan.step is not None:
         _print_table(console, _time(plan.step))
-        _print_table(console, _training(plan, plan.step))
     notes = [f"note: {note}" for note in plan.notes]
     _print_lines(console, ["", *_workings(config, plan), *notes, f"planned in {seconds_text(plan.seconds)}"])
 
@@ -139,18 +136,6 @@ def _time(step: StepTime) -> Table:
     return table
 
 
-def _training(plan: Plan, step: StepTime) -> Table:
-    """Return causes of training's seconds that take at least half a percent."""
-    gpu = plan.hardware.gpu
-    known = "measured" if gpu.measured_tflops else f"assumed from the data sheet's {gpu.tflops:g}, not measured"
-    ceiling = f"{gpu.ceiling_tflops:.0f} TFLOP/s ({known})"
-    table = _table(f"Training by cause, at {step.utilization:.0%} of {ceiling}", ("", "share"))
-    for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]):
-        if abs(share := seconds / step.training) >= _LEAST_SHOWN:
-            table.add_row(name, f"{share:.1%}")
-    return table
-
-
 def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
     """Yield the inputs of the figures."""
     engine, work, step = plan.engine, plan.workload, plan.step
@@ -170,18 +155,18 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
         )
         if config.rollout.agent.is_set and not config.supervised:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
-        yield _assumptions(config, plan)
+        yield _assumptions(plan)
     layers = {kind.estimate.layers for kind in plan.kinds}
     yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; recompute: {plan.recompute}"
 
 
-def _assumptions(config: RunConfig, plan: Plan) -> str:
-    hardware, sheet = plan.hardware, GPUS[config.cluster.gpu]
-    nvlink = f"NVLink {hardware.gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
+def _assumptions(plan: Plan) -> str:
+    hardware, gpu = plan.hardware, plan.hardware.gpu
+    nvlink = f"NVLink {gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
     sync = f", weight sync by {plan.transport} at {SYNC_GB_PER_S[plan.transport]:g} GB/s" if plan.transport else ""
     return (
-        f"assumed, not measured: {hardware.matmul_efficiency:.0%} of {sheet.ceiling_tflops:.0f} TFLOP/s in matrix "
+        f"assumed, not measured: {hardware.matmul_efficiency:.0%} of {gpu.ceiling_tflops:.0f} TFLOP/s in matrix "
         f"products, {hardware.attention_efficiency:.0%} in attention, {hardware.memory_efficiency:.0%} of "
-        f"{sheet.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
+        f"{gpu.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
         f"{hardware.network_gb_per_s:g}, host {hardware.host_gb_per_s:g} GB/s per GPU){sync}"
     )
