@@ -1,6 +1,8 @@
 """Sections of sampling, rewards and weight sync."""
 
+import ipaddress
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,9 @@ MIN_TEMPERATURE = 0.01
 
 ENGINES = ("vllm", "sglang", "transformers")
 """Engines of this distribution. ``rollout.engine_args`` may have a section for each."""
+
+NODE = "node"
+"""``rollout.agent.host`` of each node's own address in the cluster."""
 
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
@@ -63,7 +68,10 @@ class AgentConfig(Section):
     """Custom code, an `async def`."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
     command: tuple[str, ...] = ()
-    """Program with arguments such as {base_url}, {key}, {task_file} and {result_file}, instead of `name`."""
+    """Program with arguments such as {base_url}, {key}, {model}, {prompt}, {task_file} and {result_file}, instead of
+    `name`."""
+    host: str = "127.0.0.1"
+    """Address of the endpoint, for agents on other hosts; node: each node's."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
     """Format of tool calls; auto: the chat template's."""
@@ -71,9 +79,25 @@ class AgentConfig(Section):
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
     """Timeout of one rollout. The sample then gets reward 0."""
-    memory_mb: int = Field(4096, ge=128, description="Memory limit of a worker.")
+    memory_mb: int = Field(4096, ge=128, description="Resident memory limit of a worker with its children.")
 
     _absolute = field_validator("name")(absolute_code)
+
+    @field_validator("command")
+    @classmethod
+    def _absolute_files(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Make paths of files absolute, because a program has another working directory."""
+        return tuple(
+            str(Path(part).absolute()) if _is_file(part, index) else part for index, part in enumerate(command)
+        )
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        with suppress(ValueError):
+            if host == NODE or not ipaddress.ip_address(host).is_unspecified:
+                return host
+        raise ValueError(f"{host!r} is not the address of one host; use {NODE}, or an address such as 10.0.0.5")
 
     @property
     def is_set(self) -> bool:
@@ -86,6 +110,13 @@ class AgentConfig(Section):
             yield f"name={self.name} and rollout.agent.command are both set; remove one"
         elif self.command and self.options:
             yield f"options={dict(self.options)} are not for commands; give the command arguments"
+
+
+def _is_file(part: str, index: int) -> bool:
+    """Return whether a part of a command is a path. The first part may be a program's name, found in PATH."""
+    with suppress(OSError):  # longer than a path can be
+        return Path(part).exists() if "/" in part else index > 0 and Path(part).is_file()
+    return False
 
 
 def _changed(section: Section) -> str:
