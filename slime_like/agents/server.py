@@ -37,11 +37,7 @@ class _WireProtocol(Protocol):
 
 
 class AgentServer:
-    """Sessions by key, and the server that looks them up. Belongs to one event loop.
-
-    Args:
-        host: address that it listens on; no other.
-    """
+    """Sessions by key, and the server that looks them up. Listens only on ``host``. Belongs to one event loop."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host

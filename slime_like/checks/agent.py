@@ -16,8 +16,13 @@ _PLACE = re.compile(r"\{([a-z_]+)\}")
 
 
 def agent_problems(config: RunConfig) -> Iterator[str]:
-    """Check the placeholders in the agent's command, and that each node can have the endpoint's address."""
-    agent = config.rollout.agent
+    """Check what judges the agent, the placeholders in its command, and that each node can have its address."""
+    agent, judge = config.rollout.agent, config.reward.functions[0].name
+    if agent.is_set and "functions" not in config.reward.model_fields_set:
+        yield (
+            f"reward.functions is not set, so {judge} would judge and the agent's reward would not count; set it, e.g. "
+            "to [{name: agent}]"
+        )
     for place in sorted({found for part in agent.command for found in _PLACE.findall(part)} - {*PLACES}):
         yield f"{_PREFIX}.command: {{{place}}} is unknown; use {', '.join(f'{{{name}}}' for name in PLACES)}"
     host, nodes = f"{_PREFIX}.host={agent.host}", config.cluster.nodes or 1

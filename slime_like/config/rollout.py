@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Iterator
 from contextlib import suppress
+from os.path import exists, isfile  # unlike Path's, they accept any text
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,9 +87,10 @@ class AgentConfig(Section):
     @field_validator("command")
     @classmethod
     def _absolute_files(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        """Make paths of files absolute, because a program has another working directory."""
+        """Make paths absolute, because a program has another working directory. PATH has a first part without "/"."""
         return tuple(
-            str(Path(part).absolute()) if _is_file(part, index) else part for index, part in enumerate(command)
+            str(Path(part).absolute()) if exists(part) and ("/" in part or (at and isfile(part))) else part  # noqa: PTH110, PTH113
+            for at, part in enumerate(command)
         )
 
     @field_validator("host")
@@ -110,13 +112,6 @@ class AgentConfig(Section):
             yield f"name={self.name} and rollout.agent.command are both set; remove one"
         elif self.command and self.options:
             yield f"options={dict(self.options)} are not for commands; give the command arguments"
-
-
-def _is_file(part: str, index: int) -> bool:
-    """Return whether a part of a command is a path. The first part may be a program's name, found in PATH."""
-    with suppress(OSError):  # longer than a path can be
-        return Path(part).exists() if "/" in part else index > 0 and Path(part).is_file()
-    return False
 
 
 def _changed(section: Section) -> str:

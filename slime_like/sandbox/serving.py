@@ -78,9 +78,9 @@ def serve(
     extra_bytes = int(setup["memory_mb"]) * 2**20
     if used_bytes is None:
         _limit_memory(extra_bytes)
-    _send(replies, {"ready": os.getpid(), **about})
-    if used_bytes is not None:
+    else:
         Thread(target=_watch_memory, args=(replies, used_bytes, used_bytes() + extra_bytes), daemon=True).start()
+    _send(replies, {"ready": os.getpid(), **about})
     while (request := decode(requests.readline())) is not None:
         for item in request["items"]:
             _limit_cpu(setup["timeout_s"])

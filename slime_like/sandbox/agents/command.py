@@ -14,8 +14,7 @@ from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.sandbox.serving import die_with_parent
 from slime_like.system.processes import end_descendants
 
-_CHUNK = 4096
-_KEPT_LINES, _KEPT_CHARACTERS = 12, 800
+_CHUNK, _KEPT_LINES, _KEPT_CHARACTERS = 4096, 12, 800
 
 PLACES = ("base_url", "key", "model", "prompt", "task_file", "result_file")
 """Names that a command may contain in braces."""
@@ -33,14 +32,11 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 
 
 def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_result: bool) -> AgentResult:
-    """Run the program and read its result.
+    """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
 
     Args:
         directory: a new directory, for the program's files, its working directory and its home directory.
         needs_result: whether the program must write a result. Otherwise, a missing result has reward 0.
-
-    Returns:
-        The result. If the exit code is not 0, its metadata contain the code and the end of the output.
 
     Raises:
         CommandFailed: it cannot be started, or it wrote no usable result.

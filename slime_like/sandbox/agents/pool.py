@@ -16,8 +16,7 @@ from slime_like.sandbox.single_items import SingleItems
 class AgentPool(SingleItems):
     """``config.workers`` processes that each run one agent at a time. A hung or dead process is replaced.
 
-    Args:
-        needs_result: whether a command must write a result.
+    With ``needs_result``, a command must write a result.
     """
 
     def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None, *, needs_result: bool = True) -> None:

@@ -158,7 +158,7 @@ fields-conflict trainer.fsdp --trainer.fsdp.accumulate sharded
 fields-conflict trainer.backend_args --trainer.backend_args.rank 8
 fields-conflict reward.functions --reward.functions '[{name: environment}]'
 fields-conflict reward.functions AGENT
-fields-conflict reward.functions --rollout.agent.command [sh]
+rollout.agent reward.functions --rollout.agent.command [sh]
 fields-conflict reward.functions.1.name --reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'
 fields-conflict reward.functions --reward.functions '[{name: math_verify, weight: 0}]'
 fields-conflict data.system_prompt --data.system_prompt 'Be brief.' --data.apply_chat_template false
