@@ -19,10 +19,7 @@ def agent_problems(config: RunConfig) -> Iterator[str]:
     """Check what judges the agent, the placeholders in its command, and that each node can have its address."""
     agent, judge = config.rollout.agent, config.reward.functions[0].name
     if agent.is_set and "functions" not in config.reward.model_fields_set:
-        yield (
-            f"reward.functions is not set, so {judge} would judge and the agent's reward would not count; set it, e.g. "
-            "to [{name: agent}]"
-        )
+        yield f"reward.functions is not set, so {judge} would judge, not the agent; set it, e.g. to [{{name: agent}}]"
     for place in sorted({found for part in agent.command for found in _PLACE.findall(part)} - {*PLACES}):
         yield f"{_PREFIX}.command: {{{place}}} is unknown; use {', '.join(f'{{{name}}}' for name in PLACES)}"
     host, nodes = f"{_PREFIX}.host={agent.host}", config.cluster.nodes or 1
@@ -33,8 +30,7 @@ def agent_problems(config: RunConfig) -> Iterator[str]:
 
 
 def custom_agent_problems(config: RunConfig) -> list[str]:
-    """Check that this host has the endpoint's address, and that a command's program exists. Have a worker import an
-    agent with its options, if its module is found."""
+    """Check that this host has the endpoint's address and a command's program. Have a worker import a function."""
     agent = config.rollout.agent
     if agent.host != NODE and (config.cluster.nodes or 1) == 1 and interface_of(agent.host) is None:
         return [f"{_PREFIX}.host={agent.host} is not an address of this machine; use one of its addresses"]

@@ -43,10 +43,7 @@ def resident_bytes() -> int:
 
 
 def end_descendants(keep: Collection[int] = ()) -> None:
-    """Kill the descendants of this process, except those in ``keep`` and their descendants.
-
-    Descendants whose parents have ended are found if this process adopts orphans.
-    """
+    """Kill all descendants of this process, which adopts orphans, except ``keep`` and their descendants."""
     while left := set(descendants(os.getpid())).difference(keep, *map(descendants, keep)):
         for pid in left:
             with suppress(ProcessLookupError):

@@ -72,15 +72,16 @@ async def broken(task):
 
 def plain(task): ...
 
-class Server:
-    """A process that the module starts, with a child, stays for later rollouts."""
-    if "SERVER" in os.environ:
-        started = subprocess.Popen(["sh", "-c", "sleep 1000 & wait"], start_new_session=True)
+if "SERVER" in os.environ:  # a process of the module that starts a child when the first rollout asks it to
+    wait = "until [ -e $SERVER ]; do sleep 0.01; done; sleep 1000 & wait"
+    server = subprocess.Popen(["sh", "-c", wait], start_new_session=True)
 
 async def served(task):
     call(task)
-    pids = [child.pid for child in psutil.Process().children(recursive=True)]
-    return AgentResult(float(Server.started.poll() is None), metadata={"pids": pids})
+    Path(os.environ["SERVER"]).touch()
+    while not (pids := [p.pid for p in psutil.Process(server.pid).children() if "1000" in p.cmdline()]):
+        time.sleep(0.01)
+    return AgentResult(1.0, metadata={"pids": [server.pid, *pids]})
 '''
 
 TOKENIZER = byte_tokenizer()
@@ -252,11 +253,11 @@ def test_a_rollout_leaves_no_daemons(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("agents")
-def test_a_process_of_the_module_stays_until_the_worker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERVER", "1")
+def test_a_process_of_the_module_stays_until_the_worker_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER", str(tmp_path / "asked"))
     found = rollouts(Engine([], []), request(2), name="agents_of_test:served", workers=1)
     results = [generation.conversation for generation in found]
-    assert [result.reward for result in results if result] == [1.0, 1.0]
+    assert [failure(generation) for generation in found] == [None, None]
     first, second = (result.metadata[0]["pids"] for result in results if result)
     assert first == second and len(first) == 2 and not any(map(is_alive, first))
 

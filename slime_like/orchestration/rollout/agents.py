@@ -63,8 +63,7 @@ class AgentRollouts:
         self._parser: str = self._agent.tool_parser
         self._reported: set[str] = set()
         self._server = AgentServer(node_address() if self._agent.host == NODE else self._agent.host)
-        needs_result = any(function.name == AGENT for function in config.reward.functions)
-        self._pool = AgentPool(self._agent, logs, needs_result=needs_result)
+        self._pool = AgentPool(self._agent, logs, needs_result=AGENT in (f.name for f in config.reward.functions))
         self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS, first_only=True)
 
     async def start(self) -> None:

@@ -60,17 +60,16 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
 def _run(argv: list[str], task: AgentTask, directory: Path) -> tuple[int, str]:
     """Return the exit code and the end of the output. All output is copied to this worker's log."""
     parent = os.getpid()
-    home, work = directory / "home", directory / "work"
-    home.mkdir()
-    work.mkdir()
+    for name in ("home", "work"):
+        (directory / name).mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}  # they replace HOME
     variables = {  # where clients of the two protocols look for address and key
         "OPENAI_BASE_URL": f"{task.base_url}/v1",
         "OPENAI_API_KEY": task.key,
         "ANTHROPIC_BASE_URL": task.base_url,
         "ANTHROPIC_API_KEY": task.key,
-        "HOME": str(home),
-        "PWD": str(work),
+        "HOME": str(directory / "home"),
+        "PWD": str(directory / "work"),
     }
     try:
         process = subprocess.Popen(
@@ -78,7 +77,7 @@ def _run(argv: list[str], task: AgentTask, directory: Path) -> tuple[int, str]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            cwd=work,
+            cwd=directory / "work",
             env=inherited | variables,
             preexec_fn=lambda: die_with_parent(parent),
         )

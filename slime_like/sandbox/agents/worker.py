@@ -20,7 +20,6 @@ from slime_like.sandbox.serving import Handler, adopt_orphans, serve, untrusted
 from slime_like.system.processes import end_descendants, process_ids, resident_bytes
 
 _Run = Callable[[AgentTask, Path], AgentResult]
-"""Run an agent on a task. Programs get an empty directory."""
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
@@ -59,6 +58,7 @@ def _function(name: str, options: dict[str, Any]) -> tuple[_Run, CodeType | None
 
 
 if __name__ == "__main__":
-    code = serve(_prepare, resident_bytes)
-    end_descendants()
-    sys.exit(code)
+    try:
+        sys.exit(serve(_prepare, resident_bytes))
+    finally:
+        end_descendants()
