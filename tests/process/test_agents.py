@@ -293,7 +293,7 @@ def test_the_endpoint_listens_on_the_given_address(rejects: Rejects) -> None:
     (generation,) = rollouts(Engine(["more"]), scenario, host="127.0.0.2")
     assert failure(generation) is None and listening == {"127.0.0.2"}
     with rejects(AgentFailure, "agent-host"):
-        rollouts(Engine(), request(1), host="192.0.2.1")
+        rollouts(Engine(), request(1), host="198.51.100.7")
 
 
 @pytest.mark.usefixtures("agents")

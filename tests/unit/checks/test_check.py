@@ -133,8 +133,8 @@ custom.code rollout.agent.name AGENT --rollout.agent.name my_agent
 rollout.agent rollout.agent.command AGENT --rollout.agent.command '[sh, "{url}"]'
 rollout.agent-custom rollout.agent.command AGENT --rollout.agent.command [no-such-program]
 rollout.agent rollout.agent.host COMMAND --rollout.agent.host node
-rollout.agent rollout.agent.host COMMAND --rollout.agent.host 192.0.2.1 --cluster.nodes 2 --cluster.allow_idle_gpus true
-rollout.agent-custom rollout.agent.host COMMAND --rollout.agent.host 192.0.2.1
+rollout.agent rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7 --cluster.nodes 2 --cluster.allow_idle_gpus true
+rollout.agent-custom rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7
 trainer.token-budget rollout.max_model_len COMMAND --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500
 reference.model reference.path --algorithm.kl_reward_coef 0.1 --reference.path TMP/none
 reference.model reference.path --algorithm.kl_coef 0.1 --reference.path TMP/none
