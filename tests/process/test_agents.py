@@ -281,6 +281,21 @@ def test_a_canceled_request_ends_its_agents_and_their_calls() -> None:
 
 
 @pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize(("host", "expected"), [({}, "127.0.0.1"), ({"host": "node"}, "127.0.0.2")])
+def test_the_endpoint_listens_on_loopback_or_the_nodes_address(
+    host: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime_like.orchestration.rollout.agents.node_address", lambda: "127.0.0.2")
+
+    async def scenario(made: AgentRollouts) -> list[Generation]:
+        assert made._server.base_url.startswith(f"http://{expected}:")
+        return await made.run(request(1))
+
+    (generation,) = rollouts(Engine(["more"]), scenario, **host)
+    assert failure(generation) is None
+
+
+@pytest.mark.usefixtures("agents")
 def test_the_endpoint_listens_on_the_given_address(rejects: Rejects) -> None:
     """A Linux host has all of 127.0.0.0/8, and no host has an address for documentation."""
     listening: set[str] = set()
