@@ -8,6 +8,7 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
+from slime_like.agents.responses import require_calls
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
@@ -39,6 +40,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
     """
     config = engines_alone(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    require_calls(tokenizer, config)
     datasets = held_out(config, tokenizer)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))

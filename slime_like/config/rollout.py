@@ -65,8 +65,8 @@ class AgentConfig(Section):
     command: tuple[str, ...] = ()
     """Program with arguments such as {base_url}, {key}, {task_file} and {result_file}, instead of `name`."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
-    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
-    """Format of tool calls; auto: the chat template's."""
+    tool_parser: str = "auto"
+    """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
@@ -74,6 +74,11 @@ class AgentConfig(Section):
     memory_mb: int = Field(4096, ge=128, description="Memory limit of a worker.")
 
     _absolute = field_validator("name")(absolute_code)
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _absolute_file(cls, form: str) -> str:
+        return str(Path(form).absolute()) if form.endswith(".json") else form
 
     @property
     def is_set(self) -> bool:

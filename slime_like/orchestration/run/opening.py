@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_like.agents.responses import require_calls
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.data.ledger import FILE_NAME as LEDGER
@@ -123,6 +124,7 @@ def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
 def _open_rl(base: _Base) -> Run:
     """Open a run on rollouts sampled by engines."""
     config, stack = base.config, base.stack
+    require_calls(base.tokenizer, config)
     prompts = base.prompts(LEDGER, need_responses=False)
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts

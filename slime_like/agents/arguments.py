@@ -1,0 +1,104 @@
+"""Arguments of tool calls that models write as plain text or as Python, converted to JSON values."""
+
+import ast
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from slime_like.agents.messages import Tool, ToolCall
+
+_ANY = object()
+"""Stands for a value of no type. Only a schema without constraints accepts it."""
+
+_KINDS: Mapping[type, set[str]] = {
+    type(None): {"null"}, bool: {"boolean"}, str: {"string"}, int: {"integer", "number"}, float: {"number"},
+    list: {"array"}, dict: {"object"},
+}  # fmt: skip
+_NAMES = {"true": True, "false": False, "null": None}
+_DEEPEST = 32
+
+
+def typed_arguments(name: str, arguments: Mapping[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
+    """Convert each text to a type that the tool's JSON schema declares. Text that fits no type stays text."""
+    schemas = [tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name]
+    root = schemas[0] if schemas and isinstance(schemas[0], Mapping) else {}
+    properties = root.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    return {key: _typed(value, properties.get(key), root) for key, value in arguments.items()}
+
+
+def python_calls(text: str) -> list[ToolCall]:
+    """Parse calls with keyword arguments, ``[f(a=1), g()]``. Raises ``ValueError`` for anything else."""
+    try:
+        body: Any = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
+        calls = [
+            ToolCall(ast.unparse(c.func), {k.arg: ast.literal_eval(k.value) for k in c.keywords}) for c in body.elts
+        ]
+        json.dumps([call.arguments for call in calls], allow_nan=False)
+    except (SyntaxError, AttributeError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a list of calls: {error}") from error
+    if not calls or any(one.args or any(k.arg is None for k in one.keywords) for one in body.elts):
+        raise ValueError("not a list of calls with keyword arguments")
+    return calls
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Replaces JSON's constants, which templates write inside objects, by Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node
+
+
+def _typed(text: Any, schema: Any, root: Mapping[str, Any]) -> Any:
+    if not isinstance(text, str) or schema is None or _accepts(schema, _ANY, root):
+        return text
+    return next((value for value in _readings(text) if _accepts(schema, value, root)), text)
+
+
+def _readings(text: str) -> Iterator[Any]:
+    """Yield the values that a text may mean. A string comes before a number, since both are written alike."""
+    word = text.strip()
+    if word in ("null", "None"):
+        yield None
+    yield text
+    if word in ("True", "False"):
+        yield word == "True"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(value, float) or math.isfinite(value):
+        yield value
+
+
+def _accepts(schema: Any, value: Any, root: Mapping[str, Any], depth: int = 0) -> bool:
+    """Return whether a JSON schema allows the type of a value, or the value itself if it lists values.
+
+    Bounds such as ``maximum`` are not checked: a number that exceeds one is still a number.
+    """
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return schema is not False
+    if value is None and schema.get("nullable") is True:
+        return True
+    kinds = _KINDS.get(type(value), set())
+    if isinstance(value, float) and value.is_integer():
+        kinds = kinds | {"integer"}
+    declared = schema.get("type") or ("object" if "properties" in schema else "array" if "items" in schema else None)
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    some = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
+    every = [*(schema.get("allOf") or ()), *([_target(schema["$ref"], root)] if "$ref" in schema else ())]
+    return (
+        (declared is None or not kinds.isdisjoint([declared] if isinstance(declared, str) else declared))
+        and (listed is None or any(type(one) is type(value) and one == value for one in listed))
+        and all(any(_accepts(one, value, root, depth + 1) for one in choices) for choices in some)
+        and all(_accepts(one, value, root, depth + 1) for one in every)
+    )
+
+
+def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema at a pointer into ``root``. One that leads elsewhere constrains nothing."""
+    found: Any = root
+    for part in str(reference).removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if str(reference).startswith("#") else None
