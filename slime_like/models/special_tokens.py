@@ -1,7 +1,7 @@
 """A tokenizer's files, its own code, and its special tokens as text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def special_token_pattern(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, spelled)) or "(?!)")
 
 
-def without_stop(tokenizer: Any, tokens: Sequence[int], has_ended: bool) -> list[int]:
+def without_stop(tokenizer: Any, tokens: Iterable[int], has_ended: bool) -> list[int]:
     """Return a turn's tokens without the stop token that ended it, and without padding.
 
     Other special tokens are kept, because thinking and tool calls may be marked with them.
