@@ -21,10 +21,9 @@ _DEEPEST = 32
 
 def typed_arguments(name: str, arguments: Mapping[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
     """Convert each text to a type that the tool's JSON schema declares. Text that fits no type stays text."""
-    schemas = [tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name]
-    root = schemas[0] if schemas and isinstance(schemas[0], Mapping) else {}
-    properties = root.get("properties")
-    properties = properties if isinstance(properties, Mapping) else {}
+    root = next((tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name), None)
+    found = root.get("properties") if isinstance(root, Mapping) else None
+    properties = found if isinstance(found, Mapping) else {}
     return {key: _typed(value, properties.get(key), root) for key, value in arguments.items()}
 
 
@@ -50,7 +49,7 @@ class _JsonNames(ast.NodeTransformer):
         return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node
 
 
-def _typed(text: Any, schema: Any, root: Mapping[str, Any]) -> Any:
+def _typed(text: Any, schema: Any, root: Any) -> Any:
     if not isinstance(text, str) or schema is None or _accepts(schema, _ANY, root):
         return text
     return next((value for value in _readings(text) if _accepts(schema, value, root)), text)
@@ -72,7 +71,7 @@ def _readings(text: str) -> Iterator[Any]:
         yield value
 
 
-def _accepts(schema: Any, value: Any, root: Mapping[str, Any], depth: int = 0) -> bool:
+def _accepts(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
     """Return whether a JSON schema allows the type of a value, or the value itself if it lists values.
 
     Bounds such as ``maximum`` are not checked: a number that exceeds one is still a number.
@@ -96,9 +95,10 @@ def _accepts(schema: Any, value: Any, root: Mapping[str, Any], depth: int = 0) -
     )
 
 
-def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+def _target(reference: Any, root: Any) -> Any:
     """Return the schema at a pointer into ``root``. One that leads elsewhere constrains nothing."""
-    found: Any = root
-    for part in str(reference).removeprefix("#").split("/")[1:]:
+    start, *parts = str(reference).split("/")
+    found = root if start == "#" else None
+    for part in parts:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found if str(reference).startswith("#") else None
+    return found

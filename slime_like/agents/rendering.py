@@ -52,11 +52,7 @@ class ChatFormat:
         self._special = special_token_pattern(tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], next_turn: bool = True) -> Rendering:
-        """Render messages up to where the model's next turn begins. Raises ``TemplateFault``.
-
-        Args:
-            next_turn: whether to open the next turn.
-        """
+        """Render messages up to where the model's next turn begins, or to their end. Raises ``TemplateFault``."""
         shown = [m.for_template(self._text_arguments) for m in messages]
         waiting: list[dict[str, Any]] = []
         for one in shown:  # templates may need to know which call a tool answers
@@ -108,10 +104,10 @@ class ChatFormat:
 
     def after_turn(
         self, messages: Sequence[Message], rendered: str, stop: str, new: Sequence[Message], tools: Sequence[Tool]
-    ) -> Rendering | None:
-        """Return what the template writes after a turn that was sampled in other words than the template's.
+    ) -> tuple[Rendering, str] | None:
+        """Return what the template writes after a turn that the model wrote in other words, and the whole rendering.
 
-        Returns ``None`` if the template writes the history or the turn otherwise because of what follows.
+        Returns ``None`` if the template writes the history or the turn differently because of what follows.
 
         Args:
             messages: the history, and the turn as a message.
@@ -123,9 +119,12 @@ class ChatFormat:
         whole = self.render([*messages, *new], tools)
         if not (rendered.startswith(before) and written.startswith(before) and whole.text.startswith(written)):
             return None
+        if messages[-1].reasoning not in whole.text and any(message.role == "user" for message in new):
+            return None  # the template drops the thinking of earlier answers
         for mark in dict.fromkeys((end, stop)) if stop else ():
             written += mark if whole.text.startswith(written + mark) else ""
-        return whole.after(written)
+        rest = whole.after(written)
+        return None if rest is None else (rest, whole.text)
 
     def _without_end(self, rendering: Rendering) -> tuple[str, str]:
         """Split off the special token that ends a rendering, or an empty string."""

@@ -20,14 +20,14 @@ from slime_like.agents.messages import Message, Tool, ToolCall
 from slime_like.agents.rendering import ChatFormat
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
-from slime_like.models.special_tokens import special_token_pattern
-
-OPENING_TOKENS = 64
-"""Number of tokens at the end of a prompt that decide whether it opens thinking."""
+from slime_like.models.special_tokens import special_token_pattern, without_stop
 
 _SETTING = "rollout.agent.tool_parser"
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 _TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
+_OPENING_TOKENS = 64
+"""Number of tokens at the end of a prompt that decide whether it opens thinking."""
+
 _SPACE = re.compile(r"\s*")
 _MARK = re.compile(r"<|\[(?=[A-Z/])")
 _CUT = "\ufdd2"
@@ -50,6 +50,7 @@ class ResponseForm:
 
     Attributes:
         template: response template of transformers.
+        tokenizer: the checkpoint's tokenizer.
         has_calls: whether tool calls are read.
         shows_thinking: whether the chat template knows thinking. If not, it stays in a message's content, because a
             history could not show it otherwise.
@@ -57,6 +58,7 @@ class ResponseForm:
     """
 
     template: Mapping[str, Any] = field(repr=False)
+    tokenizer: Any = field(repr=False)
     has_calls: bool = False
     shows_thinking: bool = True
     text_arguments: bool = False
@@ -82,11 +84,18 @@ class ResponseForm:
             content, thinking = (text[: end.end()] + content if calls else text), ""
         return Message("assistant", content.strip() if calls else content, tuple(calls), reasoning=thinking)
 
-    def marked(self, prompt: str, text: str) -> str:
-        """Return a turn as reward functions and environments read it, with thinking in ``<think>...</think>``.
+    def judged(self, before: Sequence[int], tokens: Sequence[int], has_ended: bool) -> str:
+        """Decode a turn as reward functions and environments read it, with thinking in ``<think>...</think>``.
 
-        Thinking that the prompt opens gets its opening mark.
+        Args:
+            before: all tokens before the turn. They may open thinking, which then gets its opening mark.
+            has_ended: whether a stop token ended the turn. It is left out.
         """
+        parts = list(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, has_ended)
+        return self.marked(*self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False))
+
+    def marked(self, prompt: str, text: str) -> str:
+        """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
         import regex
 
         prefix, fields = self._prefix(prompt), self._loaded.fields
@@ -213,7 +222,7 @@ def _named(setting: str) -> Mapping[str, Any]:
 
 
 def _as_form(tokenizer: Any, template: Mapping[str, Any], setting: str) -> ResponseForm:
-    form = ResponseForm(template)
+    form = ResponseForm(template, tokenizer)
     try:
         thought = form._thought
     except ValueError as error:
@@ -227,8 +236,11 @@ def _probes(tokenizer: Any) -> Iterator[tuple[str, str, bool]]:
 
     Some templates write nothing after a call, so the turn comes without and with its last special token.
     """
-    asked, last = {"role": "user", "content": "go"}, re.compile(rf"(?:{special_token_pattern(tokenizer).pattern})\s*\Z")
-    for arguments in (_PROBED, json.dumps(_PROBED)) if tokenizer.chat_template is not None else ():
+    if tokenizer.chat_template is None:
+        return
+    asked = {"role": "user", "content": "go"}
+    last = re.compile(rf"(?:{special_token_pattern(tokenizer).pattern})\s*\Z")
+    for arguments in (_PROBED, json.dumps(_PROBED)):
         call = {"type": "function", "id": "functions.zap:0", "function": {"name": "zap", "arguments": arguments}}
         said = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:

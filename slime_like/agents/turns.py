@@ -5,7 +5,6 @@ turn's ids are reused unchanged and only the rest is encoded. Otherwise the call
 the prompt of another row. Sampled ids are never encoded again.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,11 +78,10 @@ class TurnTree:
         """Build the prompt of a call. Raises ``TemplateFault`` if the messages cannot be rendered."""
         keys = tuple(message.key for message in messages)
         for turn in self._longest(keys):
-            for reply, extend in itertools.product(turn.forms, (self._extended, self._continued)):
+            sent, sampled = turn.forms
+            for reply, extend in ((sent, self._extended), (sent, self._continued), (sampled, self._extended)):
                 shown = (*turn.prompt.messages, reply, *messages[len(turn.keys) :])
-                with suppress(
-                    TemplateFault
-                ):  # only this form fails; the client's own messages are rendered in any case
+                with suppress(TemplateFault):  # only in this form; the client's own messages are rendered in any case
                     if (extended := extend(turn, shown, keys, tools)) is not None:
                         return extended
         rendering = self._chat.render(messages, tools)
@@ -126,17 +124,14 @@ class TurnTree:
     def _continued(
         self, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
     ) -> Prompt | None:
-        """Extend a turn that the template would write otherwise than the model did, by what the template adds to it."""
+        """Extend a turn that the template writes in other words, by what the template writes after it."""
         ended = len(turn.prompt.messages) + 1
         stop = turn.text.removeprefix(turn.prompt.text)[len(turn.forms[1].content) :]
-        rest = self._chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
-        if rest is None:
+        found = self._chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
+        tokens = None if found is None else self._chat.extend(turn.token_ids, "", found[0])
+        if found is None or tokens is None:
             return None
-        rendered, thought = self._chat.render(shown, tools).text, turn.forms[0].reasoning
-        if thought not in rendered and any(message.role == "user" for message in shown[ended:]):
-            return None  # the template drops the thinking of earlier answers
-        tokens = self._chat.extend(turn.token_ids, "", rest)
-        return None if tokens is None else Prompt(tokens, turn.text + rest.text, shown, keys, rendered, turn)
+        return Prompt(tokens, turn.text + found[0].text, shown, keys, found[1], turn)
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Row:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.agents.responses import OPENING_TOKENS, response_form
+from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
-from slime_like.models.special_tokens import without_stop
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.environments.pool import EnvironmentPool
@@ -111,13 +110,9 @@ class Conversations:
         """
         return await all_or_none([self._converse(request, index) for index in range(request.num_samples)])
 
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
-        return text
-
     async def _converse(self, request: GenerationRequest, index: int) -> Generation:
         assert request.task is not None
-        prompt = self._decode(request.prompt_tokens)
+        prompt = self._tokenizer.decode(list(request.prompt_tokens), clean_up_tokenization_spaces=False)
         task = Task(prompt, request.task.answer, dict(request.task.fields))
         response, step = _Response(), Step()
         for turn in range(self._limits.max_turns):
@@ -130,8 +125,7 @@ class Conversations:
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
                 return response.finished("length")
-            said = without_stop(self._tokenizer, generation.token_ids, generation.finish_reason == "stop")
-            text = self._form.marked(self._decode(tokens[-OPENING_TOKENS:]), self._decode(said))
+            text = self._form.judged(tokens, generation.token_ids.tolist(), generation.finish_reason == "stop")
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:

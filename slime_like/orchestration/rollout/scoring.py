@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.agents.responses import OPENING_TOKENS, response_form
+from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.interfaces import Conversation
-from slime_like.models.special_tokens import without_stop
 from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
@@ -52,8 +51,9 @@ class Scorer:
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         """Score every rollout with all reward functions, in order. They get the model's last turn."""
         rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
-        responses = self._responses(rollouts)
-        texts = self._decode([group.prompt_tokens for group in groups])
+        responses = [self._form.judged(*_judged_tokens(rollout)) for rollout in rollouts]
+        prompt_tokens = [group.prompt_tokens for group in groups]
+        texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
         items = [
             RewardItem(prompt=prompts[rollout.group_id], response=response, answer=rollout.last.answer)
@@ -65,18 +65,6 @@ class Scorer:
             self._with_environment(outcome, rollout.last.conversation)
             for outcome, rollout in zip(outcomes, rollouts, strict=True)
         ]
-
-    def _responses(self, rollouts: Sequence[Rollout[UnscoredTrajectory]]) -> list[str]:
-        """Return the model's last turns as reward functions read them."""
-        judged = [_judged_tokens(rollout) for rollout in rollouts]
-        ended = [rollout.finish_reason not in ("length", "abort") for rollout in rollouts]
-        said = [without_stop(self._tokenizer, turn, end) for (_, turn), end in zip(judged, ended, strict=True)]
-        before = self._decode([before[-OPENING_TOKENS:] for before, _ in judged])
-        return list(map(self._form.marked, before, self._decode(said)))
-
-    def _decode(self, sequences: Sequence[Any]) -> list[str]:
-        texts: list[str] = self._tokenizer.batch_decode(sequences, clean_up_tokenization_spaces=False)
-        return texts
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
         """Compute rewards and successes of all rollouts."""
@@ -154,12 +142,17 @@ class Scorer:
         return metadata
 
 
-def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[Tensor, Tensor]:
-    """Return everything before the turn to judge, and the turn. Observations, which may have the answer, are before."""
+def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[list[int], list[int], bool]:
+    """Return the tokens before the turn that reward functions get, the turn's, and whether a stop token ended it.
+
+    Observations may contain the answer, and are before the turn.
+    """
     row = rollout.last
     turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
     start, end = turns[-1] if turns else (0, row.response_len)
-    return torch.cat([row.prompt_tokens, row.response_tokens[:start]]), row.response_tokens[start:end]
+    tokens = [*row.prompt_tokens.tolist(), *row.response_tokens[:end].tolist()]
+    first = len(row.prompt_tokens) + start
+    return tokens[:first], tokens[first:], rollout.finish_reason not in ("length", "abort")
 
 
 def by_reason(reasons: Sequence[str]) -> str:
