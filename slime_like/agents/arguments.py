@@ -2,8 +2,8 @@
 
 import ast
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from slime_like.agents.messages import Tool, ToolCall
@@ -11,11 +11,12 @@ from slime_like.agents.messages import Tool, ToolCall
 _ANY = object()
 """Stands for a value of no type. Only a schema without constraints accepts it."""
 
-_KINDS: Mapping[type, set[str]] = {
-    type(None): {"null"}, bool: {"boolean"}, str: {"string"}, int: {"integer", "number"}, float: {"number"},
-    list: {"array"}, dict: {"object"},
+_KINDS: Mapping[type, Sequence[str]] = {
+    type(None): ["null"], bool: ["boolean"], str: ["string"], int: ["integer", "number"], float: ["number"],
+    list: ["array"], dict: ["object"],
 }  # fmt: skip
-_NAMES = {"true": True, "false": False, "null": None}
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _DEEPEST = 32
 
 
@@ -46,7 +47,7 @@ class _JsonNames(ast.NodeTransformer):
     """Replaces JSON's constants, which templates write inside objects, by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _typed(text: Any, schema: Any, root: Any) -> Any:
@@ -57,17 +58,13 @@ def _typed(text: Any, schema: Any, root: Any) -> Any:
 
 def _readings(text: str) -> Iterator[Any]:
     """Yield the values that a text may mean. A string comes before a number, since both are written alike."""
-    word = text.strip()
-    if word in ("null", "None"):
+    word = _PYTHON_NAMES.get(text.strip(), text.strip())
+    if word == "null":
         yield None
     yield text
-    if word in ("True", "False"):
-        yield word == "True"
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return
-    if not isinstance(value, float) or math.isfinite(value):
+    with suppress(ValueError, RecursionError):
+        value = json.loads(word)
+        json.dumps(value, allow_nan=False)
         yield value
 
 
@@ -80,9 +77,7 @@ def _accepts(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
         return schema is not False
     if value is None and schema.get("nullable") is True:
         return True
-    kinds = _KINDS.get(type(value), set())
-    if isinstance(value, float) and value.is_integer():
-        kinds = kinds | {"integer"}
+    kinds = set(_KINDS.get(type(value), ()))
     declared = schema.get("type") or ("object" if "properties" in schema else "array" if "items" in schema else None)
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     some = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]

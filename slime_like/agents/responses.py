@@ -28,20 +28,9 @@ _TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "
 _OPENING_TOKENS = 64
 """Number of tokens at the end of a prompt that decide whether it opens thinking."""
 
-_SPACE = re.compile(r"\s*")
 _MARK = re.compile(r"<|\[(?=[A-Z/])")
 _CUT = "\ufdd2"
 """Inserted into marks inside JSON, where they are text. It is a Unicode noncharacter."""
-
-_PROBED = {"k": 1, "s": "5"}
-_PROBE: Tool = {
-    "type": "function",
-    "function": {
-        "name": "zap",
-        "description": "d",
-        "parameters": {"type": "object", "properties": {"k": {"type": "integer"}, "s": {"type": "string"}}},
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -159,8 +148,7 @@ class ResponseForm:
         said, at = "", 0
         for mark in spec.open_re.finditer(text):
             with suppress(ValueError, RecursionError):
-                start = mark.end() + len(_SPACE.match(text, mark.end())[0])
-                end = json.JSONDecoder().raw_decode(text, start)[1]
+                start, end = mark.end(), json.JSONDecoder().raw_decode(text, mark.end())[1]
                 if start >= at:
                     said, at = said + text[at:start] + _MARK.sub(rf"\g<0>{_CUT}", text[start:end]), end
         return said + text[at:]
@@ -177,7 +165,8 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     Raises:
         ConfigError: the setting names no form, or a response template is malformed.
     """
-    own, is_named, forms = getattr(tokenizer, "response_template", None), setting not in ("auto", "none"), _forms()
+    own, forms = getattr(tokenizer, "response_template", None), _data()["forms"]
+    is_named = setting not in ("auto", "none")
     probes = list(_probes(tokenizer))
     for template in [_named(setting)] if is_named else filter(None, (own, *forms.values())):
         form = _as_form(tokenizer, template, setting)
@@ -190,33 +179,28 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
 
 def require_calls(tokenizer: Any, config: RunConfig) -> None:
     """Raise ``ConfigError`` if agents would be shown tools, but calls in the chat template's form cannot be read."""
-    setting = config.rollout.agent.tool_parser
-    if not config.rollout.agent.is_set or setting == "none" or tokenizer.chat_template is None:
+    setting, is_set = config.rollout.agent.tool_parser, config.rollout.agent.is_set
+    if setting == "none" or not is_set or tokenizer.chat_template is None or not ChatFormat(tokenizer).renders_tools:
         return
-    if response_form(tokenizer, setting).has_calls or not ChatFormat(tokenizer).renders_tools:
-        return
-    written = next((text for _, text, _ in _probes(tokenizer) if _PROBE["function"]["name"] in text), None)
-    problem = (
-        f"writes calls as `{written}`, which no known form reads back" if written else "renders tools, but no calls"
-    )
-    remedy = "give a response template (JSON), or ship one in tokenizer_config.json"
-    sentence = f"{_SETTING}={setting}: the chat template of {config.model.path} {problem}; {remedy}"
-    raise ConfigError([sentence], code="no-call-form")
+    if not response_form(tokenizer, setting).has_calls:
+        written = [text for _, text, _ in _probes(tokenizer) if _data()["call"]["name"] in text]
+        problem = f"writes calls as `{written[0]}`, which no known form reads back" if written else "renders no calls"
+        remedy = "give a response template (JSON), or ship one in tokenizer_config.json"
+        said = f"{_SETTING}={setting}: the chat template of {config.model.path} {problem}; {remedy}"
+        raise ConfigError([said], code="no-call-form")
 
 
 @cache
-def _forms() -> dict[str, dict[str, Any]]:
-    forms: dict[str, dict[str, Any]] = yaml.safe_load(
-        (Path(__file__).parent / "response_forms.yaml").read_text("utf-8")
-    )
-    return {name: form for name, form in forms.items() if not name.startswith("_")}
+def _data() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "response_forms.yaml").read_text("utf-8"))
+    return data
 
 
 def _named(setting: str) -> Mapping[str, Any]:
     try:
-        template: dict[str, Any] = _forms().get(setting) or json.loads(Path(setting).read_text("utf-8"))
+        template: dict[str, Any] = _data()["forms"].get(setting) or json.loads(Path(setting).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        remedy = f"give a JSON file with a response template, or {', '.join(['auto', 'none', *_forms()])}"
+        remedy = f"give a JSON file with a response template, or {', '.join(['auto', 'none', *_data()['forms']])}"
         raise ConfigError([f"{_SETTING}={setting}: {error}; {remedy}"], code="bad-response-template") from error
     return template
 
@@ -238,24 +222,30 @@ def _probes(tokenizer: Any) -> Iterator[tuple[str, str, bool]]:
     """
     if tokenizer.chat_template is None:
         return
-    asked = {"role": "user", "content": "go"}
+    asked, probe = {"role": "user", "content": "go"}, _data()
     last = re.compile(rf"(?:{special_token_pattern(tokenizer).pattern})\s*\Z")
-    for arguments in (_PROBED, json.dumps(_PROBED)):
-        call = {"type": "function", "id": "functions.zap:0", "function": {"name": "zap", "arguments": arguments}}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    for as_text in (False, True):
+        call = ToolCall(**probe["call"])
+        said = Message("assistant", "", (call,)).for_template(as_text)
         try:
-            prompt = tokenizer.apply_chat_template([asked], tools=[_PROBE], add_generation_prompt=True, tokenize=False)
-            whole = tokenizer.apply_chat_template([asked, said], tools=[_PROBE], tokenize=False)
+            prompt, whole = (
+                tokenizer.apply_chat_template(shown, tools=[probe["tool"]], add_generation_prompt=opens, tokenize=False)
+                for shown, opens in (([asked], True), ([asked, said], False))
+            )
         except Exception:  # templates are programs of the checkpoint and can raise anything
             continue
         same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        before, _, mark = prompt[:same].rpartition("<")
+        same = same if ">" in mark else len(before)  # not inside a mark that both begin with
         for text in (last.sub("", whole[same:]), whole[same:]):
-            yield prompt[:same], text, isinstance(arguments, str)
+            yield prompt[:same], text, as_text
 
 
 def _reads_back(form: ResponseForm, prompt: str, text: str) -> bool:
-    calls = replace(form, has_calls=True).message(prompt, text, [_PROBE]).tool_calls
-    return [(call.name, call.arguments) for call in calls] == [("zap", _PROBED)]
+    probe = _data()
+    return replace(form, has_calls=True).message(prompt, text, [probe["tool"]]).tool_calls == (
+        ToolCall(**probe["call"]),
+    )
 
 
 def _load(template: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ class _Placed:
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
-            decode=base.tokenizer.decode,
+            decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
             batcher=ExperienceBatcher(config, self.trainers.ranks.num_replicas, pad_id),
             trainers=self.trainers,

@@ -274,3 +274,24 @@ def test_agents_need_a_form_that_reads_calls(called: str, rejects: Rejects) -> N
     require_calls(made, config(name="a:b", tool_parser="kimi"))
     made.chat_template = HISTORY + called + NEXT  # shows no tools
     require_calls(made, config(name="a:b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "has_ended", "judged"),
+    [
+        ("<think>5</think>42<eos>", True, "<think>5</think>42"),
+        ("<think>5</think><eos>", False, "<think>5</think>"),
+        ("<think>5</think>", False, "<think>5</think>"),  # cut off after a mark that is a special token
+        ("a , b .<stop>", True, "a , b ."),
+        ("a<stop>b<pad><pad>", False, "a<stop>b"),
+    ],
+)
+def test_only_stop_tokens_and_padding_are_left_out(text: str, has_ended: bool, judged: str) -> None:
+    made = tokenizer("{{ messages }}")
+    made.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<stop>"]})
+    made.clean_up_tokenization_spaces = True
+    ids = made.encode(text, add_special_tokens=False)
+    form = response_form(made)
+    assert form.judged([1], ids, has_ended) == judged
+    opened = made.encode("3+4?<think>", add_special_tokens=False)
+    assert form.judged(opened, made.encode("5</think>42", add_special_tokens=False), False) == "<think>5</think>42"

@@ -156,6 +156,40 @@ def test_a_tool_call_spelled_otherwise_than_the_template_does_stays_as_sampled()
     assert TOKENIZER.decode(second.token_ids) == f"<user>a<assistant>{text}<eos>\n<tool>3<assistant>"
 
 
+_THINKING = (
+    "{% set s = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set s.asked = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and loop.index0 > s.asked %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{{ m.tool_call_id }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("stop", ["<eos>", "<system>", ""])
+def test_a_turn_in_other_words_continues_as_the_template_does_unless_it_drops_thinking(role: str, stop: str) -> None:
+    made = tokenizer(_THINKING)
+    turns, form = TurnTree(ChatFormat(made)), response_form(made)
+    text = 'so</think><tool_call>{"name":"add","arguments":{}}</tool_call>'
+    prompt = turns.prompt([user("a")], [TOOL])
+    ids = [*made.encode(text, add_special_tokens=False), *made.encode(stop, add_special_tokens=False)]
+    sampled = Generation(
+        np.array(ids), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64), "stop" if stop else "length"
+    )
+    reply = form.message(prompt.text, text, [TOOL])
+    assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("so", "", 1)
+    turns.record(prompt, sampled, reply)
+    second = turns.prompt([user("a"), reply, Message(role, "3")], [TOOL])
+    if role == "user":
+        assert second.parent is None
+    else:
+        ended = stop or "<eos>"
+        assert second.token_ids[: len(prompt.token_ids) + len(ids)] == [*prompt.token_ids, *ids]
+        assert made.decode(second.token_ids) == second.text
+        assert second.text == f"<user>a<assistant><think>{text}{ended}<tool>3functions.add:0<assistant><think>"
+
+
 @pytest.mark.parametrize("answered", ["0", "ab"])
 def test_a_history_is_compared_as_messages(answered: str) -> None:
     """A cut-off "a" is not the beginning of an edited "ab", although its ids are those of a beginning."""

@@ -43,6 +43,15 @@ def test_the_answer_follows_the_thinking(response: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "answer"), [("7", ""), ("hm\n</think>\n\n7", "\n\n7"), ("<think>hm</think>7", "7"), ("<think>7", "")]
+)
+def test_thinking_that_the_prompt_opens_is_thinking(response: str, answer: str) -> None:
+    assert after_thinking(response, "3+4?<think>\n") == answer
+    assert last_match("7", response, "3+4?<think>\n") == ("7" if answer else None)
+    assert after_thinking("7", "<think></think>\n") == "7"
+
+
+@pytest.mark.parametrize(
     ("pattern", "response", "found"),
     [
         ("<a>(.*?)</a>", "<a>1</a>", "1"), ("<a>(.*?)</a>", "<a>1</a> no <a>2</a>", "2"), ("[0-9]", "1 2", "2"),
