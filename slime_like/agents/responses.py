@@ -24,7 +24,8 @@ from slime_like.models.special_tokens import special_token_pattern, without_stop
 
 _SETTING = "rollout.agent.tool_parser"
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
-_TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
+_JOINED = {"repeats": True, "join": ""}
+_TEXT = {"content": "text", "content_args": {"strip": False}, **_JOINED}
 _OPENING_TOKENS = 64
 """Number of tokens at the end of a prompt that decide whether it opens thinking."""
 
@@ -44,6 +45,7 @@ class ResponseForm:
         shows_thinking: whether the chat template knows thinking. If not, it stays in a message's content, because a
             history could not show it otherwise.
         text_arguments: whether the chat template expects the arguments of calls as JSON text.
+        needs_stop: whether only a turn with its stop token can be read.
     """
 
     template: Mapping[str, Any] = field(repr=False)
@@ -51,18 +53,20 @@ class ResponseForm:
     has_calls: bool = False
     shows_thinking: bool = True
     text_arguments: bool = False
+    needs_stop: bool = False
 
-    def message(self, prompt: str, text: str, tools: Sequence[Tool]) -> Message:
+    def message(self, prompt: str, text: str, tools: Sequence[Tool], stop: str = "") -> Message:
         """Convert a turn to a message.
 
         Args:
             prompt: the prompt, or its end, which may open thinking.
             text: the turn without the token that ended it.
             tools: tools that the model was offered. Without any, there are no calls.
+            stop: the token that ended the turn.
         """
         prefix = self._prefix(prompt)
         try:
-            content, thinking, calls = self._read(prefix, text, tools)
+            content, thinking, calls = self._read(prefix, text + stop * self.needs_stop, tools)
             if calls and not (tools and self.has_calls):
                 raise ValueError("calls are text here")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -100,7 +104,12 @@ class ResponseForm:
 
     @cached_property
     def _loaded(self) -> Any:
-        return _load(self.template)
+        fields = dict(self.template["fields"])
+        fields["content"] = {
+            **_JOINED,
+            **fields.get("content", _TEXT),
+        }  # text after a call does not replace text before
+        return _load({**self.template, "fields": fields})
 
     @cached_property
     def _bare(self) -> Any:
@@ -127,6 +136,8 @@ class ResponseForm:
         masked, spec = self._masked(text), self._loaded.fields.get("tool_calls")
         found = _parsed(self._loaded, prefix, masked)
         content, thinking = (found.get("content") or "").replace(_CUT, ""), _thinking(found).replace(_CUT, "")
+        if self._loaded.implicit is None and text.strip() and not (content or thinking or found.get("tool_calls")):
+            raise ValueError("the form has no place for this text")
         if spec is None or not found.get("tool_calls"):
             return content, thinking, []
         if not thinking and self._thought and self._thought.close_re.search(content):  # its opening mark is missing
@@ -170,10 +181,14 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     probes = list(_probes(tokenizer))
     for template in [_named(setting)] if is_named else filter(None, (own, *forms.values())):
         form = _as_form(tokenizer, template, setting)
-        fits = [as_text for prompt, text, as_text in probes if _reads_back(form, prompt, text)]
+        fits = [
+            (kept, as_text) for *turn, as_text in probes for kept in (False, True) if _reads_back(form, kept, *turn)
+        ]
         if fits or is_named:
+            kept, as_text = min(fits, default=(False, False))
             has_calls = setting != "none" and "tool_calls" in template["fields"]
-            return replace(form, has_calls=has_calls, text_arguments=fits[:1] == [True])
+            needs_stop = kept and template not in forms.values()
+            return replace(form, has_calls=has_calls, text_arguments=as_text, needs_stop=needs_stop)
     return _as_form(tokenizer, forms["thinking"], setting)
 
 
@@ -183,7 +198,7 @@ def require_calls(tokenizer: Any, config: RunConfig) -> None:
     if setting == "none" or not is_set or tokenizer.chat_template is None or not ChatFormat(tokenizer).renders_tools:
         return
     if not response_form(tokenizer, setting).has_calls:
-        written = [text for _, text, _ in _probes(tokenizer) if _data()["call"]["name"] in text]
+        written = [text for _, text, _, _ in _probes(tokenizer) if _data()["call"]["name"] in text]
         problem = f"writes calls as `{written[0]}`, which no known form reads back" if written else "renders no calls"
         remedy = "give a response template (JSON), or ship one in tokenizer_config.json"
         said = f"{_SETTING}={setting}: the chat template of {config.model.path} {problem}; {remedy}"
@@ -209,17 +224,14 @@ def _as_form(tokenizer: Any, template: Mapping[str, Any], setting: str) -> Respo
     form = ResponseForm(template, tokenizer)
     try:
         thought = form._thought
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         said = f"{_SETTING}={setting}: the response template is malformed ({error}); correct it, or name a form"
         raise ConfigError([said], code="bad-response-template") from error
     return replace(form, shows_thinking=bool(thought and thought.close_re.search(str(tokenizer.chat_template))))
 
 
-def _probes(tokenizer: Any) -> Iterator[tuple[str, str, bool]]:
-    """Yield a prompt and a turn with a call, as the chat template writes them, and whether arguments were text.
-
-    Some templates write nothing after a call, so the turn comes without and with its last special token.
-    """
+def _probes(tokenizer: Any) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield a prompt, a turn with a call and the token that ends it, with arguments as a mapping and as text."""
     if tokenizer.chat_template is None:
         return
     asked, probe = {"role": "user", "content": "go"}, _data()
@@ -237,15 +249,14 @@ def _probes(tokenizer: Any) -> Iterator[tuple[str, str, bool]]:
         same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
         before, _, mark = prompt[:same].rpartition("<")
         same = same if ">" in mark else len(before)  # not inside a mark that both begin with
-        for text in (last.sub("", whole[same:]), whole[same:]):
-            yield prompt[:same], text, as_text
+        text = last.sub("", whole[same:])
+        yield prompt[:same], text, whole[same + len(text) :], as_text
 
 
-def _reads_back(form: ResponseForm, prompt: str, text: str) -> bool:
-    probe = _data()
-    return replace(form, has_calls=True).message(prompt, text, [probe["tool"]]).tool_calls == (
-        ToolCall(**probe["call"]),
-    )
+def _reads_back(form: ResponseForm, keeps_stop: bool, prompt: str, text: str, stop: str) -> bool:
+    tried, probe = replace(form, has_calls=True), _data()
+    reply = tried.message(prompt, text + stop * keeps_stop, [probe["tool"]])
+    return reply.tool_calls == (ToolCall(**probe["call"]),)
 
 
 def _load(template: Mapping[str, Any]) -> Any:

@@ -96,9 +96,10 @@ class Session:
         except TemplateFault as fault:
             raise CallRejected(400, "template_rejects_messages", str(fault)) from fault
         generation = await self._generate(self._asked(prompt))
-        has_ended = generation.finish_reason == "stop"
-        text = self._chat.turn_text(prompt.token_ids, generation.token_ids.tolist(), has_ended)
-        return self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools))
+        tokens, has_ended = generation.token_ids.tolist(), generation.finish_reason == "stop"
+        text = self._chat.turn_text(prompt.token_ids, tokens, has_ended)
+        stop = self._chat.continuation(prompt.token_ids, tokens).removeprefix(text)
+        return self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
 
     def _require_room(self) -> None:
         if self._closed:

@@ -260,6 +260,26 @@ def test_the_checkpoints_own_form_comes_first_if_it_fits(tmp_path: Path, rejects
             response_form(made, setting)
 
 
+def test_a_checkpoints_form_may_need_the_stop_token() -> None:
+    made = tokenizer("{{ tools }}" + HISTORY + "CALL {{ f | tojson }}<eos>" + NEXT)
+    made.response_template = {
+        "start_anchor": "<assistant>",
+        "fields": {
+            "tool_calls": {
+                "open": "CALL ", "close": "<eos>", "content": "json", "repeats": True,
+                "transform": {"function": "{content}"},
+            },
+            "content": {"content": "text", "close": "<eos>"},
+        },
+    }  # fmt: skip
+    form, said = response_form(made), 'CALL {"name": "zap", "arguments": {"k": 1, "s": "5"}}'
+    assert form.template == made.response_template and form.has_calls
+    reply = form.message("<assistant>", f"so {said}", TOOLS, stop="<eos>")
+    assert (reply.content, [(one.name, one.arguments) for one in reply.tool_calls]) == ("so", [ONE])
+    assert form.message("<assistant>", f"so {said}", TOOLS).content == f"so {said}"
+    assert form.message("<assistant>", "done", TOOLS, stop="<eos>").content == "done"
+
+
 @pytest.mark.parametrize("called", ["CALL {{ f.name }}", ""])
 def test_agents_need_a_form_that_reads_calls(called: str, rejects: Rejects) -> None:
     def config(**agent: Any) -> RunConfig:
