@@ -8,8 +8,8 @@ from typing import Any
 
 from slime_like.agents.messages import Tool, ToolCall
 
-_ANY = object()
-"""Stands for a value of no type. Only a schema without constraints accepts it."""
+_OF_NO_TYPE = object()
+"""Value that only a schema without constraints accepts."""
 
 _KINDS: Mapping[type, Sequence[str]] = {
     type(None): ["null"], bool: ["boolean"], str: ["string"], int: ["integer", "number"], float: ["number"],
@@ -24,8 +24,12 @@ def typed_arguments(name: str, arguments: Mapping[str, Any], tools: Sequence[Too
     """Convert each text to a type that the tool's JSON schema declares. Text that fits no type stays text."""
     root = next((tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name), None)
     found = root.get("properties") if isinstance(root, Mapping) else None
-    properties = found if isinstance(found, Mapping) else {}
-    return {key: _typed(value, properties.get(key), root) for key, value in arguments.items()}
+    properties, typed = found if isinstance(found, Mapping) else {}, dict(arguments)
+    for key, text in arguments.items():
+        schema = properties.get(key)
+        if isinstance(text, str) and schema is not None and not _accepts(schema, _OF_NO_TYPE, root):
+            typed[key] = next((value for value in _readings(text) if _accepts(schema, value, root)), text)
+    return typed
 
 
 def python_calls(text: str) -> list[ToolCall]:
@@ -48,12 +52,6 @@ class _JsonNames(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def _typed(text: Any, schema: Any, root: Any) -> Any:
-    if not isinstance(text, str) or schema is None or _accepts(schema, _ANY, root):
-        return text
-    return next((value for value in _readings(text) if _accepts(schema, value, root)), text)
 
 
 def _readings(text: str) -> Iterator[Any]:

@@ -24,6 +24,7 @@ from slime_like.models.special_tokens import special_token_pattern, without_stop
 
 _SETTING = "rollout.agent.tool_parser"
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 _JOINED = {"repeats": True, "join": ""}
 _TEXT = {"content": "text", "content_args": {"strip": False}, **_JOINED}
 _OPENING_TOKENS = 64
@@ -69,7 +70,7 @@ class ResponseForm:
             content, thinking, calls = self._read(prefix, text + stop * self.needs_stop, tools)
             if calls and not (tools and self.has_calls):
                 raise ValueError("calls are text here")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (RecursionError, *_MALFORMED):
             found = _parsed(self._bare, prefix, text)
             content, thinking, calls = found.get("content") or "", _thinking(found), []
         if thinking and not (self.shows_thinking or self._is_open(prefix)):
@@ -105,10 +106,7 @@ class ResponseForm:
     @cached_property
     def _loaded(self) -> Any:
         fields = dict(self.template["fields"])
-        fields["content"] = {
-            **_JOINED,
-            **fields.get("content", _TEXT),
-        }  # text after a call does not replace text before
+        fields["content"] = {**_JOINED, **fields.get("content", _TEXT)}  # both the text before and after a call
         return _load({**self.template, "fields": fields})
 
     @cached_property
@@ -176,20 +174,27 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     Raises:
         ConfigError: the setting names no form, or a response template is malformed.
     """
-    own, forms = getattr(tokenizer, "response_template", None), _data()["forms"]
-    is_named = setting not in ("auto", "none")
-    probes = list(_probes(tokenizer))
-    for template in [_named(setting)] if is_named else filter(None, (own, *forms.values())):
-        form = _as_form(tokenizer, template, setting)
+    forms, is_named, probes = _data()["forms"], setting not in ("auto", "none"), list(_probes(tokenizer))
+    found = []
+    try:
+        template = getattr(tokenizer, "response_template", None)
+        if is_named:
+            template = forms.get(setting) or json.loads(Path(setting).read_text("utf-8"))
+        found += [_as_form(tokenizer, template)] if template is not None else []
+    except (OSError, *_MALFORMED) as error:  # a checkpoint's malformed template is one that does not fit
+        if is_named:
+            remedy = f"give a JSON file with a response template, or {', '.join(['auto', 'none', *forms])}"
+            raise ConfigError([f"{_SETTING}={setting}: {error}; {remedy}"], code="bad-response-template") from error
+    for form in found if is_named else (*found, *(_as_form(tokenizer, template) for template in forms.values())):
         fits = [
             (kept, as_text) for *turn, as_text in probes for kept in (False, True) if _reads_back(form, kept, *turn)
         ]
         if fits or is_named:
             kept, as_text = min(fits, default=(False, False))
-            has_calls = setting != "none" and "tool_calls" in template["fields"]
-            needs_stop = kept and template not in forms.values()
+            has_calls = setting != "none" and "tool_calls" in form.template["fields"]
+            needs_stop = kept and form.template not in forms.values()
             return replace(form, has_calls=has_calls, text_arguments=as_text, needs_stop=needs_stop)
-    return _as_form(tokenizer, forms["thinking"], setting)
+    return _as_form(tokenizer, forms["thinking"])
 
 
 def require_calls(tokenizer: Any, config: RunConfig) -> None:
@@ -211,22 +216,9 @@ def _data() -> dict[str, Any]:
     return data
 
 
-def _named(setting: str) -> Mapping[str, Any]:
-    try:
-        template: dict[str, Any] = _data()["forms"].get(setting) or json.loads(Path(setting).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        remedy = f"give a JSON file with a response template, or {', '.join(['auto', 'none', *_data()['forms']])}"
-        raise ConfigError([f"{_SETTING}={setting}: {error}; {remedy}"], code="bad-response-template") from error
-    return template
-
-
-def _as_form(tokenizer: Any, template: Mapping[str, Any], setting: str) -> ResponseForm:
+def _as_form(tokenizer: Any, template: Mapping[str, Any]) -> ResponseForm:
     form = ResponseForm(template, tokenizer)
-    try:
-        thought = form._thought
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        said = f"{_SETTING}={setting}: the response template is malformed ({error}); correct it, or name a form"
-        raise ConfigError([said], code="bad-response-template") from error
+    thought = form._thought
     return replace(form, shows_thinking=bool(thought and thought.close_re.search(str(tokenizer.chat_template))))
 
 
@@ -292,4 +284,4 @@ def _calls(found: Any, tools: Sequence[Tool] | None) -> list[ToolCall]:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("not a call")
     typed = arguments if tools is None else typed_arguments(name, arguments, tools)
-    return [ToolCall(name, json.loads(json.dumps(typed, ensure_ascii=False).replace(_CUT, "")))]
+    return [ToolCall(name, json.loads(json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")))]
