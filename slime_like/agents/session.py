@@ -91,6 +91,8 @@ class Session:
             self.ignored["tools"] = "the chat template renders none"
         elif call.tools and not self._form.has_calls:
             self.ignored["tools"] = "calls in the form of the chat template are not read"
+        if not self._form.shows_thinking and any(message.reasoning for message in call.messages):
+            self.ignored["thinking"] = "the chat template renders none"
         try:
             prompt = self.tree.prompt(call.messages, call.tools)
         except TemplateFault as fault:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from slime_like.agents.messages import Message, Tool
-from slime_like.agents.rendering import ChatFormat, TemplateFault
+from slime_like.agents.rendering import ChatFormat, Rendering, TemplateFault
 from slime_like.interfaces import Generation, Segment, Supports
 
 
@@ -128,10 +128,11 @@ class TurnTree:
         ended = len(turn.prompt.messages) + 1
         stop = turn.text.removeprefix(turn.prompt.text)[len(turn.forms[1].content) :]
         found = self._chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
-        tokens = None if found is None else self._chat.extend(turn.token_ids, "", found[0])
-        if found is None or tokens is None:
+        if found is None:
             return None
-        return Prompt(tokens, turn.text + found[0].text, shown, keys, found[1], turn)
+        whole = Rendering([turn.text, *found[0].pieces])
+        tokens = self._chat.extend(turn.token_ids, turn.text, whole)
+        return None if tokens is None else Prompt(tokens, whole.text, shown, keys, found[1], turn)
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Row:
