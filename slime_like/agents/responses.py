@@ -138,10 +138,11 @@ class ResponseForm:
             raise ValueError("the form has no place for this text")
         if spec is None or not found.get("tool_calls"):
             return content, thinking, []
-        if not thinking and self._thought and self._thought.close_re.search(content):  # its opening mark is missing
+        if self._thought and self._thought.close_re.search(content):  # thinking without an opening mark, or two blocks
             *_, end = self._thought.close_re.finditer(masked)
             content, _, calls = self._read("", masked[end.end() :], tools)
-            return content, masked[: end.start()].replace(_CUT, ""), calls
+            thinking = self._thought.open_re.sub("", masked[: end.start()], count=1)
+            return content, thinking.replace(_CUT, ""), calls
         marks = spec.open_re.search(content, partial=True), spec.close_re.search(content)
         if any(mark is not None and mark.group().strip() for mark in marks):
             raise ValueError("a mark of a call is cut off, or is in an argument")

@@ -199,6 +199,9 @@ def test_thinking_that_no_mark_opens_holds_no_calls() -> None:
     draft, said = f"perhaps {call('hermes', TWO[1])}", call("hermes", ONE[1])
     assert read("hermes", f"{draft}</think>{said}") == ("", draft, [ONE])
     assert read("hermes", f"{draft}</think>done")[2] == []
+    twice = f"<think>a</think><think>{draft}</think>"
+    assert read("hermes", twice + said) == ("", f"a</think><think>{draft}", [ONE])
+    assert read("hermes", f"{twice}done")[2] == []
 
 
 def test_thinking_stays_in_the_content_if_the_template_shows_none() -> None:
@@ -292,6 +295,7 @@ def test_agents_need_a_form_that_reads_calls(called: str, rejects: Rejects) -> N
     require_calls(made, config())
     require_calls(made, config(name="a:b", tool_parser="none"))
     require_calls(made, config(name="a:b", tool_parser="kimi"))
+    assert config(name="a:b", tool_parser="x.json").rollout.agent.tool_parser == str(Path("x.json").absolute())
     made.chat_template = HISTORY + called + NEXT  # shows no tools
     require_calls(made, config(name="a:b"))
 
