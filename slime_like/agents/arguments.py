@@ -17,7 +17,7 @@ _KINDS: Mapping[type, Sequence[str]] = {
 }  # fmt: skip
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
-_DEEPEST = 32
+_DEEPEST = 16
 
 
 def typed_arguments(name: str, arguments: Mapping[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
