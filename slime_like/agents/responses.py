@@ -92,9 +92,11 @@ class ResponseForm:
         """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
         import regex
 
+        if self._thought is None:
+            return _as_form(self.tokenizer, _data()["forms"]["thinking"]).marked(prompt, text)
         prefix, fields = self._prefix(prompt), self._loaded.fields
         whole = prefix + text if self._is_open(prefix) else text
-        if self._thought is None or "<think>" in self._thought.open_re.pattern:
+        if "<think>" in self._thought.open_re.pattern:
             return whole
         opens, closes = self._thought.open_re.pattern, self._thought.close_re.pattern
         thoughts = regex.compile(rf"{opens}(?P<thought>.*?)(?:(?P<end>{closes})|\Z)", regex.DOTALL)

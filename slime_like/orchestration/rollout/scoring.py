@@ -15,6 +15,7 @@ from slime_like.interfaces import Conversation
 from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.sandbox.rewards.response_parts import without_opening
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
 
@@ -56,8 +57,9 @@ class Scorer:
         texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
         items = [
-            RewardItem(prompt=prompts[rollout.group_id], response=response, answer=rollout.last.answer)
+            RewardItem(prompt, without_opening(response, prompt), rollout.last.answer)
             for rollout, response in zip(rollouts, responses, strict=True)
+            for prompt in [prompts[rollout.group_id]]
         ]
         with self._lock:
             outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])

@@ -15,6 +15,11 @@ def with_opening(response: str, prompt: str) -> str:
     return f"{_THINKING}\n{response}" if is_open else response
 
 
+def without_opening(response: str, prompt: str) -> str:
+    """Return a later turn so that thinking that the first ``prompt`` opens does not continue in it."""
+    return response if with_opening(response, prompt) == response else f"{_THINKING}{_THOUGHT}{response}"
+
+
 def after_thinking(response: str, prompt: str = "") -> str:
     """Return the text after the last ``</think>``, without unfinished thinking. Quoted tags are text."""
     response = with_opening(response, prompt)
