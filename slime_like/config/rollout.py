@@ -74,8 +74,8 @@ class AgentConfig(Section):
     host: str = "127.0.0.1"
     """Address of the endpoint, for agents on other hosts; node: each node's."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
-    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
-    """Format of tool calls; auto: the chat template's."""
+    tool_parser: str = "auto"
+    """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
@@ -100,6 +100,11 @@ class AgentConfig(Section):
             if host == NODE or not ipaddress.ip_address(host).is_unspecified:
                 return host
         raise ValueError(f"{host!r} is not the address of one host; use {NODE}, or an address such as 10.0.0.5")
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _absolute_file(cls, form: str) -> str:
+        return str(Path(form).absolute()) if form.endswith(".json") else form
 
     @property
     def is_set(self) -> bool:

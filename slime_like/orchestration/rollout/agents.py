@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.responses import require_calls, response_form
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
-from slime_like.agents.tool_calls import parser_of_template
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, NODE
 from slime_like.errors import AgentFailure
@@ -57,10 +57,10 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
-        self._chat = ChatFormat(tokenizer)
+        self._form = response_form(tokenizer, self._agent.tool_parser)
+        self._chat = ChatFormat(tokenizer, self._form.text_arguments)
         self._generate = generate
         self._version = version
-        self._parser: str = self._agent.tool_parser
         self._reported: set[str] = set()
         self._server = AgentServer(node_address() if self._agent.host == NODE else self._agent.host)
         self._pool = AgentPool(self._agent, logs, needs_result=AGENT in (f.name for f in config.reward.functions))
@@ -72,8 +72,7 @@ class AgentRollouts:
         if not isinstance(template, str):
             problem = "the tokenizer has no chat template, which rollout.agent needs"
             raise AgentFailure(problem, code="no-chat-template", who=f"model.path={self._config.model.path}")
-        if self._parser == "auto":
-            self._parser = parser_of_template(template)
+        require_calls(self._tokenizer, self._config)
         try:
             await self._server.start()
         except OSError as error:
@@ -96,7 +95,7 @@ class AgentRollouts:
 
     async def _rollout(self, request: GenerationRequest, index: int) -> Generation:
         limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
-        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
+        session = Session(self._chat, self._sampler(request, index), self._form, limits)
         self._server.open_session(session)
         try:
             outcome = await self._outcome(session, self._task(request, session.key))
@@ -129,7 +128,7 @@ class AgentRollouts:
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None
-        prompt = self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False)
+        prompt = self._tokenizer.decode(list(request.prompt_tokens), clean_up_tokenization_spaces=False)
         task = request.task
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 
