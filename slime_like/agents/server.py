@@ -1,4 +1,4 @@
-"""HTTP server through which agents call the model. It listens on loopback only, and each key opens one session."""
+"""HTTP server through which agents call the model. Each key opens one session."""
 
 import asyncio
 import json
@@ -11,12 +11,11 @@ from slime_like.agents import anthropic_protocol, openai_protocol
 from slime_like.agents.calls import Call, CallRejected
 from slime_like.agents.session import Session
 from slime_like.agents.turns import Turn
-from slime_like.system.network import listen
+from slime_like.system.network import host_and_port, listen
 
 MODEL = "policy"
 """Model name in ``/v1/models``. Calls may give any name."""
 
-_ADDRESS = "127.0.0.1"
 _SERVED = "POST /v1/chat/completions, POST /v1/messages and GET /v1/models are"
 _MAX_BODY_BYTES = 32 * 2**20
 _BODY_TIMEOUT_S = 30.0
@@ -38,9 +37,10 @@ class _WireProtocol(Protocol):
 
 
 class AgentServer:
-    """Sessions by key, and the server that looks them up. Belongs to one event loop."""
+    """Sessions by key, and the server that looks them up. Listens only on ``host``. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self.base_url = ""
@@ -56,9 +56,9 @@ class AgentServer:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
         )
         await self._runner.setup()
-        listener = listen(_ADDRESS, 0)
+        listener = listen(self._host, 0)
         await web.SockSite(self._runner, listener).start()
-        self.base_url = f"http://{_ADDRESS}:{listener.getsockname()[1]}"
+        self.base_url = f"http://{host_and_port(self._host, listener.getsockname()[1])}"
 
     async def close(self) -> None:
         for key in list(self._sessions):

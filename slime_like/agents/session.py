@@ -9,7 +9,7 @@ from typing import Any
 
 from slime_like.agents.calls import Call, CallRejected
 from slime_like.agents.rendering import ChatFormat, TemplateFault
-from slime_like.agents.tool_calls import parse_reply
+from slime_like.agents.responses import ResponseForm
 from slime_like.agents.turns import Prompt, Turn, TurnTree
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation
@@ -54,7 +54,7 @@ class Session:
 
     Args:
         sample: asks the engine; its ``SlimeLikeError`` ends the rollout.
-        parser: name of the tool-call parser.
+        form: form of thinking and tool calls.
 
     Attributes:
         key: the client's API key; cannot be guessed.
@@ -63,7 +63,7 @@ class Session:
         rejections: number of rejected calls, by code.
     """
 
-    def __init__(self, chat: ChatFormat, sample: Sample, parser: str, limits: SessionLimits) -> None:
+    def __init__(self, chat: ChatFormat, sample: Sample, form: ResponseForm, limits: SessionLimits) -> None:
         self.key = secrets.token_urlsafe(32)
         self.tree = TurnTree(chat)
         self.failure: asyncio.Future[SlimeLikeError] = asyncio.get_running_loop().create_future()
@@ -71,7 +71,7 @@ class Session:
         self.rejections: Counter[str] = Counter()
         self._chat = chat
         self._sample = sample
-        self._parser = parser
+        self._form = form
         self._limits = limits
         self._prompts: list[list[int]] = []
         self._running: set[asyncio.Future[Generation]] = set()
@@ -89,13 +89,19 @@ class Session:
         self.ignored |= call.ignored
         if call.tools and not self._chat.renders_tools:
             self.ignored["tools"] = "the chat template renders none"
+        elif call.tools and not self._form.has_calls:
+            self.ignored["tools"] = "calls in the form of the chat template are not read"
+        if not self._form.shows_thinking and any(message.reasoning for message in call.messages):
+            self.ignored["thinking"] = "the chat template renders none"
         try:
             prompt = self.tree.prompt(call.messages, call.tools)
         except TemplateFault as fault:
             raise CallRejected(400, "template_rejects_messages", str(fault)) from fault
         generation = await self._generate(self._asked(prompt))
-        text = self._chat.continuation(prompt.token_ids, generation.token_ids.tolist(), visible=True)
-        return self.tree.record(prompt, generation, parse_reply(self._parser, text, call.tools))
+        tokens, has_ended = generation.token_ids.tolist(), generation.finish_reason == "stop"
+        text = self._chat.turn_text(prompt.token_ids, tokens, has_ended)
+        stop = self._chat.continuation(prompt.token_ids, tokens).removeprefix(text)
+        return self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
 
     def _require_room(self) -> None:
         if self._closed:

@@ -1,6 +1,9 @@
 """Sections of sampling, rewards and weight sync."""
 
+import ipaddress
 from collections.abc import Iterator
+from contextlib import suppress
+from os.path import exists, isfile  # unlike Path's, they accept any text
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +22,9 @@ MIN_TEMPERATURE = 0.01
 
 ENGINES = ("vllm", "sglang", "transformers")
 """Engines of this distribution. ``rollout.engine_args`` may have a section for each."""
+
+NODE = "node"
+"""``rollout.agent.host`` of each node's own address in the cluster."""
 
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
@@ -63,17 +69,42 @@ class AgentConfig(Section):
     """Custom code, an `async def`."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
     command: tuple[str, ...] = ()
-    """Program with arguments such as {base_url}, {key}, {task_file} and {result_file}, instead of `name`."""
+    """Program with arguments such as {base_url}, {key}, {model}, {prompt}, {task_file} and {result_file}, instead of
+    `name`."""
+    host: str = "127.0.0.1"
+    """Address of the endpoint, for agents on other hosts; node: each node's."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
-    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
-    """Format of tool calls; auto: the chat template's."""
+    tool_parser: str = "auto"
+    """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
     """Timeout of one rollout. The sample then gets reward 0."""
-    memory_mb: int = Field(4096, ge=128, description="Memory limit of a worker.")
+    memory_mb: int = Field(4096, ge=128, description="Resident memory limit of a worker with its children.")
 
     _absolute = field_validator("name")(absolute_code)
+
+    @field_validator("command")
+    @classmethod
+    def _absolute_files(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Make paths absolute, because a program has another working directory. PATH has a first part without "/"."""
+        return tuple(
+            str(Path(part).absolute()) if exists(part) and ("/" in part or (at and isfile(part))) else part  # noqa: PTH110, PTH113
+            for at, part in enumerate(command)
+        )
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        with suppress(ValueError):
+            if host == NODE or not ipaddress.ip_address(host).is_unspecified:
+                return host
+        raise ValueError(f"{host!r} is not the address of one host; use {NODE}, or an address such as 10.0.0.5")
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _absolute_file(cls, form: str) -> str:
+        return str(Path(form).absolute()) if form.endswith(".json") else form
 
     @property
     def is_set(self) -> bool:

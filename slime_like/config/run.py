@@ -241,10 +241,5 @@ class RunConfig(Section):
         """Yield settings that agents exclude. A rewritten history gives several rows, on different ranks."""
         algorithm = self.algorithm
         yield from algorithm.row_conflicts()
-        if "functions" not in self.reward.model_fields_set:
-            yield (
-                f"reward.functions is not set, so {self.reward.functions[0].name} would judge and the agent's reward "
-                "would not count; set it, e.g. to [{name: agent}]"
-            )
         if algorithm.overlong_buffer is not None:
             yield f"algorithm.overlong_buffer={algorithm.overlong_buffer} does not apply to rollout.agent; remove it"

@@ -17,6 +17,7 @@ import pytest
 from anthropic.types import TextBlock, ToolUseBlock
 
 from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.responses import response_form
 from slime_like.agents.server import MODEL, AgentServer
 from slime_like.agents.session import SampleCall, Session, SessionLimits
 from slime_like.errors import EngineError
@@ -80,7 +81,7 @@ class Endpoint:
 async def endpoint(*script: str, **limits: int) -> AsyncIterator[Endpoint]:
     bounds = {"max_calls": 8, "max_new_tokens": 100, "max_model_len": 400, **limits}
     model = Model(list(script))
-    session = Session(ChatFormat(TOKENIZER), model, "hermes", SessionLimits(**bounds))
+    session = Session(ChatFormat(TOKENIZER), model, response_form(TOKENIZER), SessionLimits(**bounds))
     server = AgentServer()
     await server.start()
     server.open_session(session)

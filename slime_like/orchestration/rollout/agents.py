@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.responses import require_calls, response_form
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
-from slime_like.agents.tool_calls import parser_of_template
 from slime_like.config import RunConfig
+from slime_like.config.rollout import AGENT, NODE
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.agents.pool import AgentPool
 from slime_like.sandbox.failure_budget import FailureBudget
@@ -55,13 +57,13 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
-        self._chat = ChatFormat(tokenizer)
+        self._form = response_form(tokenizer, self._agent.tool_parser)
+        self._chat = ChatFormat(tokenizer, self._form.text_arguments)
         self._generate = generate
         self._version = version
-        self._parser: str = self._agent.tool_parser
         self._reported: set[str] = set()
-        self._server = AgentServer()
-        self._pool = AgentPool(self._agent, logs)
+        self._server = AgentServer(node_address() if self._agent.host == NODE else self._agent.host)
+        self._pool = AgentPool(self._agent, logs, needs_result=AGENT in (f.name for f in config.reward.functions))
         self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS, first_only=True)
 
     async def start(self) -> None:
@@ -70,9 +72,12 @@ class AgentRollouts:
         if not isinstance(template, str):
             problem = "the tokenizer has no chat template, which rollout.agent needs"
             raise AgentFailure(problem, code="no-chat-template", who=f"model.path={self._config.model.path}")
-        if self._parser == "auto":
-            self._parser = parser_of_template(template)
-        await self._server.start()
+        require_calls(self._tokenizer, self._config)
+        try:
+            await self._server.start()
+        except OSError as error:
+            who, remedy = f"rollout.agent.host={self._agent.host}", "use node, or an address of the engine's host"
+            raise AgentFailure(f"cannot listen there: {error}", code="agent-host", who=who, remedy=remedy) from error
         await self._pool.start()
 
     async def close(self) -> None:
@@ -90,7 +95,7 @@ class AgentRollouts:
 
     async def _rollout(self, request: GenerationRequest, index: int) -> Generation:
         limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
-        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
+        session = Session(self._chat, self._sampler(request, index), self._form, limits)
         self._server.open_session(session)
         try:
             outcome = await self._outcome(session, self._task(request, session.key))
@@ -98,17 +103,18 @@ class AgentRollouts:
             self._server.close_session(session.key)
         self._report(session.ignored)
         if outcome.failure is None:  # the pool counts failures
-            self._require_calls(bool(session.tree.turns))
+            self._require_calls(bool(session.tree.turns), outcome.result)
         if not session.tree.turns:
             return _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome)
         return _generation(request, session, outcome)
 
-    def _require_calls(self, has_called: bool) -> None:
+    def _require_calls(self, has_called: bool, result: AgentResult) -> None:
         """Reject an agent that repeatedly ends without calling the model, since it yields nothing to train on."""
         self._silent.record(has_called)
         if self._silent.exhausted:
             raise AgentFailure(
-                f"made no recorded call to the model in any of its first {self._silent.limit} rollouts",
+                f"made no recorded call to the model in any of its first {self._silent.limit} rollouts"
+                + (f", and reported {dict(result.metadata)}" if result.metadata else ""),
                 code="agent-silent",
                 who="rollout.agent",
                 remedy="make it call task.base_url with task.key, and wait for the answer",
@@ -122,7 +128,7 @@ class AgentRollouts:
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None
-        prompt = self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False)
+        prompt = self._tokenizer.decode(list(request.prompt_tokens), clean_up_tokenization_spaces=False)
         task = request.task
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.interfaces import Conversation
 from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.sandbox.rewards.response_parts import without_opening
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
 
@@ -43,19 +45,21 @@ class Scorer:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
+        self._form = response_form(tokenizer, config.rollout.agent.tool_parser)
         self._names = [function.label for function in config.reward.functions]
         self._lock = threading.Lock()
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         """Score every rollout with all reward functions, in order. They get the model's last turn."""
-        decode = self._tokenizer.batch_decode
         rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
-        responses = decode([_judged_tokens(rollout) for rollout in rollouts], skip_special_tokens=True)
-        texts = decode([group.prompt_tokens for group in groups], skip_special_tokens=False)
+        responses = [self._form.judged(*_judged_tokens(rollout)) for rollout in rollouts]
+        prompt_tokens = [group.prompt_tokens for group in groups]
+        texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
         items = [
-            RewardItem(prompt=prompts[rollout.group_id], response=response, answer=rollout.last.answer)
+            RewardItem(prompt, without_opening(response, prompt), rollout.last.answer)
             for rollout, response in zip(rollouts, responses, strict=True)
+            for prompt in [prompts[rollout.group_id]]
         ]
         with self._lock:
             outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])
@@ -140,12 +144,17 @@ class Scorer:
         return metadata
 
 
-def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> Tensor:
-    """Return the tokens for reward functions, without observations, which may contain the answer."""
+def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[list[int], list[int], bool]:
+    """Return the tokens before the turn that reward functions get, the turn's, and whether a stop token ended it.
+
+    Observations may contain the answer, and are before the turn.
+    """
     row = rollout.last
     turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
     start, end = turns[-1] if turns else (0, row.response_len)
-    return row.response_tokens[start:end]
+    tokens = [*row.prompt_tokens.tolist(), *row.response_tokens[:end].tolist()]
+    first = len(row.prompt_tokens) + start
+    return tokens[:first], tokens[first:], rollout.finish_reason not in ("length", "abort")
 
 
 def by_reason(reasons: Sequence[str]) -> str:

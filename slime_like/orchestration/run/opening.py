@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slime_like.agents.responses import require_calls
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.data.ledger import FILE_NAME as LEDGER
@@ -123,6 +125,7 @@ def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
 def _open_rl(base: _Base) -> Run:
     """Open a run on rollouts sampled by engines."""
     config, stack = base.config, base.stack
+    require_calls(base.tokenizer, config)
     prompts = base.prompts(LEDGER, need_responses=False)
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
@@ -232,7 +235,7 @@ class _Placed:
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
-            decode=base.tokenizer.decode,
+            decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
             batcher=ExperienceBatcher(config, self.trainers.ranks.num_replicas, pad_id),
             trainers=self.trainers,

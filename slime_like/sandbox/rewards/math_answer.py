@@ -66,7 +66,7 @@ def math_verify(
     Raises:
         ValueError: the ground truth itself cannot be parsed.
     """
-    ended = after_thinking(response).rstrip()
+    ended = after_thinking(response, prompt).rstrip()
     tail = _tail(ended, max_chars)
     metadata: dict[str, Any] = {"cut_chars": len(ended) - len(tail)} if len(tail) < len(ended) else {}
     reason = _why_wrong(_normalized(tail), _normalized(answer), require_boxed, allow_arithmetic)

@@ -28,7 +28,7 @@ _NOTHING: Answer = {"rewards": (), "successes": (), "metadata": {}}
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score, as decoded text without special tokens."""
+    """One response to score, as text without the token that ended it. Thinking is in ``<think>...</think>``."""
 
     prompt: str
     response: str

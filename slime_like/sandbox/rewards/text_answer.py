@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.response_parts import after_thinking, last_match
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_match, with_opening
 from slime_like.system.latex import boxed
 
 NO_MATCH = "no match of the pattern"
@@ -35,7 +35,7 @@ def exact_match(
             compared instead of the whole response.
         ignore_case: compare without regard to case.
     """
-    found = after_thinking(response) if pattern is None else last_match(pattern, response)
+    found = after_thinking(response, prompt) if pattern is None else last_match(pattern, response, prompt)
     if found is None:
         return RewardResult(0.0, False, {"reason": NO_MATCH})
     given, wanted = (" ".join(text.split()) for text in (found, answer))
@@ -56,7 +56,7 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     wanted = _NUMBER.match(answer.rpartition(_MARKER)[2].strip().replace("\u2212", "-"))
     if wanted is None:
         raise ValueError(f"the answer {answer[-40:]!r} has no number after {_MARKER}")
-    said = after_thinking(response)
+    said = after_thinking(response, prompt)
     if _MARKER in said:
         last = said.rpartition(_MARKER)[2].strip(" \t\r\n*:$`(").removeprefix("\\boxed{").removeprefix("\\")
         last = last.replace("\u2212", "-")
@@ -84,7 +84,7 @@ def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     wanted = _TRUE_LETTER.fullmatch(answer.strip())
     if wanted is None:
         raise ValueError(f"the answer {answer[:40]!r} is not a letter from A to J")
-    said = after_thinking(response)
+    said = after_thinking(response, prompt)
     chosen = boxed(said)
     if chosen is None:
         chosen = (_ANSWER.findall(said) or [said])[-1]
@@ -100,7 +100,7 @@ def response_format(prompt: str, response: str, answer: str, *, pattern: str) ->
     Args:
         pattern: in Python's syntax; ``.`` matches line breaks too.
     """
-    return _result(re.fullmatch(pattern, response, flags=re.DOTALL) is not None)
+    return _result(re.fullmatch(pattern, with_opening(response, prompt), flags=re.DOTALL) is not None)
 
 
 def response_length(prompt: str, response: str, answer: str, *, limit: int, buffer: int = 0) -> RewardResult:

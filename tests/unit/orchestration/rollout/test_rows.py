@@ -73,7 +73,12 @@ REWARDS = [3.0, 4.0, 3.0, 1.0]
 
 
 class Tokenizer:
-    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+    chat_template = eos_token_id = pad_token_id = None
+
+    def decode(self, tokens: Sequence[int], **_: bool) -> str:
+        return text_of(tokens)
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], **_: bool) -> list[str]:
         return [text_of(sequence) for sequence in sequences]
 
 
