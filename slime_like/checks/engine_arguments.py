@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -83,10 +84,9 @@ def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
     return can_keep_weights(config, dimensions)
 
 
-def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:
+def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterator[str]:
     """Yield one sentence per problem; none for a custom engine. An engine, which runs in ``rollout.python``, gives its
     name."""
-    rollout = config.rollout
     python, engine = None if engine else rollout.python, engine or rollout.engine
     arguments = rollout.engine_args_of(engine)
     refused = REFUSED.get(engine, {})

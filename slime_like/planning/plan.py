@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 from math import prod
 
-from slime_like.checks.check import check_machine, check_settings
+from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
@@ -48,10 +48,10 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     found = [*map(str, check_settings(config, dimensions, needs)), *reference_problems(config, dimensions)]
     found += checks.placement_problems(config)
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
-        found += rejected_on_cuda(config)
+        found += rejected_on_cuda(config.model)
     plan.problems += dict.fromkeys(found)
     plan.notes += [*checks.object_store_notes(config), *checks.idle_engine_notes(config)]
-    on_machine = [text for text in map(str, check_machine(config, dimensions, needs)) if text not in plan.problems]
+    on_machine = [text for text in map(str, check(config, needs - {"code"})) if text not in plan.problems]
     if preflight:
         plan.problems += [*on_machine, *checks.preflight_problems(config, dimensions)]
     else:

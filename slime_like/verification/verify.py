@@ -138,7 +138,7 @@ def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) ->
 
 def setting_misfit(config: RunConfig) -> str | None:
     """Return why a layout's attention is unavailable here or conflicts with another setting, or ``None``."""
-    return next(iter([*attention_problems(config), *config.all_conflicts()]), None)
+    return next(iter([*attention_problems(config.trainer, config.model), *config.all_conflicts()]), None)
 
 
 def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
