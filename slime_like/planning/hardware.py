@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from slime_like.config import RunConfig
+from slime_like.config import ClusterConfig
 from slime_like.config.gpus import GPUS, Gpu
 
 GIB = 2**30
@@ -57,9 +57,8 @@ class Hardware:
     link_efficiency: float = 0.8
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """Return the hardware that the ``cluster`` section describes."""
-        cluster, sheet = config.cluster, GPUS[config.cluster.gpu]
+    def of(cls, cluster: ClusterConfig) -> Self:
+        sheet = GPUS[cluster.gpu]
         gpu = Gpu(
             cluster.gpu_memory_gib or sheet.memory_gib,
             sheet.tflops,

@@ -39,12 +39,12 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     Raises:
         ConfigError: the backend is unknown or cannot be planned.
     """
-    started, backend = time.monotonic(), plannable_backend(run.config)
+    started, backend = time.monotonic(), plannable_backend(run.config.trainer.backend)
     config = chosen_recompute(run.config)
     dimensions, needs = counted_dimensions(config, run.dimensions, backend), training_needs(config)
     run = replace(run, config=config, dimensions=dimensions)
     nodes = config.cluster.nodes or nodes_needed(config)
-    plan = Plan(run.hardware, nodes, gpus_needed(config).total, config.trainer.recompute)
+    plan = Plan(run, nodes, gpus_needed(config).total)
     found = [*map(str, check_settings(config, dimensions, needs)), *reference_problems(config, dimensions)]
     found += checks.placement_problems(config)
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
@@ -52,16 +52,17 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     plan.problems += dict.fromkeys(found)
     plan.notes += [*checks.object_store_notes(config), *checks.idle_engine_notes(config)]
     on_machine = [text for text in map(str, check(config, needs - {"code"})) if text not in plan.problems]
+    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, dimensions)
     if preflight:
-        plan.problems += [*on_machine, *checks.preflight_problems(config, dimensions)]
+        plan.problems += [*on_machine, *checks.preflight_problems(config.run_dir, disk, config.trainer.rendezvous_port)]
     else:
         plan.notes += [f"not on this machine: {text}" for text in on_machine]
-        plan.notes.append(f"run_dir needs up to {traffic_text(checks.disk_bytes(config, dimensions))} for checkpoints")
+        plan.notes.append(f"run_dir needs up to {traffic_text(disk)} for checkpoints")
     if not layout_problems(config.trainer.parallel, dimensions):
         note("checking that every tensor has a place")
-        _check_tensors(plan, config, backend)
-        _work_out(plan, run, backend, note)
-        plan.problems += plan.misfits(config)
+        _check_tensors(plan, backend)
+        _work_out(plan, backend, note)
+        plan.problems += plan.misfits()
     plan.seconds = time.monotonic() - started
     return plan
 
@@ -86,9 +87,10 @@ def counted_dimensions(
     return replace(dimensions, counted=(sum(sizes.values()), active))
 
 
-def _check_tensors(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None:
+def _check_tensors(plan: Plan, backend: type[TrainerBackend]) -> None:
     """Check that conversion covers every tensor of the architecture, and that the weight files contain them."""
-    converter, path = getattr(backend, "converter", None), config.model.path
+    converter, config = getattr(backend, "converter", None), plan.run.config
+    path = config.model.path
     if converter is None or not hasattr(converter(), "prove"):
         plan.notes.append(f"trainer.backend={config.trainer.backend} has no conversion to check: no tensor was checked")
         return
@@ -109,8 +111,8 @@ def _check_tensors(plan: Plan, config: RunConfig, backend: type[TrainerBackend])
         plan.notes.append(f"all {len(expected)} tensors of this architecture map onto the ranks; {weights}")
 
 
-def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: Note) -> None:
-    config, plan.workload = run.config, run.workload
+def _work_out(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
+    run, config = plan.run, plan.run.config
     if run.has_engines:
         plan.engine = plan_engine(run)
         plan.generation = predict_generation(run, plan.engine)
@@ -121,7 +123,7 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
             plan.problems.append(str(error))
     reference = config.reference.path
     if config.reference_workers > 0 and (reference is None or (reference / "config.json").is_file()):
-        _work_out_references(plan, config, backend, note)
+        _work_out_references(plan, backend, note)
     found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
     estimates = [estimate for _, estimate in found]
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]
@@ -130,11 +132,11 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
     plan.step = predict(run, estimates, plan.engine, plan.transport, scoring)
 
 
-def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:
+def _work_out_references(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
     """Plan the reference workers, unless their layout has a problem, which is reported already."""
-    worker = worker_config(config)
+    worker = worker_config(plan.run.config)
     if layout_problems(worker.trainer.parallel, ModelDimensions.from_checkpoint(worker.model.path)):
         return
     kinds = [replace(kind, name=f"reference, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
     for kind, estimate in estimated_kinds(worker, backend, kinds, note):
-        plan.references.append(KindPlan(kind, estimate, (reference_phase(plan.hardware, kind, estimate),)))
+        plan.references.append(KindPlan(kind, estimate, (reference_phase(plan.run.hardware, kind, estimate),)))

@@ -67,8 +67,8 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
             "single values of trainer.parallel.context and data instead",
             code="backend-not-searched",
         )
-    backend = plannable_backend(run.config)
-    possible = sorted((tried for tried in _layouts(run) if _could_fit(tried)), key=_rough_time)
+    backend = plannable_backend(run.config.trainer.backend)
+    possible = sorted(filter(_could_fit, _layouts(run)), key=_rough_time)
     found: list[Candidate] = []
     rejections: list[list[str]] = []
     for index, tried in enumerate(possible, start=1):
@@ -156,20 +156,16 @@ def _could_fit(run: PlannedRun) -> bool:
     return state + inputs < run.hardware.memory_bytes - CONTEXT_BYTES
 
 
-def _likely_recomputed(run: PlannedRun) -> float:
-    """Guess the share of layers that must be recomputed."""
-    state, kept, inputs = least_bytes(run)
-    free = run.hardware.memory_bytes - run.hardware.process_bytes(_GROUPS) - state
-    free -= plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
-    return min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
-
-
 def _rough_time(run: PlannedRun) -> float:
     """Guess the seconds of training, as a sort key: layers' products, attention or the context's keys and values, other
     messages, recomputation and idle stages."""
     config, dimensions, hardware = run.config, run.dimensions, run.hardware
     layout, workload = config.trainer.parallel, run.workload
-    forwards = 3 + _likely_recomputed(run)
+    state, kept, inputs = least_bytes(run)
+    free = hardware.memory_bytes - hardware.process_bytes(_GROUPS) - state
+    free -= plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
+    # The share of layers that probably must be recomputed adds as many forwards.
+    forwards = 3 + min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
     tokens = config.trainer.target_tokens_per_batch / layout.context
     heads = dimensions.num_heads * dimensions.head_dim / layout.tensor
     cached = max(1.0, dimensions.num_kv_heads / layout.tensor) * 2 * dimensions.head_dim * run.element_bytes * tokens

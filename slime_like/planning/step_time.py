@@ -23,7 +23,7 @@ compiler)."""
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Predicted seconds of one step, and its floating-point operations.
+    """Predicted seconds of one step.
 
     Attributes:
         generation, scoring, training, sync: seconds of these phases.
@@ -32,7 +32,6 @@ class StepTime:
         overlapped: sampling runs during training (``rollout.max_staleness``).
         after_last: seconds of scoring and training that cannot begin before the last sample is finished: all of them,
             or, with ``rollout.stream``, the last micro-batch and the update.
-        model_flops: FLOPs of scoring and training on all ranks, without recomputation.
         utilization: share of the ceiling of all trainer GPUs' matrix products during training.
     """
 
@@ -44,7 +43,6 @@ class StepTime:
     references: float
     overlapped: bool
     after_last: float
-    model_flops: float
     utilization: float
 
     @property
@@ -80,7 +78,8 @@ def predict(
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
-    flops = (6.0 * dimensions.active_parameters + _attention_flops(run)) * workload.tokens * algorithm.epochs
+    attention = dimensions.num_layers * workload.attention_length * dimensions.num_heads * dimensions.head_dim
+    flops = 6.0 * (dimensions.active_parameters + attention) * workload.tokens * algorithm.epochs
     ceiling = layout.world_size * hardware.gpu.ceiling_tflops * 1e12
     return StepTime(
         generation=0.0 if engine is None else predict_generation(run, engine).seconds,
@@ -91,15 +90,8 @@ def predict(
         references=references,
         overlapped=config.rollout.max_staleness > 0,
         after_last=(1 + bubble) * (score_slot + slot) + update if config.rollout.stream else scoring + training,
-        model_flops=flops * (1 + scores / 3),
         utilization=flops / (training * ceiling),
     )
-
-
-def _attention_flops(run: PlannedRun) -> float:
-    """Return the FLOPs of attention per token, forward and backward."""
-    dimensions = run.dimensions
-    return 6.0 * dimensions.num_layers * run.workload.attention_length * dimensions.num_heads * dimensions.head_dim
 
 
 def reference_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:

@@ -7,7 +7,6 @@ from typing import TextIO
 from rich import box
 from rich.table import Table
 
-from slime_like.config import RunConfig
 from slime_like.planning import verdict
 from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
@@ -21,19 +20,20 @@ _WIDTH = 80
 _MOST_PHASES = 4
 
 
-def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
+def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
     """Print the plan, the verdict first."""
     console = _console(stream or sys.stdout)
-    lines = list(filter(None, (verdict.verdict(plan), verdict.host_verdict(plan), _subject(config, plan))))
+    lines = list(filter(None, (verdict.verdict(plan), verdict.host_verdict(plan), _subject(plan))))
     lines += [f"problem: {problem}" for problem in plan.problems]
     if plan.fits:
-        lines += ["", *verdict.step_lines(config, plan)]
-    _print_lines(console, lines)
+        lines += ["", *verdict.step_lines(plan)]
+    console.print(*lines, sep="\n", markup=False)
     _print_table(console, _memory(plan))
     if plan.step is not None:
         _print_table(console, _time(plan.step))
     notes = [f"note: {note}" for note in plan.notes]
-    _print_lines(console, ["", *_workings(config, plan), *notes, f"planned in {seconds_text(plan.seconds)}"])
+    notes.append(f"planned in {seconds_text(plan.seconds)}")
+    console.print("", *_workings(plan), *notes, sep="\n", markup=False)
 
 
 def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | None = None) -> None:
@@ -71,11 +71,6 @@ def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=width, highlight=False)
 
 
-def _print_lines(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False)
-
-
 def _print_table(console: Console, table: Table) -> None:
     """Print a blank line, the title over the whole width, and the table."""
     title, table.title = str(table.title), None
@@ -91,8 +86,8 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _subject(config: RunConfig, plan: Plan) -> str:
-    hardware = plan.hardware
+def _subject(plan: Plan) -> str:
+    config, hardware = plan.run.config, plan.run.hardware
     nodes, gpus = counted(plan.nodes, "node"), counted(hardware.gpus_per_node, "GPU")
     chosen = " (the number needed: cluster.nodes is not set)" if config.cluster.nodes is None else ""
     shared = (
@@ -136,9 +131,9 @@ def _time(step: StepTime) -> Table:
     return table
 
 
-def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
+def _workings(plan: Plan) -> Iterator[str]:
     """Yield the inputs of the figures."""
-    engine, work, step = plan.engine, plan.workload, plan.step
+    config, engine, work = plan.run.config, plan.engine, plan.run.workload
     if engine is not None:
         yield (
             f"engines: {counted(config.rollout.num_engines, 'engine')} of {counted(engine.gpus, 'GPU')}; KV cache of "
@@ -148,20 +143,23 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
     if plan.references:
         size = counted(config.reference.parallel.world_size, "GPU")
         yield f"references: {counted(config.reference_workers, 'worker')} of {size}, scoring during generation"
-    if work is not None and step is not None:
+    if plan.step is not None:
         yield (
             f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, "
-            f"{work.micro_batches} micro-batches per replica and update; {step.model_flops:.3g} FLOP"
+            f"{work.micro_batches} micro-batches per replica and update"
         )
         if config.rollout.agent.is_set and not config.supervised:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
         yield _assumptions(plan)
     layers = {kind.estimate.layers for kind in plan.kinds}
-    yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; recompute: {plan.recompute}"
+    yield (
+        f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; "
+        f"recompute: {config.trainer.recompute}"
+    )
 
 
 def _assumptions(plan: Plan) -> str:
-    hardware, gpu = plan.hardware, plan.hardware.gpu
+    hardware, gpu = plan.run.hardware, plan.run.hardware.gpu
     nvlink = f"NVLink {gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
     sync = f", weight sync by {plan.transport} at {SYNC_GB_PER_S[plan.transport]:g} GB/s" if plan.transport else ""
     return (

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from slime_like.config import RunConfig
 from slime_like.planning.engines import Generation
 from slime_like.planning.result import Plan
 from slime_like.planning.units import memory_text, seconds_text, significant
@@ -41,10 +40,10 @@ def host_verdict(plan: Plan) -> str:
     return f"Host memory needed: {needed}; {memory_text(left)} are left for processes." if left >= 0 else ""
 
 
-def step_lines(config: RunConfig, plan: Plan) -> Iterator[str]:
+def step_lines(plan: Plan) -> Iterator[str]:
     """Yield the duration of a step, its throughput and what limits it."""
-    step, work, found = plan.step, plan.workload, plan.generation
-    if step is None or work is None:
+    step, work, found = plan.step, plan.run.workload, plan.generation
+    if step is None:
         return
     if step.total < _SHORT_S:
         yield (
@@ -65,7 +64,7 @@ def step_lines(config: RunConfig, plan: Plan) -> Iterator[str]:
         fitting = int(plan.engine.kv_tokens / work.mean_length)
         limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
         yield (
-            f"{counted(config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
+            f"{counted(plan.run.config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
             f"{found.sequences:,} sequences at the same time ({limit}), so generation takes {found.waves} waves."
         )
 

@@ -170,8 +170,8 @@ def test_step_of_known_size() -> None:
 
 
 def test_an_unmeasured_ceiling_is_assumed() -> None:
-    assert Hardware.of(config()).gpu.ceiling_tflops == Hardware.of(config()).gpu.measured_tflops == 790
-    other = Hardware.of(config(cluster={"gpu": "a100-80gb"})).gpu
+    assert Hardware.of(config().cluster).gpu.ceiling_tflops == Hardware.of(config().cluster).gpu.measured_tflops == 790
+    other = Hardware.of(config(cluster={"gpu": "a100-80gb"}).cluster).gpu
     assert other.measured_tflops is None and other.ceiling_tflops == pytest.approx(0.8 * 312)
 
 
@@ -273,7 +273,7 @@ def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> 
     """A checkpoint of SmolLM2-135M (134,515,008 parameters) took 2,153,947,633 bytes in float32, else 1,884,919,318."""
     dimensions = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B")
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path, "dtype": dtype}, checkpoint={"keep": 3})
-    assert checks.disk_bytes(config, dimensions) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
+    assert checks.disk_bytes(config.checkpoint, dtype, dimensions) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
 
 
 def test_gradients_of_a_window_exist_only_in_training() -> None:

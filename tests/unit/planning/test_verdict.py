@@ -29,14 +29,13 @@ def plan() -> Plan:
     kind, one, engine = RankKind("stage 1 of 1", tuple(range(32))), estimate(), plan_engine(RUN)
     step = predict(RUN, [one], engine, "gloo")
     return Plan(
-        RUN.hardware,
+        RUN,
         nodes=4,
         gpus_in_use=32,
         kinds=[KindPlan(kind, one, tuple(trainer_phases(RUN, engine, kind, one)))],
         engine=engine,
         generation=predict_generation(RUN, engine),
         host=HostMemory({"reference weights": 916 * GIB}, None),
-        workload=RUN.workload,
         step=step,
     )
 
@@ -60,14 +59,14 @@ def test_waves_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
     # A wave has 32 sequences on average, each with a prompt and half of a response in the cache.
     assert found.cache == pytest.approx(32 * (1024 + 8192) * 64 * 1024 / (3350e9 * 0.6))
     assert found.seconds == pytest.approx(found.prefill + 4 * 16_384 * (found.weights + found.cache + found.messages))
-    *_, cause = verdict.step_lines(RUN.config, plan)
+    *_, cause = verdict.step_lines(plan)
     assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
 
 
 def test_throughput_counts_prompts_and_every_gpu(plan: Plan) -> None:
     assert plan.step is not None
-    first, second, _ = verdict.step_lines(RUN.config, plan)
+    first, second, _ = verdict.step_lines(plan)
     assert f"{1024 * (1024 + 16_384) / plan.step.total / 32:,.0f} tokens/s per GPU" in first
     assert f"Limited by generation: {plan.step.generation / plan.step.total:.0%} of the step" in second
     plan.step = replace(plan.step, generation=1e-4, training=2e-4, scoring=0, sync=0, moving=0, after_last=2e-4)
-    assert "tokens/s" not in next(verdict.step_lines(RUN.config, plan))
+    assert "tokens/s" not in next(verdict.step_lines(plan))
