@@ -56,11 +56,7 @@ CHECKS: Sequence[Check] = (
     ),
     Check("logging.packages", {"files", "training"}, lambda run: packages.logging_problems(run.logging)),
     Check("debug.load-rollouts", {"files", "training"}, earlier_run.kept_rollout_problems),
-    Check(
-        "model.weights",
-        {"files", "trainer"},
-        lambda run: earlier_run.start_weight_problems(run.model.weights, run.trainer.backend),
-    ),
+    Check("model.weights", {"files", "trainer"}, lambda run: earlier_run.start_weight_problems(run.model, run.trainer)),
     Check("model.converted", {"files"}, lambda run: earlier_run.converted_problems(run.model)),
     Check("rollout.engine-installed", {"files", "engine"}, lambda run: names.engine_installation_problems(run.rollout)),
     Check("custom.code", {"files", "engine"}, lambda run: names.custom_code_problems(run.reward, run.rollout)),
@@ -141,4 +137,9 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs)
 
 
 def _run(needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
-    return [problem for one in CHECKS if one.needs <= needs for problem in one.find(config, dimensions)]
+    problems = []
+    for one in CHECKS:
+        if one.needs <= needs:
+            sized = () if dimensions is None else one.sized(config, dimensions)
+            problems += [Problem(one.code, text, field_of(text)) for text in (*one.run(config), *sized)]
+    return problems

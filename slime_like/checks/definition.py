@@ -1,13 +1,12 @@
 """Definition of a check: a stable code, the commands that it applies to, and its function."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
-from slime_like.errors import Problem, field_of
 from slime_like.models.dimensions import ModelDimensions
 
 Need = Literal[
@@ -58,8 +57,3 @@ class Check:
     needs: Needs
     run: Callable[[RunConfig], Iterable[str]] = lambda _: ()
     sized: Callable[[RunConfig, ModelDimensions], Iterable[str]] = lambda _, __: ()
-
-    def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        sized = () if dimensions is None else self.sized(config, dimensions)
-        for text in (*self.run(config), *sized):
-            yield Problem(self.code, text, field_of(text))

@@ -7,6 +7,7 @@ from typing import Any
 
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
+from slime_like.config.trainer import TrainerConfig
 from slime_like.data.dump_names import rollouts_name
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 
@@ -38,14 +39,15 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
     )
 
 
-def start_weight_problems(weights: Path | None, backend: str) -> Iterator[str]:
+def start_weight_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
     """Check that ``model.weights`` is a checkpoint of this backend."""
+    weights = model.weights
     if weights is not None and not (weights / WEIGHTS).is_dir():
         yield (
             f"model.weights={weights} is not a checkpoint (it has no trainer/); give the output of `slime-like convert "
             "to-megatron`, or a run's checkpoints/step-N"
         )
-    elif weights is not None and (problem := backend_problem(weights, backend, "model.weights")):
+    elif weights is not None and (problem := backend_problem(weights, trainer.backend, "model.weights")):
         yield problem
 
 

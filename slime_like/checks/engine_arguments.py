@@ -57,8 +57,6 @@ KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", 
 SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 """By engine, the argument that sets its share of a GPU's memory."""
 
-_CACHE_BYTES: Mapping[str, str] = {"vllm": "kv_cache_memory_bytes"}
-
 WEIGHTS_BACKUP = "enable_weights_cpu_backup"
 """SGLang's argument that decides whether a sleeping engine keeps its weights. Its ``sleep`` cannot choose."""
 
@@ -97,7 +95,7 @@ def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterat
         elif known is not None and name not in known:
             choices = f"use one of: {', '.join(known)}" if engine in KNOWN else "see `vllm serve --help`"
             yield f"rollout.engine_args.{name} is not an argument of {engine}; {choices}"
-    for name, most in ((SHARES.get(engine, ""), 1.0), (_CACHE_BYTES.get(engine, ""), inf)):
+    for name, most in ((SHARES.get(engine, ""), 1.0), ("kv_cache_memory_bytes" if engine == "vllm" else "", inf)):
         value = arguments.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")

@@ -56,10 +56,6 @@ class Work:
     kernel_bytes: float = 0.0
     head_flops: float = 0.0
 
-    @property
-    def flops(self) -> float:
-        return self.matmul_flops + self.attention_flops
-
 
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
@@ -112,9 +108,8 @@ class RankEstimate:
         forward: one worst micro-batch without gradients, all chunks of the rank.
         training: forward, recomputation and backward of one worst micro-batch, all chunks of the rank.
         update: added once per optimizer step, whatever the number of micro-batches.
-        micro_batch_tokens: tokens of that micro-batch, over all context ranks.
-        longest: tokens of its longest sequence, which ``attention_flops`` assumes; for a pack with shared prefixes, the
-            length of sequences with the same cost per token.
+        longest: tokens of that micro-batch's longest sequence, which ``attention_flops`` assumes; for a pack with
+            shared prefixes, the length of sequences with the same cost per token.
         communicators: groups of several ranks that include this rank; NCCL has buffers for each.
         layers: the implementation of the layers that was estimated, e.g. "local layers, ring attention".
     """
@@ -124,7 +119,6 @@ class RankEstimate:
     forward: Work
     training: Work
     update: Work
-    micro_batch_tokens: int
     longest: int
     communicators: int
     layers: str

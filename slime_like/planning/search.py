@@ -49,8 +49,8 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with derived figures."""
         trainer = self.trainer.model_dump(mode="json", include={"parallel", "target_tokens_per_batch", "recompute"})
-        figures = {"margin": self.tightest.margin, "total": self.step.total, "flags": self.flags}
-        return {**trainer, "tightest": asdict(self.tightest), "step": asdict(self.step), **figures}
+        details = {"tightest": asdict(self.tightest), "step": asdict(self.step), "flags": self.flags}
+        return {**trainer, **details, "margin": self.tightest.margin, "total": self.step.total}
 
 
 def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Candidate]:

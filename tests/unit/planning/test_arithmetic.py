@@ -63,7 +63,7 @@ def estimate(**memory: int) -> RankEstimate:
     sizes |= {"parameter_bytes": 4 * GIB, "gradient_bytes": 8 * GIB, "optimizer_bytes": 6 * GIB} | memory
     work = Work(4e12, 1e12, (Traffic("tensor", (0, 7), 10**9, 5), Traffic("context", (7, 8), 10**9, 5)))
     update = Work(0.0, 0.0, (Traffic("data", (7, 8), 10**9, 1),))
-    return RankEstimate(0, TrainerMemory(**sizes), work, work, update, 8192, 4096, 5, "local layers")
+    return RankEstimate(0, TrainerMemory(**sizes), work, work, update, 4096, 5, "local layers")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
