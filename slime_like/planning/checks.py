@@ -86,10 +86,9 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
     missing = sorted(expected.keys() - found.keys())
     # A checkpoint may contain a tied output projection in addition to the embedding.
     unexpected = sorted(found.keys() - expected.keys() - {"lm_head.weight"})
-    shared = sorted(expected.keys() & found.keys())
     other = [
         f"{name} is {list(found[name])}, should be {list(expected[name])}"
-        for name in shared
+        for name in sorted(expected.keys() & found.keys())
         if expected[name] != found[name]
     ]
     for what, names in (("missing", missing), ("not of this architecture", unexpected), ("of another shape", other)):

@@ -1,7 +1,7 @@
 """Hardware of the cluster that a plan is made for, and the figures assumed about it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from slime_like.config import ClusterConfig
@@ -59,13 +59,8 @@ class Hardware:
     @classmethod
     def of(cls, cluster: ClusterConfig) -> Self:
         sheet = GPUS[cluster.gpu]
-        gpu = Gpu(
-            cluster.gpu_memory_gib or sheet.memory_gib,
-            sheet.tflops,
-            sheet.memory_gb_per_s,
-            cluster.nvlink_gb_per_s or sheet.nvlink_gb_per_s,
-            sheet.measured_tflops,
-        )
+        memory, nvlink = cluster.gpu_memory_gib or sheet.memory_gib, cluster.nvlink_gb_per_s or sheet.nvlink_gb_per_s
+        gpu = replace(sheet, memory_gib=memory, nvlink_gb_per_s=nvlink)
         return cls(gpu, cluster.gpus_per_node, cluster.nodes, cluster.network_gb_per_s)
 
     @property

@@ -73,7 +73,9 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
     rejections: list[list[str]] = []
     for index, tried in enumerate(possible, start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
-        if problems := _problems(tried):
+        config = tried.config
+        settings = check_settings(config, tried.dimensions, training_needs(config) - {"code"})  # code does not vary
+        if problems := [*map(str, settings), *placement_problems(config)]:
             rejections.append(problems)
         elif candidate := _candidate(tried, backend):
             found.append(candidate)
@@ -119,12 +121,6 @@ def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
     config = run.config.model_copy(update={"trainer": trainer})
     workload = Workload.of(config, run.workload.mean_prompt, run.workload.mean_response)
     return replace(run, config=config, workload=workload)
-
-
-def _problems(run: PlannedRun) -> list[str]:
-    config = run.config
-    settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # code does not vary
-    return [*map(str, settings), *placement_problems(config)]
 
 
 def least_bytes(run: PlannedRun) -> tuple[float, float, float]:
