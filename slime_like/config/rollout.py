@@ -23,6 +23,9 @@ ENGINES = ("vllm", "sglang", "transformers")
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
 
+Untrained = Literal["other_models", "side_chains", "discarded"]
+"""Kinds of an agent's calls that can be excluded from training."""
+
 
 class EnvironmentConfig(Section):
     """Conversations with an environment, which answers the model's turns. Its observations carry no loss.
@@ -67,6 +70,9 @@ class AgentConfig(Section):
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
     """Format of tool calls; auto: the chat template's."""
+    untrained: tuple[Untrained, ...] = ()
+    """Calls without loss: other_models (other names than `policy`), side_chains (outside the longest history),
+    discarded (sampled again, and only the repetition continued)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
