@@ -94,8 +94,8 @@ def parse(model: type[BaseModel], body: Any) -> Any:
             kind = names[-1] = str(first["input"])
         elif kind:
             names.append(kind)
-        if kind:  # Claude Code reads this, and sends the message again without the image
-            problem = f"{'images' if 'image' in kind else kind} are not supported"
+        if kind:  # Claude Code reads the path and this wording, and sends the message again without the image
+            problem = "images are not supported" if "image" in kind else f"{kind} is not supported"
         raise CallRejected(400, "invalid_request", f"{'.'.join(names) or 'body'}: {problem}") from error
 
 

@@ -89,10 +89,10 @@ def test_images_are_named_where_they_are(read: Callable[..., Call], message: Any
 
 def test_what_a_service_runs_is_named() -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
-    words = "tools.0.web_search_20250305: web_search_20250305 are not supported"
+    words = "tools.0.web_search_20250305: web_search_20250305 is not supported"
     assert problem(anthropic, USER, tools=[search]) == words
     grammar = {"type": "custom", "custom": {"name": "patch"}}
-    assert problem(chat, USER, tools=[grammar]) == "tools.0.custom: custom are not supported"
+    assert problem(chat, USER, tools=[grammar]) == "tools.0.custom: custom is not supported"
     kept = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     call = responses(USER, tools=[{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [kept]}, kept])
     function = {"name": "f", "description": None, "parameters": {"type": "object"}}
@@ -187,6 +187,7 @@ def test_a_last_message_of_the_assistant_is_noted(read: Callable[..., Call]) -> 
 LATE = [USER, {"role": "system", "content": "note"}]
 FIRST_ONLY = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
 )
 
 
@@ -196,7 +197,7 @@ def test_a_late_system_message_is_rendered() -> None:
 
 def test_a_template_without_late_system_messages_is_named() -> None:
     with pytest.raises(CallRejected) as caught:
-        ask(anthropic(*LATE), FIRST_ONLY + "{{ m.content }}{% endfor %}")
+        ask(anthropic(*LATE), FIRST_ONLY)
     assert caught.value.problem.startswith("role 'system' is not supported here: TemplateError: late")
     with pytest.raises(CallRejected) as caught:
         ask(anthropic(*LATE), "{{ raise_exception('no') }}")
