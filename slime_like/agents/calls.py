@@ -90,8 +90,8 @@ def parse(model: type[BaseModel], body: Any) -> Any:
         first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
         names = [str(part) for part in first["loc"] if "[" not in str(part) and part != "str"]
         problem, kind = first["msg"], first.get("ctx", {}).get("tag")
-        if names[-1:] == ["type"]:
-            kind = names[-1] = str(first["input"])
+        if first["type"] == "literal_error" and names[-1] == "type":
+            kind = names[-1] = str(first["input"])[:_SHOWN_CHARS]
         elif kind:
             names.append(kind)
         if kind:  # Claude Code reads the path and this wording, and sends the message again without the image

@@ -57,7 +57,7 @@ class EnvironmentConfig(Section):
 
 
 class AgentConfig(Section):
-    """Agents that call the model themselves, through an endpoint with OpenAI's and Anthropic's protocols.
+    """Agents that call the model through an endpoint with OpenAI's and Anthropic's protocols.
 
     `rollout.max_new_tokens` bounds one turn, and `rollout.max_model_len` its prompt and the turn together.
     """
@@ -71,8 +71,8 @@ class AgentConfig(Section):
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
     """Format of tool calls; auto: the chat template's."""
     untrained: tuple[Untrained, ...] = ()
-    """Calls without loss: other_models (other names than `policy`), side_chains (outside the longest history),
-    discarded (sampled again, and only the repetition continued)."""
+    """Calls without loss: other_models (not named `policy`), side_chains (outside the longest history), discarded
+    (repeated, then continued)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)

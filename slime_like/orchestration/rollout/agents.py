@@ -158,6 +158,7 @@ class AgentRollouts:
 def _generation(request: GenerationRequest, session: Session, rows: list[Row], outcome: _Outcome) -> Generation:
     """Build the rollout's result from its rows. A single row with the request's own prompt is a plain response."""
     last = rows[-1].segment
+    assert last.finish_reason is not None  # each row ends with a turn
     is_plain = len(rows) == 1 and last.prompt_tokens.tolist() == list(request.prompt_tokens)
     return Generation(
         token_ids=last.token_ids,
