@@ -79,7 +79,7 @@ def read_call(body: Any) -> Call:
         tools=tuple(_function(tool) for tool in (request.tools or ()) if choice != "none"),
         model=request.model,
         stream=request.stream,
-        ignored={**wishes(request, None if choice in ("auto", "none") else choice), **redacted},
+        ignored={**wishes(request, choice), **redacted},
     )
 
 

@@ -21,9 +21,6 @@ _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "s
             "background"}  # fmt: skip
 """Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
 
-FORCED = "tool_choice"
-"""Forced tool choice: recorded but ignored, like sampling settings. Training needs freely sampled tokens."""
-
 
 class CallRejected(Exception):
     """A call that gets no answer.
@@ -67,7 +64,7 @@ class Call:
 class Text(BaseModel):
     """A part of a message's content. A refusal is text, too."""
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
@@ -99,8 +96,8 @@ def parse(model: type[BaseModel], body: Any) -> Any:
         raise CallRejected(400, "invalid_request", f"{'.'.join(names) or 'body'}: {problem}") from error
 
 
-def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
-    """Return requested settings that this endpoint does not read, shortened. ``forced`` is a forced tool choice.
+def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
+    """Return requested settings that this endpoint does not read, shortened. ``choice`` is the tool choice.
 
     Raises:
         CallRejected: a setting would change what the model samples.
@@ -110,8 +107,8 @@ def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
         if given[name]:
             raise unsupported(name, given[name])
     found = {name: value for name, value in given.items() if name not in _LABELS | _SHAPING}
-    if forced is not None:
-        found[FORCED] = forced
+    if choice not in (None, "auto", "none"):
+        found["tool_choice"] = choice  # training needs freely sampled tokens
     return {name: value if isinstance(value, int) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
 
 

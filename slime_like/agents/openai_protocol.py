@@ -78,7 +78,7 @@ def read_call(body: Any) -> Call:
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
-        ignored=wishes(request, forced(request.tool_choice)),
+        ignored=wishes(request, request.tool_choice),
     )
 
 
@@ -88,11 +88,6 @@ def _require_supported(request: _Request) -> None:
     for name in ("logprobs", "logit_bias"):
         if value := getattr(request, name):
             raise unsupported(name, value)
-
-
-def forced(tool_choice: Any) -> Any:
-    """Return a tool choice that forces a call, or ``None``."""
-    return None if tool_choice in ("auto", "none") else tool_choice
 
 
 def arguments(text: str) -> dict[str, Any] | str:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from slime_like.agents.calls import Call, Content, parse, text_of, wishes
+from slime_like.agents.calls import Call, Content, Text, parse, text_of, wishes
 from slime_like.agents.messages import Message, ToolCall
-from slime_like.agents.openai_protocol import arguments, error_body, forced
+from slime_like.agents.openai_protocol import arguments, error_body
 from slime_like.agents.turns import Turn
 
 __all__ = ["answer", "error_body", "events", "read_call", "waiting"]
@@ -26,16 +26,12 @@ class _Said(BaseModel):
         return Message("system" if self.role == "developer" else self.role, text_of(self.content))
 
 
-class _Thought(BaseModel):
-    text: str
-
-
 class _Reasoning(BaseModel):
-    summary: list[_Thought] = []
-    content: list[_Thought] | None = None
+    summary: list[Text] = []
+    content: list[Text] | None = None
 
     def canonical(self) -> Message:
-        return Message("assistant", "", reasoning="\n".join(part.text for part in self.content or self.summary))
+        return Message("assistant", "", reasoning=text_of(self.content or self.summary))
 
 
 class _FunctionCall(BaseModel):
@@ -72,28 +68,13 @@ class _Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class _HostedTool(BaseModel):
-    """A tool that a service runs, or a namespace of tools. The model is not shown it."""
-
-    type: str
-
-
-def _tool_type(tool: Any) -> Any:
-    return "function" if isinstance(tool, dict) and tool.get("type") == "function" else "hosted"
-
-
-_Tool = Annotated[
-    Annotated[_Function, Tag("function")] | Annotated[_HostedTool, Tag("hosted")], Discriminator(_tool_type)
-]
-
-
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
     input: str | Annotated[list[_Item], Field(min_length=1)]
     instructions: str | None = None
     model: str = ""
     stream: bool | None = None
-    tools: list[_Tool] | None = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
 
 
@@ -103,10 +84,11 @@ def read_call(body: Any) -> Call:
     system = [Message("system", request.instructions)] if request.instructions else []
     said = [Message("user", request.input)] if isinstance(request.input, str) else _messages(request.input)
     tools = [] if request.tool_choice == "none" else request.tools or []
-    functions = [{"type": "function", "function": t.model_dump()} for t in tools if isinstance(t, _Function)]
-    hosted = sorted({tool.type for tool in tools if isinstance(tool, _HostedTool)})
-    ignored = wishes(request, forced(request.tool_choice)) | ({"hosted_tools": ", ".join(hosted)} if hosted else {})
-    return Call((*system, *said), tuple(functions), request.model, bool(request.stream), ignored=ignored)
+    shown = [parse(_Function, tool).model_dump() for tool in tools if tool.get("type") == "function"]
+    hosted = {str(tool.get("type")) for tool in tools} - {"function"}  # run by a service, or a namespace of tools
+    ignored = wishes(request, request.tool_choice) | ({"hosted_tools": ", ".join(sorted(hosted))} if hosted else {})
+    functions = tuple({"type": "function", "function": tool} for tool in shown)
+    return Call((*system, *said), functions, request.model, bool(request.stream), ignored=ignored)
 
 
 def _messages(items: Iterable[Any]) -> list[Message]:

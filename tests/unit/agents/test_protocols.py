@@ -98,7 +98,7 @@ def test_what_a_service_runs_is_named() -> None:
     function = {"name": "f", "description": None, "parameters": {"type": "object"}}
     assert call.tools == ({"type": "function", "function": function},)
     assert call.ignored == {"hosted_tools": "namespace, web_search"}
-    assert problem(responses, USER, tools=[{"type": "function"}]) == "tools.0.function.name: Field required"
+    assert problem(responses, USER, tools=[{"type": "function"}]) == "name: Field required"
     assert problem(anthropic, USER, tools=[{"name": "f"}]) == "tools.0.input_schema: Field required"
 
 
