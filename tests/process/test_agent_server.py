@@ -274,6 +274,16 @@ async def test_a_disconnect_cancels_the_call_and_a_retry_is_recorded_once() -> N
 
 
 @bounded
+async def test_a_disconnect_from_a_stream_cancels_the_call() -> None:
+    async with endpoint("wait") as here, here.openai() as client:
+        stream = await client.responses.create(model="m", input="hi", stream=True)
+        assert (await anext(aiter(stream))).type == "response.created"
+        await stream.close()
+        await until(lambda: here.model.cancelled == 1)
+        assert here.session.tree.turns == []
+
+
+@bounded
 async def test_the_seventeenth_call_waits_for_a_place() -> None:
     async with endpoint(*["wait"] * 16, "a", "wait", max_calls=99) as here, here.openai(max_retries=0) as client:
         ask = client.chat.completions.create

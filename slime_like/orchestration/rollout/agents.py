@@ -117,9 +117,9 @@ class AgentRollouts:
             )
 
     def _report(self, ignored: Mapping[str, Any]) -> None:
-        """Log each sampling setting that an agent asks for, once."""
+        """Log each setting that an agent asks for and does not get, once."""
         for name in sorted(ignored.keys() - self._reported):
-            print(f"an agent asked for {name}={ignored[name]!r}; the run's setting is used instead", flush=True)
+            print(f"an agent's {name} has no effect: {ignored[name]!r}", flush=True)
             self._reported.add(name)
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:

@@ -102,6 +102,12 @@ def test_what_a_service_runs_is_named() -> None:
     assert problem(anthropic, USER, tools=[{"name": "f"}]) == "tools.0.input_schema: Field required"
 
 
+def test_items_of_stored_responses_are_named() -> None:
+    words = "input.1.item_reference: item_reference is not supported"
+    assert problem(responses, USER, {"type": "item_reference", "id": "x"}) == words
+    assert problem(chat, {"role": "user", "content": [{"text": "a"}]}) == "messages.0.content.0.type: Field required"
+
+
 def test_formats_are_wishes() -> None:
     wished = {"type": "json_object"}
     assert chat(USER, response_format=wished).ignored == {"response_format": "{'type': 'json_object'}"}

@@ -77,3 +77,13 @@ def test_a_rollout_of_excluded_calls_has_no_rows() -> None:
     session = asyncio.run(rollout(PLAIN))
     session.tree.turns[:] = session.tree.turns[:1]
     assert session.rows(("other_models", "side_chains")) == []
+
+
+def test_an_excluded_call_in_the_middle_stays_in_the_prompt() -> None:
+    session = asyncio.run(rollout(PLAIN))
+    first, middle, last = session.tree.turns[3:6]
+    session.tree.turns[:] = [first, middle, last]
+    (row,) = session.tree.rows({middle})
+    trained = [*first.generation.token_ids, *last.generation.token_ids]
+    assert row.segment.token_ids[row.segment.loss_mask].tolist() == trained
+    assert row.segment.token_ids.tolist() == last.token_ids[len(first.prompt.token_ids) :]
