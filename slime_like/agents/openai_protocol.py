@@ -27,7 +27,7 @@ class _ToolCall(BaseModel):
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-class _Message(BaseModel):
+class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     tool_calls: list[_ToolCall] | None = None
@@ -56,7 +56,7 @@ class _StreamOptions(BaseModel):
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     model: str = ""
     stream: bool | None = None
     stream_options: _StreamOptions | None = None

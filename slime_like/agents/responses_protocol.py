@@ -6,24 +6,16 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from slime_like.agents.calls import Call, Content, Text, parse, text_of, wishes
 from slime_like.agents.messages import Message, ToolCall
-from slime_like.agents.openai_protocol import arguments, error_body
+from slime_like.agents.openai_protocol import ChatMessage, arguments, error_body
 from slime_like.agents.turns import Turn
 
 __all__ = ["answer", "error_body", "events", "read_call", "waiting"]
-
-
-class _Said(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-
-    def canonical(self) -> Message:
-        return Message("system" if self.role == "developer" else self.role, text_of(self.content))
 
 
 class _Reasoning(BaseModel):
@@ -54,7 +46,7 @@ def _item_type(item: Any) -> Any:
 
 
 _Item = Annotated[
-    Annotated[_Said, Tag("message")]
+    Annotated[ChatMessage, Tag("message")]
     | Annotated[_Reasoning, Tag("reasoning")]
     | Annotated[_FunctionCall, Tag("function_call")]
     | Annotated[_FunctionOutput, Tag("function_call_output")],
