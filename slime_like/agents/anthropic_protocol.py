@@ -72,7 +72,7 @@ def read_call(body: Any) -> Call:
     request: _Request = parse(_Request, body)
     choice = "auto" if request.tool_choice is None else request.tool_choice.type
     system = [Message("system", text_of(request.system))] if request.system else []
-    blocks = [block for message in request.messages for block in message.content]
+    blocks = [each for message in request.messages if isinstance(message.content, list) for each in message.content]
     redacted = {"redacted_thinking": "left out"} if any(isinstance(block, _Redacted) for block in blocks) else {}
     return Call(
         messages=(*system, *(message for given in request.messages for message in _canonical(given))),
