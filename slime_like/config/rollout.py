@@ -29,6 +29,9 @@ NODE = "node"
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
 
+Untrained = Literal["other_models", "side_chains", "discarded"]
+"""Kinds of an agent's calls that can be excluded from training."""
+
 
 class EnvironmentConfig(Section):
     """Conversations with an environment, which answers the model's turns. Its observations carry no loss.
@@ -60,7 +63,7 @@ class EnvironmentConfig(Section):
 
 
 class AgentConfig(Section):
-    """Agents that call the model themselves, through an endpoint with OpenAI's and Anthropic's protocols.
+    """Agents that call the model through an endpoint with OpenAI's and Anthropic's protocols.
 
     `rollout.max_new_tokens` bounds one turn, and `rollout.max_model_len` its prompt and the turn together.
     """
@@ -76,6 +79,9 @@ class AgentConfig(Section):
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: str = "auto"
     """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
+    untrained: tuple[Untrained, ...] = ()
+    """Calls without loss: other_models (not named `policy`), side_chains (outside the longest history), discarded
+    (repeated, then continued)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)

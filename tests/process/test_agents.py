@@ -59,6 +59,8 @@ async def solve(task, reward=1.0):
         subprocess.run(f"setsid -f sh -c 'echo $$ > {task.fields['pid']}; exec sleep 1000'", shell=True, check=True)
         while not Path(task.fields["pid"]).exists():
             time.sleep(0.01)
+    if word == "title":
+        call(task, {"role": "user", "content": "name it"}, model="small")
     if word == "left":  # a thread that still calls when the rollout has ended
         threading.Thread(target=call, args=[task], daemon=True).start()
         time.sleep(0.3)
@@ -191,6 +193,15 @@ def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
     seeds = {asked.request_id: asked.seed for asked in engine.requests}
     expected = [int(np.random.SeedSequence([5, 0, turn]).generate_state(1)[0]) for turn in (0, 1)]
     assert [seeds["r/0/0"], seeds["r/0/1"]] == expected
+
+
+@pytest.mark.usefixtures("agents")
+def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
+    (generation,) = rollouts(Engine(["title"]), request(1), untrained=("other_models",))
+    assert generation.conversation is not None and generation.segments == ()
+    assert TOKENIZER.decode(generation.token_ids) == "title<eos>"
+    endpoint = generation.conversation.metadata[0]["endpoint"]
+    assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
 
 
 @pytest.mark.usefixtures("agents")
