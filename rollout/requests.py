@@ -1,6 +1,6 @@
 """Requests and responses as all engines handle them: checks, seeds, finish reasons, versions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -39,6 +39,8 @@ def check_request(
         raise rejection("the prompt is empty", "give at least one token")
     if any(not 0 <= token < vocab_size for token in (min(prompt), max(prompt), *sampling.stop_token_ids)):
         raise rejection(f"a prompt token or stop token is outside the vocabulary of {vocab_size}")
+    if "" in sampling.stop:
+        raise rejection("a stop string is empty", "remove it")
     if request.num_samples < 1 or new_tokens < 1:
         raise rejection(f"num_samples={request.num_samples}, max_new_tokens={new_tokens}", "ask for at least 1 each")
     if len(prompt) + new_tokens > max_model_len:
@@ -62,8 +64,37 @@ def check_request(
 
 
 def stop_ids(sampling: SamplingParams, dimensions: ModelDimensions) -> tuple[int, ...]:
-    """Return the ids that end a response: the request's, or else the model's EOS ids."""
-    return sampling.stop_token_ids or dimensions.eos_token_ids
+    """Return the ids that end a response: the request's and, unless ignored, the model's EOS ids."""
+    eos = () if sampling.ignore_eos else dimensions.eos_token_ids
+    return tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+
+
+class StopTexts:
+    """Search for stop strings in sampled ids. Special tokens are text there.
+
+    SGLang takes it as a request's tokenizer. The attributes keep SGLang from ending a response at a tokenizer's EOS.
+    """
+
+    eos_token_id = additional_stop_token_ids = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def end(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """Return whether the last of these ids completes one of the strings."""
+        tail = self.decode(token_ids[-1 - stop_window(stop) :])
+        return any(text in tail for text in stop)
+
+
+def stop_window(stop: Iterable[str]) -> int:
+    """Return the most tokens that a stop string has: one per byte."""
+    return max(len(text.encode()) for text in stop)
 
 
 def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, engine: str) -> Supports:

@@ -20,6 +20,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, see
         "min_p": sampling.min_p,
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(stop_ids(sampling, dimensions)),
+        "stop": list(sampling.stop),
         "sampling_seed": seed,
     }
 

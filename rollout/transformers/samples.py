@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.drawing import Limits, draw
-from rollout.requests import FinishReason
+from rollout.requests import FinishReason, StopTexts
 from slime_like.interfaces import Generation, SamplingParams, Supports
 
 
@@ -20,6 +20,7 @@ class Sample:
     prompt: list[int]
     sampling: SamplingParams
     stop_ids: frozenset[int]
+    stop_texts: StopTexts | None
     stream: random.Random
     wants_prompt_logprobs: bool = False
     token_ids: list[int] = field(default_factory=list)
@@ -42,7 +43,9 @@ class Sample:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token_id in self.stop_ids:
+        if token_id in self.stop_ids or (
+            self.stop_texts is not None and self.stop_texts.end(self.token_ids, self.sampling.stop)
+        ):
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.sampling.max_new_tokens:
             self.finish_reason = "length"

@@ -16,6 +16,9 @@ _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "s
             "continue_final_message", "prompt_logprobs", "top_logprobs"}  # fmt: skip
 """Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
 
+VARIABLES = "chat_template_kwargs"
+"""Variables of the chat template. The run's apply."""
+
 FORCED = "tool_choice"
 """Forced tool choice: recorded but ignored, like sampling settings. Training needs freely sampled tokens."""
 
@@ -46,6 +49,7 @@ class Call:
         model: name that the client gave; the answer repeats it.
         stream: whether to answer with a stream of server-sent events.
         usage_chunk: whether an OpenAI-protocol stream ends with token counts.
+        stop: texts that end the turn. They are sampled, but not part of the answer.
         ignored: settings that the client asked for; the run's settings apply instead.
     """
 
@@ -54,6 +58,7 @@ class Call:
     model: str = ""
     stream: bool = False
     usage_chunk: bool = False
+    stop: tuple[str, ...] = ()
     ignored: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -85,7 +90,8 @@ def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
     found = {name: value for name, value in given.items() if name not in _LABELS | _SHAPING}
     if forced is not None:
         found[FORCED] = forced
-    return {name: value if isinstance(value, int) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
+    whole = {name for name, value in found.items() if isinstance(value, int) or name == VARIABLES}
+    return {name: value if name in whole else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
 
 
 def unsupported(setting: str, value: Any) -> CallRejected:

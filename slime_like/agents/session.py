@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_like.agents.calls import Call, CallRejected
@@ -28,6 +28,7 @@ class SampleCall:
         number: index of the call in its session, from 0.
         turn: number of assistant turns in its history.
         repeat: number of earlier calls in the session with the same prompt.
+        stop: texts that end the turn, besides the run's.
     """
 
     token_ids: list[int]
@@ -35,6 +36,7 @@ class SampleCall:
     number: int
     turn: int
     repeat: int
+    stop: tuple[str, ...] = ()
 
 
 Sample = Callable[[SampleCall], Awaitable[Generation]]
@@ -93,8 +95,9 @@ class Session:
             prompt = self.tree.prompt(call.messages, call.tools)
         except TemplateFault as fault:
             raise CallRejected(400, "template_rejects_messages", str(fault)) from fault
-        generation = await self._generate(self._asked(prompt))
+        generation = await self._generate(replace(self._asked(prompt), stop=call.stop))
         text = self._chat.continuation(prompt.token_ids, generation.token_ids.tolist(), visible=True)
+        text = min((text.partition(stop)[0] for stop in call.stop), key=len, default=text)
         return self.tree.record(prompt, generation, parse_reply(self._parser, text, call.tools))
 
     def _require_room(self) -> None:

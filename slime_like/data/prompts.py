@@ -30,7 +30,7 @@ class Prompt:
         response_tokens: the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
         environment: the row's settings for an environment, expressible in JSON.
-        messages: the row's chat messages, if they are kept.
+        messages, whole_row: the row's chat messages, and the row as JSON, if they are kept.
     """
 
     tokens: tuple[int, ...]
@@ -42,6 +42,7 @@ class Prompt:
     environment: dict[str, Any] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
     messages: list[dict[str, Any]] | None = None
+    whole_row: str | None = None
 
 
 class _Rows:
@@ -89,7 +90,7 @@ class PromptSource:
         stop_token_ids: tokens that may end a turn of a demonstrated conversation; by default, the tokenizer's EOS
             token.
         excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
-        keep_messages: whether prompts keep their chat messages, for agents.
+        keep_messages, need_answer, keep_row: as for ``RowEncoder``.
         may_change: whether a state of other data is accepted. Every source then begins a new epoch.
 
     Attributes:
@@ -111,6 +112,8 @@ class PromptSource:
         excess: Callable[[int], str | None] = lambda _: None,
         keep_messages: bool = False,
         may_change: bool = False,
+        need_answer: bool = False,
+        keep_row: bool = False,
     ) -> None:
         self._may_change = may_change
         parts = [config.model_copy(update={"train": tuple(files), "mixture": ()})] if files else config.parts
@@ -123,7 +126,8 @@ class PromptSource:
         self._seed = seed
         self._sources = []
         for number, part in enumerate(parts):
-            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, keep_messages))
+            keep = (keep_messages, need_answer, keep_row)
+            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, *keep))
             order = [seed, number] if self._names else [seed]
             self._sources.append(_Rows(rows, order if config.shuffle else None))
         self._issued = array("H")  # source of every prompt, by group id
@@ -213,6 +217,7 @@ class PromptSource:
             environment=row.environment,
             spans=row.spans,
             messages=None if row.messages is None else json.loads(row.messages),
+            whole_row=row.row,
         )
 
     def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:

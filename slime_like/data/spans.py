@@ -59,6 +59,7 @@ class _ChatTemplate:
             chat_template=template,
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
+            **getattr(self._tokenizer, "template_variables", {}),
         )
         joined: list[Range] = []
         for start, end in marked:

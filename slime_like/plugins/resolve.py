@@ -1,5 +1,6 @@
 """Lookup of the object that a setting names: a registered one, or custom code in a module or a file."""
 
+import ast
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -32,6 +33,25 @@ def import_path_problem(path: str) -> str | None:
     return (
         f"cannot be found: there is no module {missing}; install it, start in its directory, or give "
         "`path/to/file.py:name`"
+    )
+
+
+def may_have_parameter(path: str, parameter: str) -> bool:
+    """Return whether the function at an import path may have this parameter: no only if its source says so.
+
+    Nothing is executed.
+    """
+    module, _, name = path.rpartition(":")
+    spec, _ = find_module(module)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return True
+    try:
+        body = ast.parse(Path(spec.origin).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # reported when it is imported
+        return True
+    arguments = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name][-1:]
+    return not arguments or any(
+        each.arg == parameter for part in arguments for each in (*part.posonlyargs, *part.args, *part.kwonlyargs)
     )
 
 

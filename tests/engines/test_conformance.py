@@ -26,7 +26,7 @@ from slime_like.verification.engine.reference import Reference
 from slime_like.verification.engine.subject import Subject
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS
-from tests.engines.harness import NO_STOP, PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
+from tests.engines.harness import PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
 from tests.support.rejections import Rejects
 
 COLD = 0.05
@@ -83,7 +83,7 @@ def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: l
 def test_the_longest_sequence(engine: EngineUnderTest) -> None:
     """A prompt of 100 and a response of 700 tokens fill the engine to its last position."""
     prompt = [7 + i % 90 for i in range(100)]
-    (generation,) = engine.generate(prompt, max_new_tokens=700, stop_token_ids=NO_STOP, temperature=COLD)
+    (generation,) = engine.generate(prompt, max_new_tokens=700, ignore_eos=True, temperature=COLD)
     assert (generation.finish_reason, len(generation.token_ids)) == ("length", 700)
     check_logprobs(engine.reference, prompt, generation, COLD)
 
@@ -105,7 +105,7 @@ def test_truncated_evaluation(engine: EngineUnderTest, prompts: list[list[int]])
 def test_supports_in_one_batch(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     """Requests without truncation, and with few and many tokens, in one batch."""
     cuts: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 60}, {"top_p": 0.5, "top_k": 512}]
-    options: dict[str, Any] = {"max_new_tokens": 9, "stop_token_ids": NO_STOP, "seed": 2}
+    options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "seed": 2}
     together = engine.generate_all([engine.request(prompts[2], **options, **cut) for cut in cuts])
     apart = [engine.generate(prompts[2], **options, **cut)[0] for cut in cuts]
     for cut, (found,), alone in zip(cuts, together, apart, strict=True):
@@ -121,7 +121,7 @@ def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]
     chosen = [prompts[i % len(prompts)] for i in range(200)]
     limits = [1 + i % 33 for i in range(200)]
     requests = [
-        engine.request(prompt, max_new_tokens=limit, num_samples=1 + i % 3, stop_token_ids=NO_STOP, temperature=COLD)
+        engine.request(prompt, max_new_tokens=limit, num_samples=1 + i % 3, ignore_eos=True, temperature=COLD)
         for i, (prompt, limit) in enumerate(zip(chosen, limits, strict=True))
     ]
     results = engine.generate_all(requests)
@@ -159,7 +159,7 @@ def long(engine: EngineUnderTest) -> int:
 
 
 def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> GenerationRequest:
-    return engine.request(prompt, max_new_tokens=long(engine), stop_token_ids=NO_STOP, temperature=COLD, **fields)
+    return engine.request(prompt, max_new_tokens=long(engine), ignore_eos=True, temperature=COLD, **fields)
 
 
 @pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length")])
@@ -195,7 +195,7 @@ def test_requests_wait_while_paused(engine: EngineUnderTest, prompts: list[list[
 
 def test_frozen_requests_keep_their_tokens(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario(delay_s: float) -> list[Generation]:
-        request = engine.request(prompts[6], max_new_tokens=40, num_samples=4, temperature=COLD, stop_token_ids=NO_STOP)
+        request = engine.request(prompts[6], max_new_tokens=40, num_samples=4, temperature=COLD, ignore_eos=True)
         task = asyncio.create_task(engine.engine.generate(request))
         await asyncio.sleep(delay_s)
         await engine.engine.pause("keep")

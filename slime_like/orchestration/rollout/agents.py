@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.agents.calls import VARIABLES
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
 from slime_like.agents.tool_calls import parser_of_template
 from slime_like.config import RunConfig
+from slime_like.data.tokenizer import with_template_variables
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
@@ -55,7 +57,7 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
-        self._chat = ChatFormat(tokenizer)
+        self._chat = ChatFormat(with_template_variables(tokenizer, config.data.chat_template_kwargs))
         self._generate = generate
         self._version = version
         self._parser: str = self._agent.tool_parser
@@ -96,6 +98,8 @@ class AgentRollouts:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
+        if session.ignored.get(VARIABLES) == self._config.data.chat_template_kwargs:
+            del session.ignored[VARIABLES]
         self._report(session.ignored)
         if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(session.tree.turns))
@@ -146,7 +150,7 @@ class AgentRollouts:
             turn = (index, asked.turn, asked.repeat) if asked.repeat else (index, asked.turn)
             name = f"{index}/{asked.number}"
             (generation,) = await self._generate(
-                turn_request(request, name, asked.token_ids, asked.max_new_tokens, turn)
+                turn_request(request, name, asked.token_ids, asked.max_new_tokens, turn, asked.stop)
             )
             return generation
 

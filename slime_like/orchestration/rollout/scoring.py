@@ -52,10 +52,11 @@ class Scorer:
         rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
         responses = decode([_judged_tokens(rollout) for rollout in rollouts], skip_special_tokens=True)
         texts = decode([group.prompt_tokens for group in groups], skip_special_tokens=False)
-        prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
+        prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
         items = [
-            RewardItem(prompt=prompts[rollout.group_id], response=response, answer=rollout.last.answer)
+            RewardItem(prompt, response, rollout.last.answer, row)
             for rollout, response in zip(rollouts, responses, strict=True)
+            for prompt, row in [prompts[rollout.group_id]]
         ]
         with self._lock:
             outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])

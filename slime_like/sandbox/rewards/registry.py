@@ -2,11 +2,12 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from slime_like.plugins.resolve import resolve_callable
-from slime_like.sandbox.rewards.signature import GIVEN, require_options
+from slime_like.config.rollout import RewardFunction
+from slime_like.plugins.resolve import may_have_parameter, resolve_callable
+from slime_like.sandbox.rewards.signature import GIVEN, ROW, require_options
 
 RewardCallable = Callable[..., Any]
 """``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``, or a function of a whole group,
@@ -38,6 +39,9 @@ QUICK = LOCAL - {"code", "majority", "reasoning_gym"}
 OF_ROWS = frozenset({"gsm8k", "multiple_choice", "json_schema", "code", "reasoning_gym"})
 """Functions that need answers of a certain form."""
 
+WITHOUT_ANSWER = frozenset({"format", "length", "majority", *SERVICES})
+"""Functions that can work without an answer."""
+
 EASY_ANSWERS: Mapping[str, str] = {
     "math_verify": "1",
     "format": "",
@@ -58,6 +62,14 @@ WARMED = frozenset({"math_verify", "json_schema", "code", "reasoning_gym"})
 def resolve_reward(name: str) -> RewardCallable:
     """Return the function registered as ``name``, or the function at ``package.module:name``. Raises ``ValueError``."""
     return resolve_callable("reward function", name, REGISTERED)
+
+
+def required_of_rows(functions: Iterable[RewardFunction]) -> dict[str, bool]:
+    """Return the arguments of ``PromptSource`` for these functions: whether they need answers, or may read rows."""
+    names = [function.name for function in functions]
+    custom = [name for name in names if ":" in name]
+    need_answer = not WITHOUT_ANSWER.issuperset(names)
+    return {"need_answer": need_answer, "keep_row": any(may_have_parameter(name, ROW) for name in custom)}
 
 
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:

@@ -265,7 +265,9 @@ def test_tables_show_the_rows_of_a_rollout() -> None:
 def test_evaluation_counts_rollouts() -> None:
     prompts = [Prompt(tuple(ids("p")), "answer", number, 0, 0) for number in (7, 8)]
     engines = SimpleNamespace(generate=lambda requests, answered: [generations() for _ in requests])
-    settings = config(evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0]})
+    settings = config(
+        evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0], "ignore_eos": True}
+    )
     scorer, progress = Scorer(settings, cast(Any, Pool()), Tokenizer()), SimpleNamespace(note=lambda sentence: None)
     progress.waiting = lambda *given: nullcontext(SimpleNamespace(reach=None))
     found = Evaluator(settings, cast(Any, engines), scorer, {"a": prompts}).run(1, cast(Any, progress)).overall
