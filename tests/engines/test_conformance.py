@@ -29,8 +29,9 @@ from tests.engines.conftest import EOS_IDS
 from tests.engines.harness import PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
 from tests.support.rejections import Rejects
 
+TOKENIZER = byte_tokenizer()
 COLD = 0.05
-"""With ``NO_STOP`` and this temperature, responses end at their length limit."""
+"""Without EOS and at this temperature, responses end at their length limit."""
 
 
 # -------------------------------------------------------------------------------------------------------------- claims
@@ -73,11 +74,32 @@ def test_eos_ends_a_response(engine: EngineUnderTest, prompts: list[list[int]]) 
         check_logprobs(engine.reference, prompts[2], generation)
 
 
-def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_stop_ids_add_to_eos_unless_it_is_ignored(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     stop = tuple(range(100, 130))
-    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, seed=1, stop_token_ids=stop)
-    assert all(g.finish_reason == "stop" and g.token_ids[-1] in stop for g in generations)
-    assert any(set(g.token_ids.tolist()) & set(EOS_IDS) for g in generations)
+    options: dict[str, Any] = {"max_new_tokens": 300, "num_samples": 16, "seed": 1, "stop_token_ids": stop}
+    found = [g.token_ids.tolist() for g in engine.generate(prompts[2], **options)]
+    only = [g.token_ids.tolist() for g in engine.generate(prompts[2], ignore_eos=True, **options)]
+    assert all(ids[-1] in {*stop, *EOS_IDS} and not {*ids[:-1]} & {*stop, *EOS_IDS} for ids in found)
+    assert all(ids[-1] in stop for ids in only) and any(set(ids) & set(EOS_IDS) for ids in only)
+    assert {ids[-1] in stop for ids in found} == {True, False}
+
+
+@pytest.mark.parametrize("characters", [1, 3])
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(
+    engine: EngineUnderTest, prompts: list[list[int]], characters: int
+) -> None:
+    """Next to requests without one. The string and its ids stay."""
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    for seed in range(4):
+        (free,) = engine.generate(prompts[2], seed=seed, **options)
+        texts = [TOKENIZER.decode(free.token_ids[:end]) for end in range(61)]
+        stop = next(text[-characters:] for text in texts[20:] if text[-characters:].isascii())
+        end = next(end for end, text in enumerate(texts) if stop in text)
+        requests = [engine.request(prompts[2], seed=seed, stop=given, **options) for given in (("never so", stop), ())]
+        (ended,), (other,) = engine.generate_all(requests)
+        assert same_ids(engine.reference, [ended], [replace(free, token_ids=free.token_ids[:end])])
+        assert (ended.finish_reason, other.finish_reason) == ("stop", "length")
+        check_logprobs(engine.reference, prompts[2], ended)
 
 
 def test_the_longest_sequence(engine: EngineUnderTest) -> None:
@@ -408,7 +430,7 @@ def test_conversations_during_a_weight_update(
     before, after = engine.reference, engine.references[1 - engine.current]
 
     def request(prompt: list[int]) -> GenerationRequest:
-        request = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
+        request = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW, ignore_eos=True)
         return replace(request, task=ConversationTask("go", {}))
 
     async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
@@ -454,10 +476,12 @@ def test_agents_sample_the_same_as_environments(
 ) -> None:
     """Turns through the endpoint and turns led by the actor have the same ids and logprobs."""
     environment = {**TALKS["environment"], "template": "<eos><tool>{observation}<assistant>", "max_turn_tokens": 120}
-    prompt = byte_tokenizer().encode("<user>go<assistant>", add_special_tokens=False)
+    prompt = TOKENIZER.encode("<user>go<assistant>", add_special_tokens=False)
 
     async def sampled(actor: engine_actor.EngineActor, limit: int) -> list[Generation]:
-        request = engine.request(prompt, max_new_tokens=limit, num_samples=6, seed=4, stop_token_ids=FEW)
+        request = engine.request(
+            prompt, max_new_tokens=limit, num_samples=6, seed=4, stop_token_ids=FEW, ignore_eos=True
+        )
         await actor.start()
         try:
             return await actor.generate(replace(request, task=ConversationTask("go")))
@@ -486,7 +510,7 @@ def test_death_is_reported(engine: EngineUnderTest) -> None:
     name = {"VllmEngine": "vLLM", "SglangEngine": "SGLang"}[type(engine.engine).__name__]
 
     async def scenario() -> None:
-        doomed = engine.request([3, 4, 5], max_new_tokens=700, temperature=0.05, stop_token_ids=(263,), num_samples=4)
+        doomed = engine.request([3, 4, 5], max_new_tokens=700, temperature=0.05, ignore_eos=True, num_samples=4)
         task = asyncio.create_task(engine.engine.generate(doomed))
         await asyncio.sleep(0.1)
         for pid in processes:

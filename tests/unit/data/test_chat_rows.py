@@ -232,12 +232,6 @@ def test_variables_reach_every_rendering() -> None:
     assert tool_template(tokenizer).endswith("<tool>{observation}<assistant><think></think>")
 
 
-@pytest.mark.parametrize("name", ["tools", "add_generation_prompt"])
-def test_variables_do_not_replace_what_rows_set(name: str) -> None:
-    with pytest.raises(ValueError, match=f"chat_template_kwargs: {name} is set for each row"):
-        DataConfig(chat_template_kwargs={name: 1})
-
-
 @pytest.mark.parametrize(("single", "front"), [("<eos> $A <eos>", 1), ("<eos> $A", 1), ("$A <eos>", 0), ("$A", 0)])
 def test_a_prompt_does_not_end_with_eos(single: str, front: int) -> None:
     """A tokenizer's post-processor may add it to every text. A written one stays."""
