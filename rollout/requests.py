@@ -78,13 +78,10 @@ class StopTexts:
     eos_token_id = additional_stop_token_ids = None
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def end(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
         """Return whether the last of these ids completes one of the strings."""

@@ -72,12 +72,13 @@ class EngineScheduler(Scheduler):
         gc.freeze()
 
     def handle_generate_request(self, recv_req: TokenizedGenerateReqInput, **options: Any) -> None:
-        """Give a request with stop strings something to decode with, and enough tokens to look at."""
-        if stop := recv_req.sampling_params.stop_strs:
+        """Give a request its stop strings, and something to decode with."""
+        sampling, arguments = recv_req.sampling_params, self.server_args
+        if given := sampling.custom_params:
             if self.tokenizer is None:
-                arguments = self.server_args
                 self.tokenizer = StopTexts(load_tokenizer(Path(arguments.model_path), arguments.trust_remote_code))
-            recv_req.sampling_params.stop_str_max_len = stop_window(stop)
+            sampling.stop_strs, sampling.stop_str_max_len = given["stop"], stop_window(given["stop"])
+            sampling.custom_params = None
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:

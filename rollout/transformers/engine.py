@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor
 from rollout.arguments import check_arguments, on_cpu
 from rollout.base import EngineBase, MemoryPart
 from rollout.receiving import WeightReceiver
-from rollout.requests import StopTexts, sample_seed, stop_ids
+from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
 from rollout.transformers.samples import Sample
 from slime_like.config import RunConfig
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.system.memory import keep_freed_memory
@@ -167,19 +165,15 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         if not on_cpu():
             torch.cuda.current_stream().synchronize()  # now the sender may reuse the bucket's memory
 
-    @cached_property
-    def _stop_texts(self) -> StopTexts:
-        return StopTexts(load_tokenizer(self._config.model.path, self._config.model.trust_remote_code))
-
     def _sample(self, request: GenerationRequest, index: int) -> Sample:
         seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)
         return Sample(
             prompt=list(request.prompt_tokens),
             sampling=request.sampling,
             stop_ids=frozenset(stop_ids(request.sampling, self._dimensions)),
-            stop_texts=self._stop_texts if request.sampling.stop else None,
             stream=random.Random(seed),
             wants_prompt_logprobs=request.prompt_logprobs,
+            stop_texts=self._stop_texts if request.sampling.stop else None,
         )
 
 

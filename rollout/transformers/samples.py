@@ -20,9 +20,9 @@ class Sample:
     prompt: list[int]
     sampling: SamplingParams
     stop_ids: frozenset[int]
-    stop_texts: StopTexts | None
     stream: random.Random
     wants_prompt_logprobs: bool = False
+    stop_texts: StopTexts | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -43,9 +43,8 @@ class Sample:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token_id in self.stop_ids or (
-            self.stop_texts is not None and self.stop_texts.end(self.token_ids, self.sampling.stop)
-        ):
+        completes = self.stop_texts is not None and self.stop_texts.end(self.token_ids, self.sampling.stop)
+        if completes or token_id in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.sampling.max_new_tokens:
             self.finish_reason = "length"

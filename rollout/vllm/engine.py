@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from rollout.ranks import common_checksums
 from rollout.vllm.arguments import SLEEP_ARGUMENT, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
@@ -126,10 +124,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt_tokens))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
-            if request.sampling.stop and llm.output_processor.tokenizer is None:
-                model = self._config.model
-                tokenizer = await asyncio.to_thread(load_tokenizer, model.path, model.trust_remote_code)
-                llm.output_processor.tokenizer = tokenizer
+            if request.sampling.stop:
+                llm.output_processor.tokenizer = self._stop_texts.tokenizer
             async for output in llm.generate(prompt, parameters, request.request_id):
                 if output.finished:
                     return output

@@ -118,10 +118,8 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
         {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": one.name, "input": one.arguments}
         for one in reply.tool_calls
     ]
-    ended = "max_tokens" if turn.generation.finish_reason == "length" else "end_turn"
     stopped = next((stop for stop in call.stop if stop in turn.forms[1].content), None)
-    if stopped is not None:
-        ended = "stop_sequence"
+    ended = "max_tokens" if turn.generation.finish_reason == "length" else "stop_sequence" if stopped else "end_turn"
     return {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",

@@ -16,9 +16,6 @@ _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "s
             "continue_final_message", "prompt_logprobs", "top_logprobs"}  # fmt: skip
 """Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
 
-VARIABLES = "chat_template_kwargs"
-"""Variables of the chat template. The run's apply."""
-
 FORCED = "tool_choice"
 """Forced tool choice: recorded but ignored, like sampling settings. Training needs freely sampled tokens."""
 
@@ -90,8 +87,8 @@ def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
     found = {name: value for name, value in given.items() if name not in _LABELS | _SHAPING}
     if forced is not None:
         found[FORCED] = forced
-    whole = {name for name, value in found.items() if isinstance(value, int) or name == VARIABLES}
-    return {name: value if name in whole else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
+    whole = (int, dict)
+    return {name: value if isinstance(value, whole) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
 
 
 def unsupported(setting: str, value: Any) -> CallRejected:

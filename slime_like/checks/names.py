@@ -110,10 +110,8 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     """
     names = enumerate(function.name for function in config.reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
-    first, sample = first_row(config) if found else None, None
-    if first is not None:
-        task, row = first
-        sample = RewardItem(task.prompt, task.answer, task.answer, row)
+    first = first_row(config) if found else None
+    sample = first and RewardItem(first[0].prompt, first[0].answer, first[0].answer, first[1])
     for index in found:
         yield from start_problems(config.reward, index, sample)
 
@@ -140,7 +138,7 @@ def custom_environment_problems(config: RunConfig) -> list[str]:
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
     first = first_row(config)
-    return start_problems_of_environment(environment, None if first is None else first[0])
+    return start_problems_of_environment(environment, first and first[0])
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:

@@ -44,10 +44,7 @@ def _file_problems(field: str, paths: Sequence[Path]) -> Iterator[str]:
 
 
 def first_row(config: RunConfig) -> tuple[Task, str] | None:
-    """Return the first row with an answer, with messages joined to a text, and whole as JSON.
-
-    Returns ``None`` if no row can be read.
-    """
+    """Return the first row with an answer, with messages joined to a text, and as JSON; ``None`` without any."""
     for data in config.data.parts:
         for file in data.train or config.evaluation.files:
             with suppress(DataError, TypeError, ValueError):

@@ -113,9 +113,9 @@ class RolloutConfig(Section):
     """Top-k sampling, at most 512; -1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Lowest probability of a token, relative to the likeliest token."""
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, as EOS does.")
-    stop: tuple[str, ...] = Field((), description="Texts that end a response, which includes them.")
-    ignore_eos: bool = Field(False, description="End responses only at `stop_token_ids` and `stop`.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, besides EOS.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a response, and stay in it.")
+    ignore_eos: bool = Field(False, description="EOS does not end a response.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")

@@ -72,8 +72,7 @@ class DataConfig(Section):
     environment_key: str | None = None
     """Row key of a mapping for the environment or agent."""
     apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as `enable_thinking: false`."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables of the chat template.")
     allow_special_tokens: bool = False
     """Accept text that spells special tokens."""
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")

@@ -11,14 +11,7 @@ from typing import Any
 
 from slime_like.config import DataConfig
 from slime_like.data.formats import fitting_format, in_format
-from slime_like.data.messages import (
-    TOOLS_KEY,
-    Messages,
-    read_conversation,
-    read_messages,
-    read_tools,
-    spells_messages,
-)
+from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
 from slime_like.data.tokenizer import template_fault, with_template_variables

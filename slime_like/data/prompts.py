@@ -90,8 +90,8 @@ class PromptSource:
         stop_token_ids: tokens that may end a turn of a demonstrated conversation; by default, the tokenizer's EOS
             token.
         excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
-        keep_messages, need_answer, keep_row: as for ``RowEncoder``.
         may_change: whether a state of other data is accepted. Every source then begins a new epoch.
+        needs: further arguments of ``RowEncoder``.
 
     Attributes:
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
@@ -110,10 +110,8 @@ class PromptSource:
         need_responses: bool = False,
         stop_token_ids: Sequence[int] = (),
         excess: Callable[[int], str | None] = lambda _: None,
-        keep_messages: bool = False,
         may_change: bool = False,
-        need_answer: bool = False,
-        keep_row: bool = False,
+        **needs: bool,
     ) -> None:
         self._may_change = may_change
         parts = [config.model_copy(update={"train": tuple(files), "mixture": ()})] if files else config.parts
@@ -126,8 +124,7 @@ class PromptSource:
         self._seed = seed
         self._sources = []
         for number, part in enumerate(parts):
-            keep = (keep_messages, need_answer, keep_row)
-            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, *keep))
+            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, **needs))
             order = [seed, number] if self._names else [seed]
             self._sources.append(_Rows(rows, order if config.shuffle else None))
         self._issued = array("H")  # source of every prompt, by group id

@@ -37,22 +37,15 @@ def import_path_problem(path: str) -> str | None:
 
 
 def may_have_parameter(path: str, parameter: str) -> bool:
-    """Return whether the function at an import path may have this parameter: no only if its source says so.
-
-    Nothing is executed.
-    """
+    """Return False if the source of a custom function shows that it lacks this parameter. Nothing is executed."""
     module, _, name = path.rpartition(":")
     spec, _ = find_module(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return True
     try:
-        body = ast.parse(Path(spec.origin).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # reported when it is imported
+        body = ast.parse(Path((spec and spec.origin) or "").read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # no Python, or reported when it is imported
         return True
-    arguments = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name][-1:]
-    return not arguments or any(
-        each.arg == parameter for part in arguments for each in (*part.posonlyargs, *part.args, *part.kwonlyargs)
-    )
+    found = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return not found or any(isinstance(node, ast.arg) and node.arg == parameter for node in ast.walk(found[-1]))
 
 
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:

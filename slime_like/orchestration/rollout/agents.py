@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from slime_like.agents.calls import VARIABLES
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
@@ -98,8 +97,8 @@ class AgentRollouts:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
-        if session.ignored.get(VARIABLES) == self._config.data.chat_template_kwargs:
-            del session.ignored[VARIABLES]
+        if session.ignored.get("chat_template_kwargs") == self._config.data.chat_template_kwargs:
+            del session.ignored["chat_template_kwargs"]
         self._report(session.ignored)
         if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(session.tree.turns))
@@ -149,8 +148,10 @@ class AgentRollouts:
         async def sample(asked: SampleCall) -> Generation:
             turn = (index, asked.turn, asked.repeat) if asked.repeat else (index, asked.turn)
             name = f"{index}/{asked.number}"
+            stop = (*request.sampling.stop, *asked.stop)
+            stopping = replace(request, sampling=replace(request.sampling, stop=stop))
             (generation,) = await self._generate(
-                turn_request(request, name, asked.token_ids, asked.max_new_tokens, turn, asked.stop)
+                turn_request(stopping, name, asked.token_ids, asked.max_new_tokens, turn)
             )
             return generation
 

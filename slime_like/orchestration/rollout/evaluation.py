@@ -107,8 +107,7 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     count = 0
     for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
         data = held_out_settings(config.data, file).model_copy(update={"shuffle": False})
-        needs = required_of_rows(config.reward.functions)
-        source = PromptSource([file], tokenizer, data, 0, keep_messages=config.rollout.agent.is_set, **needs)
+        source = PromptSource([file], tokenizer, data, seed=0, **required_of_rows(config))
         wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
         datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]
         count += wanted

@@ -14,12 +14,7 @@ Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 
 
 def turn_request(
-    request: GenerationRequest,
-    name: str,
-    tokens: Sequence[int],
-    limit: int,
-    turn: tuple[int, ...],
-    stop: tuple[str, ...] = (),
+    request: GenerationRequest, name: str, tokens: Sequence[int], limit: int, turn: tuple[int, ...]
 ) -> GenerationRequest:
     """Build the engine's request for one turn of one sample of ``request``.
 
@@ -29,14 +24,13 @@ def turn_request(
         limit: limit on the turn's new tokens.
         turn: numbers of the sample and the turn. They alone determine the turn's seed, so a repeated rollout is the
             same in whatever order turns arrive.
-        stop: texts that end the turn, besides the request's.
     """
     seed = None if request.seed is None else int(np.random.SeedSequence([request.seed, *turn]).generate_state(1)[0])
     return replace(
         request,
         request_id=f"{request.request_id}/{name}",
         prompt_tokens=tokens,
-        sampling=replace(request.sampling, max_new_tokens=limit, stop=(*request.sampling.stop, *stop)),
+        sampling=replace(request.sampling, max_new_tokens=limit),
         num_samples=1,
         seed=seed,
         prompt_logprobs=False,

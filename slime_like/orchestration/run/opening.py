@@ -174,11 +174,8 @@ class _Base:
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
-            keep = self.config.rollout.agent.is_set
-            needs = required_of_rows(self.config.reward.functions)
-            prompts = PromptSource(
-                data.train, self.tokenizer, data, seed, keep_messages=keep, may_change=change, **needs
-            )
+            needs = required_of_rows(self.config)
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, may_change=change, **needs)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

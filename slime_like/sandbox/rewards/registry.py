@@ -2,10 +2,10 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from slime_like.config.rollout import RewardFunction
+from slime_like.config import RunConfig
 from slime_like.plugins.resolve import may_have_parameter, resolve_callable
 from slime_like.sandbox.rewards.signature import GIVEN, ROW, require_options
 
@@ -64,12 +64,12 @@ def resolve_reward(name: str) -> RewardCallable:
     return resolve_callable("reward function", name, REGISTERED)
 
 
-def required_of_rows(functions: Iterable[RewardFunction]) -> dict[str, bool]:
-    """Return the arguments of ``PromptSource`` for these functions: whether they need answers, or may read rows."""
-    names = [function.name for function in functions]
-    custom = [name for name in names if ":" in name]
-    need_answer = not WITHOUT_ANSWER.issuperset(names)
-    return {"need_answer": need_answer, "keep_row": any(may_have_parameter(name, ROW) for name in custom)}
+def required_of_rows(config: RunConfig) -> dict[str, bool]:
+    """Return the arguments of ``RowEncoder`` with which rows have what the run's rewards and agents read."""
+    names = [function.name for function in config.reward.functions]
+    asks = any(":" in name and may_have_parameter(name, ROW) for name in names)
+    needs_answer = not WITHOUT_ANSWER.issuperset(names)
+    return {"keep_messages": config.rollout.agent.is_set, "need_answer": needs_answer, "keep_row": asks}
 
 
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
