@@ -58,6 +58,7 @@ class EngineScheduler(Scheduler):
 
     answers: AnswerQueue
     waiting_queue: list[Req]
+    tokenizer: Any
 
     def __init__(self, *arguments: Any) -> None:
         try:

@@ -93,8 +93,8 @@ class RowEncoder:
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
-        response, environment = response and array("i", response), self._environment(row)
-        return EncodedRow(array("i", tokens), answer, response, environment, messages=messages, row=whole)
+        given = (answer, response and array("i", response), self._environment(row))
+        return EncodedRow(array("i", tokens), *given, messages=messages, row=whole)
 
     def _read_prompt(self, row: Row) -> str | Messages:
         """Return the prompt: a text for the tokenizer, or messages for the chat template, the system prompt first."""

@@ -40,7 +40,7 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
 def spells_messages(text: str) -> bool:
     """Return whether a text is a written list of messages. A model would be asked with its braces and quotes."""
     text = text.strip()
-    return text.startswith("[") and text.endswith("]") and _SPELLED.search(text) is not None
+    return text[:1] in "[{(" and text[-1:] in "]})" and _SPELLED.search(text) is not None
 
 
 def read_messages(row: Row, key: str, code: str) -> Messages:

@@ -64,7 +64,7 @@ def resolve_reward(name: str) -> RewardCallable:
     return resolve_callable("reward function", name, REGISTERED)
 
 
-def required_of_rows(config: RunConfig) -> dict[str, bool]:
+def required_of_rows(config: RunConfig) -> dict[str, Any]:
     """Return the arguments of ``RowEncoder`` with which rows have what the run's rewards and agents read."""
     names = [function.name for function in config.reward.functions]
     asks = any(":" in name and may_have_parameter(name, ROW) for name in names)

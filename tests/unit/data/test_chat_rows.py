@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -154,7 +155,9 @@ def test_a_prompt_that_is_the_json_of_messages_is_read(given: list[dict[str, Any
     assert encoded({"prompt": f" {json.dumps(given, indent=1)}\n"}) == "<user>go<assistant>"
 
 
-@pytest.mark.parametrize("given", [str(HELLO), str(HELLO).replace("}", "}\n"), json.dumps(HELLO)[:-2] + ", ]"])
+@pytest.mark.parametrize(
+    "given", [str(HELLO), str(HELLO).replace("}", "}\n"), json.dumps(HELLO[0]), json.dumps(HELLO)[:-2] + ", ]"]
+)
 def test_messages_written_otherwise_are_refused(rejects: Rejects, given: str) -> None:
     with rejects(DataError, "bad-prompt"):
         encoded({"prompt": given})
@@ -177,6 +180,13 @@ def test_an_answer_is_text_or_json(answer: Any, expected: str) -> None:
     assert answer_text(answer) == expected
 
 
+def required(*names: str) -> dict[str, Any]:
+    functions = [RewardFunction(name=name) for name in names]
+    agent = SimpleNamespace(is_set=False)
+    config: Any = SimpleNamespace(reward=SimpleNamespace(functions=functions), rollout=SimpleNamespace(agent=agent))
+    return required_of_rows(config)
+
+
 @pytest.mark.parametrize(
     ("names", "need_answer"),
     [
@@ -185,7 +195,7 @@ def test_an_answer_is_text_or_json(answer: Any, expected: str) -> None:
     ],
 )  # fmt: skip
 def test_answers_are_needed_if_a_function_may_read_them(names: tuple[str, ...], need_answer: bool) -> None:
-    assert required_of_rows(RewardFunction(name=name) for name in names)["need_answer"] is need_answer
+    assert required(*names)["need_answer"] is need_answer
 
 
 @pytest.mark.parametrize(
@@ -201,7 +211,7 @@ def test_answers_are_needed_if_a_function_may_read_them(names: tuple[str, ...], 
 def test_rows_are_kept_if_a_function_may_ask_for_them(tmp_path: Path, source: str, kept: bool) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(f"raise SystemExit\n{source}")
-    assert required_of_rows([RewardFunction(name=f"{path}:f")])["keep_row"] is kept
+    assert required(f"{path}:f")["keep_row"] is kept
 
 
 def test_a_kept_row_is_the_file_s(tmp_path: Path) -> None:
