@@ -189,7 +189,7 @@ class RowEncoder:
             raise row.fault("bad-answer", problem, f"set data.answer_key to its key{_or_format(row)}")
         try:
             return answer_text(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             problem = f"the answer {self._config.answer_key!r} cannot be used ({error})"
             raise row.fault("bad-answer", problem, "correct it, or set data.answer_key") from error
 

@@ -1,11 +1,10 @@
 """Prompts and conversations of rows, as chat messages in one form for all kinds of files."""
 
-import json
 import re
 from difflib import get_close_matches
 from typing import Any
 
-from slime_like.data.rows import Row
+from slime_like.data.rows import Row, strict_json
 
 TOOLS_KEY = "tools"
 """Row key of the tool definitions of a prompt or a conversation."""
@@ -127,6 +126,6 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        return strict_json(value)
+    except (ValueError, RecursionError):
         return value

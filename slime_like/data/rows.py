@@ -166,9 +166,7 @@ def _read_jsonl(path: Path, bad: BadRows | None) -> Iterator[Row]:
 
 def _jsonl_row(row: Row, line: bytes) -> Row:
     try:
-        values = _DECODER.decode(line.decode("utf-8"))
-        if b"\\ud" in line.lower():
-            _refuse_lone_surrogates(values)
+        values = strict_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         remedy = "write the file as uncompressed text in UTF-8"
         raise row.fault("not-utf8", "this is not UTF-8 text", remedy) from error
@@ -199,6 +197,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant)
 """Shared decoder. With these arguments, ``json.loads`` would build a new one per call."""
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON that other readers read alike. Raises ``ValueError`` or ``RecursionError``."""
+    values = _DECODER.decode(text)
+    if "\\ud" in text.lower():
+        _refuse_lone_surrogates(values)
+    return values
 
 
 def _refuse_lone_surrogates(values: Any) -> None:

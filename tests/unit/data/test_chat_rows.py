@@ -156,7 +156,14 @@ def test_a_prompt_that_is_the_json_of_messages_is_read(given: list[dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "given", [str(HELLO), str(HELLO).replace("}", "}\n"), json.dumps(HELLO[0]), json.dumps(HELLO)[:-2] + ", ]"]
+    "given",
+    [
+        str(HELLO),
+        str(HELLO).replace("}", "}\n"),
+        json.dumps(HELLO[0]),
+        json.dumps(HELLO).replace("go", "\\ud800"),
+        json.dumps(HELLO)[:-2] + ", ]",
+    ],
 )
 def test_messages_written_otherwise_are_refused(rejects: Rejects, given: str) -> None:
     with rejects(DataError, "bad-prompt"):
