@@ -39,8 +39,6 @@ def check_request(
         raise rejection("the prompt is empty", "give at least one token")
     if any(not 0 <= token < vocab_size for token in (min(prompt), max(prompt), *sampling.stop_token_ids)):
         raise rejection(f"a prompt token or stop token is outside the vocabulary of {vocab_size}")
-    if "" in sampling.stop:
-        raise rejection("a stop string is empty", "remove it")
     if request.num_samples < 1 or new_tokens < 1:
         raise rejection(f"num_samples={request.num_samples}, max_new_tokens={new_tokens}", "ask for at least 1 each")
     if len(prompt) + new_tokens > max_model_len:

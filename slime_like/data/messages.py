@@ -51,7 +51,7 @@ def read_messages(row: Row, key: str, code: str) -> Messages:
     Raises:
         DataError: with this ``code``; there is no list of messages.
     """
-    given = _parsed(row.chat(key))
+    given = _parsed(row.get(key))
     if not isinstance(given, list) or not given:
         raise row.fault(code, f"{key!r} must be a list of chat messages, or its JSON")
     return [_message(row, code, f"{key!r}, message {number}", each) for number, each in enumerate(given, start=1)]
@@ -77,16 +77,15 @@ def _message(row: Row, code: str, where: str, given: Any) -> Message:
 
 def _text(row: Row, code: str, where: str, content: Any) -> str:
     """Return the text of a message's content: a text, or a list of text parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) and content else [None]
-    for kind in (part.get("type") for part in parts if isinstance(part, dict)):
-        if kind != "text":
-            remedy = "models are trained on text only; remove the part or the row"
-            raise row.fault(code, f"{where} has a part of type {kind!r} in `content`", remedy)
-    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    if len(texts) != len(parts):
-        raise row.fault(code, f"{where} must have text in `content`, or a list of text parts")
+    texts = [content] if isinstance(content, str) else []
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            problem = f"{where} has a part in `content` (type {kind!r}) that is not text"
+            raise row.fault(code, problem, "models are trained on text only; remove the part or the row")
+        texts.append(part["text"])
+    if not texts:
+        raise row.fault(code, f"{where} must have text in `content`")
     return "\n".join(texts)
 
 
@@ -113,7 +112,7 @@ def _tool_calls(row: Row, code: str, where: str, given: Any) -> list[dict[str, A
 
 def read_tools(row: Row) -> list[dict[str, Any]] | None:
     """Return the row's tool definitions, which may be in JSON, or ``None`` if it has none."""
-    tools = _parsed(row.chat(TOOLS_KEY))
+    tools = _parsed(row.get(TOOLS_KEY))
     if not tools and isinstance(tools, list | None):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -17,16 +17,11 @@ _MOST_SHOWN, _MOST_LINES = 20, 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row with its location: the line of a JSONL file, or the row number (from 1) of a Parquet file.
-
-    Attributes:
-        is_of_table: the file is a table, in which a nested mapping has the keys of all other rows, with nulls.
-    """
+    """One row with its location: the line of a JSONL file, or the row number (from 1) of a Parquet file."""
 
     path: Path
     line: int
     values: dict[str, Any]
-    is_of_table: bool = False
 
     def get(self, key: str) -> Any:
         """Return the value under ``key``, or under the dotted path that it spells; ``None`` if there is neither."""
@@ -36,10 +31,6 @@ class Row:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
-
-    def chat(self, key: str) -> Any:
-        """Return the messages or tools under ``key``, without the keys that they have because other rows do."""
-        return _without_nulls(self.get(key)) if self.is_of_table else self.get(key)
 
     def fault(self, code: str, problem: str, remedy: str = "") -> DataError:
         return DataError(problem, code=code, who=f"{self.path}:{self.line}", remedy=remedy)
@@ -53,15 +44,6 @@ class Row:
             problem = f"{key!r} has the id {outside[0]}, but the {owner} has ids 0 to {vocab_size - 1}"
             raise self.fault("unknown-token-id", problem)
         return given
-
-
-def _without_nulls(value: Any) -> Any:
-    """Leave out nulls of mappings at every depth. Lists keep theirs, which only the row itself can have."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
 
 
 class BadRows:
@@ -217,7 +199,10 @@ def _refuse_lone_surrogates(values: Any) -> None:
 
 
 def _read_table(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file or an Arrow stream."""
+    """Yield the rows of a Parquet file or an Arrow stream, without nulls in the mappings of their columns.
+
+    A table gives such a mapping the keys of all rows.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -232,10 +217,19 @@ def _read_table(path: Path) -> Iterator[Row]:
             for batch in batches:
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(path, number, values, is_of_table=True)
+                    yield Row(path, number, {key: _without_nulls(value) for key, value in values.items()})
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # not one of pyarrow's
             raise
         problem = f"is damaged{' after this row' if number else ''} ({error})"
         who = f"{path}:{number}" if number else str(path)
         raise DataError(problem, code=f"damaged-{path.suffix[1:]}", who=who, remedy="write it again") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the null values of mappings at every depth. Lists keep theirs, which are the row's own."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
