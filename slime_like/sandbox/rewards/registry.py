@@ -3,11 +3,13 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime_like.config import RunConfig
 from slime_like.plugins.resolve import may_have_parameter, resolve_callable
 from slime_like.sandbox.rewards.signature import GIVEN, ROW, require_options
+
+if TYPE_CHECKING:
+    from slime_like.config import RunConfig
 
 RewardCallable = Callable[..., Any]
 """``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``, or a function of a whole group,
@@ -64,7 +66,7 @@ def resolve_reward(name: str) -> RewardCallable:
     return resolve_callable("reward function", name, REGISTERED)
 
 
-def required_of_rows(config: RunConfig) -> dict[str, Any]:
+def required_of_rows(config: "RunConfig") -> dict[str, Any]:
     """Return the arguments of ``RowEncoder`` with which rows have what the run's rewards and agents read."""
     names = [function.name for function in config.reward.functions]
     asks = any(":" in name and may_have_parameter(name, ROW) for name in names)
