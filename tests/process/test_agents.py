@@ -54,6 +54,8 @@ async def solve(task, reward=1.0):
         time.sleep(1000)
     if word == "more":
         call(task, said, {"role": "user", "content": "more"})
+    if word == "own":
+        call(task, said, chat_template_kwargs={"b": 1}, stop=["zz"])
     if word == "fork":
         await asyncio.gather(*(asyncio.to_thread(call, task, {"role": "user", "content": str(i)}) for i in range(2)))
     if word == "left":  # a thread that still calls when the rollout has ended
@@ -109,10 +111,10 @@ def agents(user_module: Callable[[str, str], Path]) -> Iterator[None]:
     yield
 
 
-def config(**agent: Any) -> RunConfig:
+def config(data: Any = None, **agent: Any) -> RunConfig:
     settings = {"name": "agents_of_test:solve", "timeout_s": 20.0, "workers": 2, **agent}
     functions = ({"name": "length", "options": {"limit": 99}}, {"name": "agent"})
-    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}}
+    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}, "data": data or {}}
     return RunConfig(run_dir="run", model={"path": "model"}, **sections)
 
 
@@ -173,6 +175,16 @@ def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
     seeds = {asked.request_id: asked.seed for asked in engine.requests}
     expected = [int(np.random.SeedSequence([5, 0, turn]).generate_state(1)[0]) for turn in (0, 1)]
     assert [seeds["r/0/0"], seeds["r/0/1"]] == expected
+
+
+@pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize(("run", "ignored"), [({"b": 1}, {}), ({"b": 2}, {"chat_template_kwargs": {"b": 1}})])
+def test_a_call_may_repeat_the_run_s_template_variables_and_add_stop_strings(run: Any, ignored: Any) -> None:
+    engine = Engine(["own"])
+    (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": run})
+    assert found.conversation is not None
+    assert found.conversation.metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1", **ignored}
+    assert [asked.sampling.stop for asked in engine.requests] == [(), ("zz",)]
 
 
 @pytest.mark.usefixtures("agents")
