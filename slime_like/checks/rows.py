@@ -8,6 +8,7 @@ from pathlib import Path
 from slime_like.config.run import RunConfig
 from slime_like.data.encoding import answer_text
 from slime_like.data.formats import in_format
+from slime_like.data.messages import read_messages, spells_messages
 from slime_like.data.rows import SUFFIXES, data_files, read_rows
 from slime_like.errors import DataError
 from slime_like.interfaces.environment import Task
@@ -52,8 +53,9 @@ def first_row(config: RunConfig) -> tuple[Task, str] | None:
                     row = in_format(whole, data)
                     prompt, answer = row.get(data.prompt_key) or "", row.get(data.answer_key)
                     settings = None if data.environment_key is None else row.get(data.environment_key)
-                    if not isinstance(prompt, str):
-                        prompt = "\n".join(str(one["content"]) for one in prompt if "content" in one)
+                    if not isinstance(prompt, str) or spells_messages(prompt):
+                        messages = read_messages(row, data.prompt_key, "bad-prompt")
+                        prompt = "\n".join(message["content"] for message in messages)
                     if answer is not None:
                         task = Task(prompt, answer_text(answer), settings if isinstance(settings, dict) else {})
                         return task, json.dumps(whole.values, default=str)
