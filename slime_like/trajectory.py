@@ -179,13 +179,15 @@ class GroupedUnscoredTrajectories:
     """All samples of one prompt: the unit for rewards and group advantages.
 
     ``trajectories`` holds the rows of its rollouts, one rollout after the other. ``total_tokens`` sums ``total_len``.
-    Reward functions get ``prompt_tokens``, since rows may have other prompts.
+    Reward functions get ``prompt_tokens``, since rows may have other prompts, and ``whole_row``, the prompt's row of
+    the data as JSON, if one of them may read it.
     """
 
     trajectories: list[UnscoredTrajectory]
     group_id: int
     total_tokens: int
     prompt_tokens: Tensor
+    whole_row: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

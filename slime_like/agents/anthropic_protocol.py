@@ -65,6 +65,7 @@ class _Request(BaseModel):
     stream: bool = False
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
+    stop_sequences: list[str] | None = None
 
 
 def read_call(body: Any) -> Call:
@@ -79,6 +80,7 @@ def read_call(body: Any) -> Call:
         tools=tuple(_function(tool) for tool in (request.tools or ()) if choice != "none"),
         model=request.model,
         stream=request.stream,
+        stop=tuple(filter(None, request.stop_sequences or ())),
         ignored={**wishes(request, choice), **redacted},
     )
 
@@ -125,7 +127,8 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
         {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": one.name, "input": one.arguments}
         for one in reply.tool_calls
     ]
-    ended = "max_tokens" if turn.generation.finish_reason == "length" else "end_turn"
+    stopped = next((stop for stop in call.stop if stop in turn.forms[1].content), None)
+    ended = "max_tokens" if turn.generation.finish_reason == "length" else "stop_sequence" if stopped else "end_turn"
     return {
         "id": f"msg_{call.id}",
         "type": "message",
@@ -133,7 +136,7 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
         "model": call.model,
         "content": content,
         "stop_reason": "tool_use" if reply.tool_calls else ended,
-        "stop_sequence": None,
+        "stop_sequence": stopped,
         "usage": {"input_tokens": len(turn.prompt.token_ids), "output_tokens": len(turn.generation.token_ids)},
     }
 
@@ -147,8 +150,8 @@ def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
     """Yield the answer as server-sent events, in one burst."""
     whole = answer(call, turn)
     content, usage = whole["content"], whole["usage"]
-    stop = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    opened = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    stop = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    opened = {**whole, "content": [], **dict.fromkeys(stop), "usage": {**usage, "output_tokens": 0}}
     yield _event("message_start", {"message": opened})
     for index, block in enumerate(content):
         empty, deltas = _deltas(block)

@@ -62,6 +62,7 @@ class _Request(BaseModel):
     stream_options: _StreamOptions | None = None
     tools: list[_Tool] | None = None
     tool_choice: Any = None
+    stop: str | list[str] | None = None
     n: int | None = None
     logprobs: bool | None = None
     logit_bias: dict[str, float] | None = None
@@ -78,6 +79,7 @@ def read_call(body: Any) -> Call:
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
+        stop=tuple(filter(None, [request.stop] if isinstance(request.stop, str) else request.stop or ())),
         ignored=wishes(request, request.tool_choice),
     )
 

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_like.agents.calls import MODEL, Call, CallRejected
@@ -30,6 +30,7 @@ class SampleCall:
         number: index of the call in its session, from 0.
         turn: number of assistant turns in its history.
         repeat: number of earlier calls in the session with the same prompt.
+        stop: texts that end the turn, besides the run's.
     """
 
     token_ids: list[int]
@@ -37,6 +38,7 @@ class SampleCall:
     number: int
     turn: int
     repeat: int
+    stop: tuple[str, ...] = ()
 
 
 Sample = Callable[[SampleCall], Awaitable[Generation]]
@@ -102,12 +104,13 @@ class Session:
             problem = f"the rollout has had rollout.agent.max_calls={most} calls"
             raise CallRejected(400, "max_calls_exceeded", problem)  # clients take 403 for a wrong key, and repeat 429
         prompt = self._prompt(call)
-        asked = self._asked(prompt)
+        asked = replace(self._asked(prompt), stop=call.stop)
         async with self._places:
             generation = await self._generate(asked)
         tokens, has_ended = generation.token_ids.tolist(), generation.finish_reason == "stop"
         text = self._chat.turn_text(prompt.token_ids, tokens, has_ended)
         stop = self._chat.continuation(prompt.token_ids, tokens).removeprefix(text)
+        text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
         turn = self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
         if call.model not in ("", MODEL):
             self._others.add(turn)

@@ -150,7 +150,9 @@ class RolloutConfig(Section):
     """Top-k sampling, at most 512; -1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Lowest probability of a token, relative to the likeliest token."""
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: EOS.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, besides EOS.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a response, and stay in it.")
+    ignore_eos: bool = Field(False, description="EOS does not end a response.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
@@ -186,6 +188,10 @@ class RolloutConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._truncation_conflicts()
+        if "" in self.stop:
+            yield "stop has an empty text, which would end every response; remove it"
+        if self.ignore_eos and not self.stop_token_ids and not self.stop:
+            yield "ignore_eos=true: nothing would end a response; set rollout.stop_token_ids or stop, or use false"
         turn = self.environment.max_turn_tokens
         if turn is not None and turn > self.max_new_tokens:
             yield f"environment.max_turn_tokens={turn} exceeds rollout.max_new_tokens={self.max_new_tokens}; lower it"

@@ -109,7 +109,7 @@ def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 async def test_openai_streamed_equals_unstreamed(said: str) -> None:
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
     async with endpoint(said, said) as here, here.openai() as client:
-        asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["o"]}
+        asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["zz"]}
         asked |= {"tool_choice": "required", "user": "me", "extra_body": {"chat_template_kwargs": {"x": 1}}}
         whole = await client.chat.completions.create(**asked)
         stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -129,8 +129,8 @@ async def test_openai_streamed_equals_unstreamed(said: str) -> None:
         assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
         wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
         assert first.finish_reason == wanted
-        wished = {"temperature": "0.3", "stop": "['o']", "tool_choice": "required"}
-        wished |= {"chat_template_kwargs": "{'x': 1}", "tools": "the chat template renders none"}
+        wished: Any = {"temperature": "0.3", "tool_choice": "required"}
+        wished |= {"chat_template_kwargs": {"x": 1}, "tools": "the chat template renders none"}
         assert here.session.ignored == wished
         assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
@@ -185,6 +185,28 @@ async def test_responses_streamed_equals_unstreamed(said: str) -> None:
         assert whole.usage.input_tokens == len(here.model.asked[0].token_ids)
         assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("<system>be<user>hi")
         assert here.session.ignored.keys() == {"hosted_tools", "text", "tools"}
+
+
+@bounded
+async def test_stop_strings_of_a_call_end_its_turn_and_are_not_in_the_answer() -> None:
+    """The next call continues after the ids that were sampled, the string included."""
+    async with endpoint("see </a>", "so </b>", "no stop", "plain") as here:
+        said: list[Any] = [USER]
+        for stop in (["</a>"], "</b>"):
+            client = here.openai()
+            choice = (await client.chat.completions.create(model="m", messages=said, stop=stop)).choices[0]
+            assert choice.finish_reason == "stop" and choice.message.content in ("see ", "so ")
+            said += [{"role": "assistant", "content": choice.message.content}, USER]
+        asked: Any = {"model": "m", "max_tokens": 9, "stop_sequences": ["stop", "</c>"]}
+        reply = await here.anthropic().messages.create(messages=[USER], **asked)
+        assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "stop")
+        assert [each.text for each in reply.content] == ["no "]
+        plain = await here.anthropic().messages.create(messages=[USER], **asked)
+        assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
+        assert [each.stop for each in here.model.asked] == [("</a>",), ("</b>",), *[("stop", "</c>")] * 2]
+        assert not here.session.ignored.keys() & {"stop", "stop_sequences"}
+        sampled = [*here.model.asked[0].token_ids, *ids("see </a>")]
+        assert here.model.asked[1].token_ids[: len(sampled)] == sampled
 
 
 @bounded

@@ -53,6 +53,8 @@ async def solve(task, reward=1.0):
         time.sleep(1000)
     if word == "more":
         call(task, said, {"role": "user", "content": "more"})
+    if word == "own":
+        call(task, said, chat_template_kwargs={"b": 1}, stop=["zz"])
     if word == "fork":
         await asyncio.gather(*(asyncio.to_thread(call, task, {"role": "user", "content": str(i)}) for i in range(2)))
     if word == "daemon":
@@ -125,10 +127,10 @@ def agents(user_module: Callable[[str, str], Path]) -> Iterator[None]:
     yield
 
 
-def config(**agent: Any) -> RunConfig:
+def config(data: Any = None, **agent: Any) -> RunConfig:
     settings = {"name": "agents_of_test:solve", "timeout_s": 20.0, "workers": 2, **agent}
     functions = ({"name": "length", "options": {"limit": 99}}, {"name": "agent"})
-    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}}
+    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}, "data": data or {}}
     return RunConfig(run_dir="run", model={"path": "model"}, **sections)
 
 
@@ -202,6 +204,15 @@ def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
     assert TOKENIZER.decode(generation.token_ids) == "title<eos>"
     endpoint = generation.conversation.metadata[0]["endpoint"]
     assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("run", "ignored"), [({"b": 1}, {}), ({"b": 2}, {"chat_template_kwargs": {"b": 1}})])
+def test_a_call_may_repeat_the_run_s_template_variables_and_add_stop_strings(run: Any, ignored: Any) -> None:
+    engine = Engine(["own"])
+    (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": run})
+    assert found.conversation is not None
+    assert found.conversation.metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1", **ignored}
+    assert [asked.sampling.stop for asked in engine.requests] == [(), ("zz",)]
 
 
 @pytest.mark.usefixtures("agents")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
 from slime_like.agents.turns import Row
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, NODE
+from slime_like.data.tokenizer import with_template_variables
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
@@ -58,6 +59,7 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
+        tokenizer = with_template_variables(tokenizer, config.data.chat_template_kwargs)
         self._form = response_form(tokenizer, self._agent.tool_parser)
         self._chat = ChatFormat(tokenizer, self._form.text_arguments)
         self._generate = generate
@@ -102,6 +104,8 @@ class AgentRollouts:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
+        if session.ignored.get("chat_template_kwargs") == self._config.data.chat_template_kwargs:
+            del session.ignored["chat_template_kwargs"]
         self._report(session.ignored)
         rows = session.rows(self._agent.untrained)
         if outcome.failure is None:  # the pool counts failures
@@ -153,8 +157,10 @@ class AgentRollouts:
         async def sample(asked: SampleCall) -> Generation:
             turn = (index, asked.turn, asked.repeat) if asked.repeat else (index, asked.turn)
             name = f"{index}/{asked.number}"
+            stop = (*request.sampling.stop, *asked.stop)
+            stopping = replace(request, sampling=replace(request.sampling, stop=stop))
             (generation,) = await self._generate(
-                turn_request(request, name, asked.token_ids, asked.max_new_tokens, turn)
+                turn_request(stopping, name, asked.token_ids, asked.max_new_tokens, turn)
             )
             return generation
 

@@ -55,11 +55,11 @@ class Scorer:
         responses = [self._form.judged(*_judged_tokens(rollout)) for rollout in rollouts]
         prompt_tokens = [group.prompt_tokens for group in groups]
         texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
-        prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
+        prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
         items = [
-            RewardItem(prompt, without_opening(response, prompt), rollout.last.answer)
+            RewardItem(prompt, without_opening(response, prompt), rollout.last.answer, row)
             for rollout, response in zip(rollouts, responses, strict=True)
-            for prompt in [prompts[rollout.group_id]]
+            for prompt, row in [prompts[rollout.group_id]]
         ]
         with self._lock:
             outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])

@@ -45,6 +45,7 @@ from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.system.gpus import local_gpus
 
 
@@ -176,8 +177,8 @@ class _Base:
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
-            keep = self.config.rollout.agent.is_set
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, keep_messages=keep, may_change=change)
+            needs = required_of_rows(self.config)
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, may_change=change, **needs)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

@@ -108,7 +108,7 @@ def scored(settings: RunConfig, pool: Any = None) -> list[ScoredTrajectory]:
     """Return group 7 of four rollouts, and group 9 of the last three."""
     scorer = Scorer(settings, cast(Any, pool or Pool()), Tokenizer())
     groups = [
-        to_group(Prompt(tuple(ids("p")), "answer", number, 0, 0), answers, 1.0)
+        to_group(Prompt(tuple(ids("p")), "answer", number, 0, 0, whole_row=f"[{number}]"), answers, 1.0)
         for number, answers in ((7, generations()), (9, generations(first=1)[1:]))
     ]
     rewarded = scorer.rewards(groups)
@@ -176,6 +176,7 @@ def test_a_rollout_has_one_reward_and_one_advantage() -> None:
     rows = scored(config(), pool)
     assert [item.response for item in pool.items] == ["FGH", "IJKL", "NOP", "R", "IJKL", "NOP", "R"]
     assert {item.prompt for item in pool.items} == {"p"} and pool.groups == [7] * 4 + [9] * 3
+    assert [item.row for item in pool.items] == ["[7]"] * 4 + ["[9]"] * 3
     expected = dict(zip(("7-0", "7-1", "7-2", "7-3"), normalised(REWARDS), strict=True))
     expected |= dict(zip(("9-0", "9-1", "9-2"), normalised(REWARDS[1:]), strict=True))
     assert [float(row.advantages) for row in rows] == pytest.approx(
@@ -270,7 +271,9 @@ def test_tables_show_the_rows_of_a_rollout() -> None:
 def test_evaluation_counts_rollouts() -> None:
     prompts = [Prompt(tuple(ids("p")), "answer", number, 0, 0) for number in (7, 8)]
     engines = SimpleNamespace(generate=lambda requests, answered: [generations() for _ in requests])
-    settings = config(evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0]})
+    settings = config(
+        evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0], "ignore_eos": True}
+    )
     scorer, progress = Scorer(settings, cast(Any, Pool()), Tokenizer()), SimpleNamespace(note=lambda sentence: None)
     progress.waiting = lambda *given: nullcontext(SimpleNamespace(reach=None))
     found = Evaluator(settings, cast(Any, engines), scorer, {"a": prompts}).run(1, cast(Any, progress)).overall
