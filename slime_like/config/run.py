@@ -9,6 +9,7 @@ from pydantic import Field
 
 from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES, AlgorithmConfig
 from slime_like.config.base import Section
+from slime_like.config.roles import POLICY, REFERENCE, ModelRole
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
     CheckpointConfig,
@@ -62,15 +63,41 @@ class RunConfig(Section):
         return self.algorithm.loss == "sft"
 
     @property
-    def reference_in_trainer(self) -> bool:
-        """Whether trainer ranks hold a reference and score with it."""
-        return self.algorithm.needs_reference and self.reference.placement == "trainer"
+    def roles(self) -> dict[str, ModelRole]:
+        """Models of the run by name."""
+        layout, fields = self.trainer.parallel, ("old_logprobs", "entropy")
+        roles = [ModelRole(name=POLICY, path=self.model.path, fields=fields, trained=True, parallel=layout)]
+        if self.algorithm.needs_reference:
+            roles.append(self._frozen(REFERENCE, self.reference, "ref_logprobs"))
+        return {role.name: role for role in roles}
+
+    def _frozen(self, name: str, section: ReferenceConfig, *fields: str) -> ModelRole:
+        samples = not self.supervised and self.debug.load_rollouts is None
+        return ModelRole(
+            name=name,
+            path=section.path,
+            fields=fields,
+            placement=section.placement,
+            parallel=section.parallel,
+            workers=section.workers if samples and section.placement == "workers" else 0,
+            max_restarts=section.max_worker_restarts,
+        )
 
     @property
-    def reference_workers(self) -> int:
-        """Number of reference workers; 0 if no rollouts are sampled."""
-        in_use = self.algorithm.needs_reference and not self.supervised and self.debug.load_rollouts is None
-        return self.reference.workers if in_use and self.reference.placement == "workers" else 0
+    def held_roles(self) -> list[ModelRole]:
+        """Frozen roles that trainer ranks hold next to the policy."""
+        return [role for role in self.roles.values() if not role.trained and role.placement == "trainer"]
+
+    @property
+    def scoring_roles(self) -> list[ModelRole]:
+        """Roles that trainer ranks score every batch with before its first update."""
+        policy = [self.roles[POLICY]] if self.algorithm.scores_policy else []
+        return [] if self.supervised else policy + self.held_roles
+
+    @property
+    def worker_roles(self) -> list[ModelRole]:
+        """Roles with workers, which score groups while others are sampled."""
+        return [role for role in self.roles.values() if role.workers]
 
     def bucket_bytes(self, on_gpus: bool) -> int:
         """Return the largest bucket of a weight sync. Shared GPUs have room, because the KV cache is released."""
@@ -200,8 +227,8 @@ class RunConfig(Section):
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
-        if self.reference_workers:
-            yield from (f"reference.{text}" for text in trainer.layout_conflicts(self.reference.parallel))
+        for role in self.worker_roles:
+            yield from (f"{role.name}.{text}" for text in trainer.layout_conflicts(role.parallel))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
             yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
         updates = self.total_updates

@@ -75,8 +75,9 @@ def per_sample_rows(
 ) -> list[Row]:
     """Return one row per training row of each sample.
 
-    Reward and success are per reward function, unweighted. "Response Length" counts sampled tokens only. The two mean
-    gaps are |difference of logprobs| over tokens that carry loss, in nats; ``None`` without such logprobs or tokens.
+    The advantage is the mean over tokens. Reward and success are per reward function, unweighted. "Response Length"
+    counts sampled tokens only. The two mean gaps are |difference of logprobs| over tokens that carry loss, in nats;
+    ``None`` without such logprobs or tokens.
     "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or the reason why
     scoring failed. With an environment, two more columns have the number of the model's turns and the conversation.
     If a sample has several training rows, "Rollout ID" is the same in all of them, and so are rewards and advantage.
@@ -94,7 +95,7 @@ def per_sample_rows(
             **({"Rollout ID": sample.rollout_id} if has_rows else {}),
             "Prompt": decode(sample.prompt_tokens.tolist()),
             "Response": decode(sample.response_tokens.tolist()),
-            "Advantages": float(sample.advantages),
+            "Advantages": float(sample.advantages.double().mean()),
             "Response Length": sample.sampled_len,
             "Step": step,
             **_rewards(sample),

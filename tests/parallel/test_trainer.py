@@ -46,7 +46,7 @@ def _trained_once(
         pack.old_logprobs = None
         if config.algorithm.scores_policy:
             scored = trainer.score([pack])
-            pack.old_logprobs = None if scored is None else scored[0].logprobs
+            pack.old_logprobs = None if scored is None else scored[0]["old_logprobs"]
         take_step(trainer, [pack], float(pack.loss_mask.sum()), last=True)
         return weights_of(trainer), pack.old_logprobs
 
@@ -193,7 +193,7 @@ def _score_both(
         restored = _same(before, weights_of(trainer))
     if reference is None or policy is None:
         return None, restored
-    return {"reference": reference[0].logprobs, "policy": policy[0].logprobs}, restored
+    return {"reference": reference[0]["ref_logprobs"], "policy": policy[0]["old_logprobs"]}, restored
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "tensor": 2}])

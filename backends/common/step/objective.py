@@ -17,7 +17,7 @@ from slime_like.trajectory import PackedTrajectory
 
 
 class Objective:
-    """The configured loss, and the source of its old logprobs."""
+    """The configured loss of a policy, and the source of its old logprobs."""
 
     def __init__(self, config: RunConfig) -> None:
         self._loss = configured_loss(config.algorithm)
@@ -51,6 +51,10 @@ class Objective:
         )
         step.add(output.loss, output.sums)
         return output.loss
+
+
+OBJECTIVES = {"logprob": Objective}
+"""What a trained role minimizes, by its head. An objective's ``add`` gets the head's outputs in their order."""
 
 
 def configured_loss(config: AlgorithmConfig) -> Loss:

@@ -50,11 +50,15 @@ class HostMemory:
 class HostCopies:
     """Host copies of tensors. Later copies reuse the same memory.
 
-    A checkpoint's state and a reference's weights keep their size throughout a run, so memory is locked once.
+    A checkpoint's state and frozen weights keep their size throughout a run, so memory is locked once.
+
+    Attributes:
+        copies: the latest copies.
     """
 
     def __init__(self) -> None:
         self._memory: HostMemory | None = None
+        self.copies: list[Tensor] = []
 
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Make contiguous copies of tensors on any device. Overwrites the previous copies."""
@@ -64,18 +68,18 @@ class HostCopies:
             self.close()
             self._memory = HostMemory(needed)
         self._memory.clear()
-        copies = []
+        self.copies = []
         for source in sources:
             copy = self._memory.take(source.nbytes).view(source.dtype).view(source.shape)
-            copies.append(copy.copy_(source, non_blocking=True))
+            self.copies.append(copy.copy_(source, non_blocking=True))
         wait_for_device()
-        return copies
+        return self.copies
 
     def close(self) -> None:
         """Drop the memory; see ``HostMemory.close``."""
         if self._memory is not None:
             self._memory.close()
-        self._memory = None
+        self._memory, self.copies = None, []
 
 
 class HostPool:

@@ -23,29 +23,31 @@ class TrainerState(ABC):
     Attributes:
         parking: holds the state while it is not on the device.
         snapshot: holds the state until it is written in the background.
-        reference: holds the frozen reference's weights.
+        frozen: holds the weights of frozen roles, by name.
         activations: holds activations until backward.
     """
 
     def __init__(self) -> None:
         self.parking = Parking()
         self.snapshot = HostCopies()
-        self.reference = HostCopies()
+        self.frozen: dict[str, HostCopies] = {}
         self.activations = HostPool()
 
     def close(self) -> None:
         """Release all host memory, including parked state. A running save still reads its copies."""
         wait_for_device()
-        for memory in (self.parking, self.snapshot, self.reference, self.activations):
+        for memory in (self.parking, self.snapshot, self.activations):
             memory.close()
+        for copies in self.frozen.values():
+            copies.close()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
         """Return this rank's part of every weight that a checkpoint holds, as the model's memory, not a copy."""
 
-    def reference_copies(self) -> list[Tensor]:
-        """Copy the current weights into the reference's memory."""
-        return self.reference.of(self.weights())
+    def freeze(self, role: str) -> None:
+        """Keep a copy of the current weights as those of ``role``."""
+        self.frozen.setdefault(role, HostCopies()).of(self.weights())
 
     @torch.no_grad()
     def _fill(self, values: Sequence[Tensor]) -> None:
@@ -63,17 +65,17 @@ class TrainerState(ABC):
             self._fill(saved)
 
     @contextlib.contextmanager
-    def replaced(self, frozen: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the model computes with ``frozen`` in its storage; afterwards its weights are restored bit for bit.
+    def replaced(self, role: str) -> Iterator[None]:
+        """Inside, the modules hold the weights of frozen ``role``; afterwards theirs are restored bit for bit.
 
-        The weights stay on the device meanwhile.
+        Their weights stay on the device meanwhile.
         """
-        policy = [weight.detach().clone() for weight in self.weights()]
-        self._fill(frozen)
+        own = [weight.detach().clone() for weight in self.weights()]
+        self._fill(self.frozen[role].copies)
         try:
             yield
         finally:
-            self._fill(policy)
+            self._fill(own)
 
     @abstractmethod
     def is_same_model(self, path: Path) -> bool:

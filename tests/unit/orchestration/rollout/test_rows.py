@@ -107,8 +107,10 @@ def scored(settings: RunConfig, pool: Any = None) -> list[ScoredTrajectory]:
         for number, answers in ((7, generations()), (9, generations(first=1)[1:]))
     ]
     rewarded = scorer.rewards(groups)
-    rewarded[1] = replace(rewarded[1], reference=[torch.full_like(t.logprobs, -9.0) for t in groups[1].trajectories])
-    rewarded[0] = replace(rewarded[0], reference=[t.logprobs - 1 for t in groups[0].trajectories])
+    rewarded[1] = replace(
+        rewarded[1], scores=[{"ref_logprobs": torch.full_like(t.logprobs, -9.0)} for t in groups[1].trajectories]
+    )
+    rewarded[0] = replace(rewarded[0], scores=[{"ref_logprobs": t.logprobs - 1} for t in groups[0].trajectories])
     return scorer.scored(rewarded, step=3)
 
 
@@ -173,7 +175,7 @@ def test_a_rollout_has_one_reward_and_one_advantage() -> None:
     assert {item.prompt for item in pool.items} == {"p"} and pool.groups == [7] * 4 + [9] * 3
     expected = dict(zip(("7-0", "7-1", "7-2", "7-3"), normalised(REWARDS), strict=True))
     expected |= dict(zip(("9-0", "9-1", "9-2"), normalised(REWARDS[1:]), strict=True))
-    assert [float(row.advantages) for row in rows] == pytest.approx(
+    assert [float(row.advantages.unique()) for row in rows] == pytest.approx(
         [expected[row.rollout_id] for row in rows], rel=1e-5
     )
     rewards = dict(zip(expected, REWARDS + REWARDS[1:], strict=True))
@@ -193,7 +195,7 @@ def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
     penalties = {"7-0": 7 / 8, "7-1": 3 / 8, "7-2": 3 / 8, "7-3": 2 / 8}
     for rollout, reward in zip(rollouts_of(rows[:7]), REWARDS, strict=True):
         expected = reward - penalties[rollout.last.rollout_id]
-        assert [float(row.advantages) for row in rollout.rows] == pytest.approx([expected] * len(rollout.rows))
+        assert [float(row.advantages.unique()) for row in rollout.rows] == pytest.approx([expected] * len(rollout.rows))
 
 
 def test_a_conversation_belongs_to_the_last_row() -> None:

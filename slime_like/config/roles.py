@@ -1,0 +1,43 @@
+"""Models of a run, by what they are for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slime_like.config.trainer import ParallelConfig
+
+POLICY, REFERENCE = "policy", "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRole:
+    """One model of a run: its weights, its scores, and where it computes them.
+
+    Attributes:
+        name: key in ``RunConfig.roles``; names its section, ranks, logs and files.
+        path: Hugging Face checkpoint with its weights; ``None``: the policy's first weights.
+        fields: pack fields (``TensorField``) that hold its scores, in the order of its head's outputs. A head's further
+            outputs are dropped.
+        trained: whether optimizer steps change it. A frozen role scores each batch once.
+        head: what it computes for each response token, a key of ``backends.common.step.objective.OBJECTIVES``.
+        adapter: factors added to its weights; no role has any yet.
+        placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
+        parallel: layout of the trainer ranks, or of each worker.
+        workers, max_restarts: number of its workers, and their restarts in a run.
+    """
+
+    name: str
+    path: Path | None
+    fields: tuple[str, ...]
+    trained: bool = False
+    head: Literal["logprob"] = "logprob"
+    adapter: None = None
+    placement: Literal["trainer", "workers"] = "trainer"
+    parallel: ParallelConfig
+    workers: int = 0
+    max_restarts: int = 0
+
+    @property
+    def worker_ranks(self) -> int:
+        """Ranks of all its workers."""
+        return self.workers * self.parallel.world_size
