@@ -45,9 +45,6 @@ class AdvantageEstimator:
                 problem = f"{name}={getattr(self, name)!r}: unknown for an advantage estimator"
                 raise ValueError(f"{problem}; use {' or '.join(map(repr, known))}")
 
-    def __call__(self, rewards: Tensor, groups: Groups, **options: Any) -> Tensor:
-        return self.compute(rewards, groups, **options)
-
 
 class Groups:
     """Statistics of (N,) values per group of samples.
@@ -149,10 +146,6 @@ def compute_advantages(
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
     groups, found = Groups(group_ids, rewards.device), find_estimator(estimator)
-    if (found.level == "sample") != (lengths is None):
-        raise ValueError(f"advantage estimator {estimator!r} of level {found.level!r}: give lengths unless per sample")
-    if lengths is not None:
-        options["lengths"] = lengths
     entries = groups.index.numel() if lengths is None else int(lengths.sum())
     if rewards.ndim != 1 or rewards.numel() != entries:
         raise ValueError(
@@ -161,7 +154,9 @@ def compute_advantages(
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if not rewards.numel():
         return rewards.to(dtype)
-    advantages = found(rewards.double(), groups, **options)
+    if found.level != "sample":
+        options["lengths"] = lengths
+    advantages = found.compute(rewards.double(), groups, **options)
     _check_computed(estimator, advantages, rewards)
     return advantages.to(dtype)
 

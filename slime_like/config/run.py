@@ -83,6 +83,13 @@ class RunConfig(Section):
             max_restarts=section.max_worker_restarts,
         )
 
+    def for_worker(self, role: ModelRole) -> Self:
+        """Return the configuration of a worker's ranks, whose modules hold the weights of ``role``."""
+        path = {} if role.path is None else {"path": role.path, "weights": None}
+        layout = {"parallel": role.parallel, "rendezvous_port": None}
+        sections = {"model": self.model.model_copy(update=path), "trainer": self.trainer.model_copy(update=layout)}
+        return self.model_copy(update=sections)
+
     @property
     def held_roles(self) -> list[ModelRole]:
         """Frozen roles that trainer ranks hold next to the policy."""

@@ -57,15 +57,18 @@ class RolloutRecord:
     rows: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ScoringRecord:
     """One step of a frozen role: time in total, scoring, and waiting for rollouts; scored tokens."""
 
     total_s: float
     model_running_s: float
-    waiting_s: float
     response_tokens: int
     total_tokens: int
+
+    @property
+    def waiting_s(self) -> float:
+        return max(0.0, self.total_s - self.model_running_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
-from slime_like.orchestration.reference.config import worker_config
 from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine, predict_generation
 from slime_like.planning.memory import engine_phase, host_memory, trainer_phases, worker_phase
@@ -129,13 +128,11 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
 
 
 def _work_out_workers(plan: Plan, run: PlannedRun, role: ModelRole, backend: type[TrainerBackend], note: Note) -> float:
-    """Plan a role's workers, and return their seconds; 0 if their model or layout has a problem, which is reported
-    already."""
-    worker = worker_config(run.config, role)
+    """Plan a role's workers. Return their seconds, 0 if their model or layout has a problem, reported elsewhere."""
+    worker = run.config.for_worker(role)
     path = worker.model.path
-    if not (path / "config.json").is_file():
-        return 0.0
-    if layout_problems(worker.trainer.parallel, ModelDimensions.from_checkpoint(path)):
+    known = (path / "config.json").is_file()
+    if not known or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
         return 0.0
     kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
     found = estimated_kinds(worker, backend, kinds, note)

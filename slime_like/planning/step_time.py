@@ -9,7 +9,6 @@ from slime_like.checks.engine_arguments import copies_weights
 from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
-from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.trainer.scoring import packs_per_request
 from slime_like.planning.engines import EnginePlan, predict_generation
 from slime_like.planning.hardware import HOST_MEMORY_GB_PER_S
@@ -139,7 +138,7 @@ def _recomputed(estimate: RankEstimate) -> float:
 
 def worker_seconds(run: PlannedRun, role: ModelRole, estimates: Sequence[RankEstimate]) -> float:
     """Predict the time of each worker's share of a step, in requests that each fill and empty a pipeline."""
-    layout, packs = role.parallel, packs_per_request(worker_config(run.config, role).trainer)
+    layout, packs = role.parallel, packs_per_request(run.config.for_worker(role).trainer)
     micro_batches = math.ceil(run.workload.samples / (role.workers * layout.data) / run.workload.per_micro_batch)
     slots = micro_batches * (packs + layout.pipeline - 1) / packs
     return slots * max(pass_seconds(run, one, one.forward) for one in estimates)

@@ -51,14 +51,10 @@ class HostCopies:
     """Host copies of tensors. Later copies reuse the same memory.
 
     A checkpoint's state and frozen weights keep their size throughout a run, so memory is locked once.
-
-    Attributes:
-        copies: the latest copies.
     """
 
     def __init__(self) -> None:
         self._memory: HostMemory | None = None
-        self.copies: list[Tensor] = []
 
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Make contiguous copies of tensors on any device. Overwrites the previous copies."""
@@ -68,18 +64,18 @@ class HostCopies:
             self.close()
             self._memory = HostMemory(needed)
         self._memory.clear()
-        self.copies = []
+        copies = []
         for source in sources:
             copy = self._memory.take(source.nbytes).view(source.dtype).view(source.shape)
-            self.copies.append(copy.copy_(source, non_blocking=True))
+            copies.append(copy.copy_(source, non_blocking=True))
         wait_for_device()
-        return self.copies
+        return copies
 
     def close(self) -> None:
         """Drop the memory; see ``HostMemory.close``."""
         if self._memory is not None:
             self._memory.close()
-        self._memory, self.copies = None, []
+        self._memory = None
 
 
 class HostPool:

@@ -23,23 +23,21 @@ class TrainerState(ABC):
     Attributes:
         parking: holds the state while it is not on the device.
         snapshot: holds the state until it is written in the background.
-        frozen: holds the weights of frozen roles, by name.
+        frozen: host memory with the weights of each frozen role, and the weights.
         activations: holds activations until backward.
     """
 
     def __init__(self) -> None:
         self.parking = Parking()
         self.snapshot = HostCopies()
-        self.frozen: dict[str, HostCopies] = {}
+        self.frozen: dict[str, tuple[HostCopies, list[Tensor]]] = {}
         self.activations = HostPool()
 
     def close(self) -> None:
         """Release all host memory, including parked state. A running save still reads its copies."""
         wait_for_device()
-        for memory in (self.parking, self.snapshot, self.activations):
+        for memory in (self.parking, self.snapshot, self.activations, *(copies for copies, _ in self.frozen.values())):
             memory.close()
-        for copies in self.frozen.values():
-            copies.close()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
@@ -47,7 +45,8 @@ class TrainerState(ABC):
 
     def freeze(self, role: str) -> None:
         """Keep a copy of the current weights as those of ``role``."""
-        self.frozen.setdefault(role, HostCopies()).of(self.weights())
+        copies, _ = self.frozen.get(role, (HostCopies(), []))
+        self.frozen[role] = copies, copies.of(self.weights())
 
     @torch.no_grad()
     def _fill(self, values: Sequence[Tensor]) -> None:
@@ -56,9 +55,9 @@ class TrainerState(ABC):
             weight.copy_(value, non_blocking=True)
 
     @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore the current weights, bit for bit, after a block that may overwrite them."""
-        saved = [weight.detach().to("cpu", copy=True) for weight in self.weights()]
+    def preserved(self, on_device: bool = False) -> Iterator[None]:
+        """Restore the current weights, bit for bit, after a block that may overwrite them. They wait on the host."""
+        saved = [each.detach().to(each.device if on_device else "cpu", copy=True) for each in self.weights()]
         try:
             yield
         finally:
@@ -66,16 +65,10 @@ class TrainerState(ABC):
 
     @contextlib.contextmanager
     def replaced(self, role: str) -> Iterator[None]:
-        """Inside, the modules hold the weights of frozen ``role``; afterwards theirs are restored bit for bit.
-
-        Their weights stay on the device meanwhile.
-        """
-        own = [weight.detach().clone() for weight in self.weights()]
-        self._fill(self.frozen[role].copies)
-        try:
+        """Inside, the modules hold the weights of frozen ``role``. Their own wait on the device."""
+        with self.preserved(on_device=True):
+            self._fill(self.frozen[role][1])
             yield
-        finally:
-            self._fill(own)
 
     @abstractmethod
     def is_same_model(self, path: Path) -> bool:

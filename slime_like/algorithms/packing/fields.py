@@ -177,8 +177,6 @@ def _column(
 ) -> Array:
     """Return the values as (S,) float64, after checking that they are finite and at least ``least``."""
     found = np.array(values, dtype=np.float64)
-    if found.ndim != 1:
-        raise TypeError(f"{name} of more than one number")
     fits = (found >= least) & (np.abs(found) < np.inf)
     if not fits.all():
         odd = int(fits.argmin())

@@ -37,18 +37,14 @@ def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool 
     colocated = with_trainers and config.cluster.placement == "colocated"
     samples = with_engines and not config.supervised and not config.debug.load_rollouts
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
+    groups = [r.parallel.tensor for r in config.worker_roles for _ in range(r.worker_ranks // r.parallel.tensor)]
     if with_engines and colocated and not config.supervised:
         size = min(math.lcm(size, tensor), ranks)
     return Pieces(
         [min(size, ranks - start) for start in range(0, ranks, size)],
         [tensor] * config.rollout.num_engines if samples and not colocated else (),
-        _tensor_groups(config) if samples and with_trainers else (),
+        groups if samples and with_trainers else (),
     )
-
-
-def _tensor_groups(config: RunConfig) -> list[int]:
-    layouts = [(role.worker_ranks, role.parallel.tensor) for role in config.worker_roles]
-    return [tensor for ranks, tensor in layouts for _ in range(ranks // tensor)]
 
 
 class NoRoomError(Exception):

@@ -35,9 +35,7 @@ class Placement:
     A device is a GPU if the cluster has any, otherwise a CPU slot. Ranks are numbered along nodes, and along devices
     within a node. A tensor-parallel group is always on one node, and so are the ranks that share devices with a
     colocated engine. Nodes are in the order given at the cluster's start, or else in address order.
-
-    Attributes:
-        workers: role of each worker.
+    ``workers`` has the role of each worker.
     """
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:

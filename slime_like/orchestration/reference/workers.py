@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from slime_like.config import RunConfig
@@ -11,7 +12,6 @@ from slime_like.errors import TrainerError
 from slime_like.interfaces import Scores, TrainerBackend
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import request_tokens, score_sequences
@@ -23,17 +23,13 @@ class RankedWorker:
 
     def __init__(self, config: RunConfig, placement: Placement, index: int) -> None:
         self.role = placement.workers[index]
-        self._config = worker_config(config, self.role)
-        self._placement = placement
-        self._index = index
+        self._config = config.for_worker(self.role)
         self.name = f"{self.role.name} worker {index}"
         self._guard = threading.Lock()
         self._closed = False
         self._weights: Path | None = None
+        self._new_trainers = partial(TrainerGroup, self._config, placement, index)
         self._trainers = self._new_trainers()
-
-    def _new_trainers(self) -> TrainerGroup:
-        return TrainerGroup(self._config, self._placement, self._index)
 
     def launch(self) -> None:
         """Create the ranks. They import in the background until ``setup`` waits for them."""
@@ -95,7 +91,7 @@ def role_pools(
             left(loading)
     pools = {}
     for role in config.worker_roles:
-        tokens = request_tokens(worker_config(config, role).trainer)
+        tokens = request_tokens(config.for_worker(role).trainer)
         pools[role.name] = RolePool(role.name, tokens, role.max_restarts)
     for worker in workers:
         pools[worker.role.name].join(worker)

@@ -1,13 +1,13 @@
 """Advantages from rewards: weights, overlong penalty, KL penalty and estimator."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.advantages import Level, compute_advantages, find_estimator
+from slime_like.algorithms.advantages import AdvantageEstimator, Level, compute_advantages, find_estimator
 from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
@@ -16,7 +16,7 @@ from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import frozen_scores
-from slime_like.plugins.traceback import format_error, full_traceback
+from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory
 
 
@@ -46,29 +46,23 @@ def row_advantages(config: RunConfig, totals: Tensor, rollouts: Sequence[Rollout
     Raises:
         RewardError: see ``step_advantages``.
     """
-    with _naming_estimator(config, step):
-        level = find_estimator(config.algorithm.advantage).level
-    group_ids = [rollout.group_id for rollout in rollouts]
+    level, group_ids = configured_estimator(config).level, [rollout.group_id for rollout in rollouts]
     if level == "sample":
         found = step_advantages(config, totals, group_ids, step)
-        pairs = zip(rollouts, found, strict=True)
-        return {row.sequence_id: advantage for rollout, advantage in pairs for row in rollout.rows}
-    sizes = [[_entry_sizes(row.loss_mask, level) for row in rollout.rows] for rollout in rollouts]
-    counts = torch.tensor([sum(map(len, each)) for each in sizes])
+        return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
+    sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
+    counts = torch.tensor(list(map(len, sizes)))
     rewards = totals.new_zeros(int(counts.sum()))
     rewards[counts.cumsum(0)[counts > 0] - 1] = totals[counts > 0]
-    found = step_advantages(config, rewards, group_ids, step, counts)
-    found = found.repeat_interleave(torch.cat([size for each in sizes for size in each]))
+    entries = step_advantages(config, rewards, group_ids, step, counts)
+    tokens = entries.repeat_interleave(torch.cat(sizes))
     rows = [row for rollout in rollouts for row in rollout.rows]
-    parts = found.split([row.sampled_len for row in rows])
-    return {
-        row.sequence_id: found.new_zeros(row.response_len).masked_scatter(row.loss_mask, part)
-        for row, part in zip(rows, parts, strict=True)
-    }
+    parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
+    return {row.sequence_id: tokens.new_zeros(row.response_len).masked_scatter(row.loss_mask, p) for row, p in parts}
 
 
 def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:
-    """Return the number of tokens in each turn, or in each token, that carries loss."""
+    """Return the number of tokens of each turn, or of each token, that carries loss."""
     if level == "token":
         return torch.ones(int(loss_mask.sum()), dtype=torch.int64)
     return torch.tensor([end - start for start, end in trained_spans(loss_mask)], dtype=torch.int64)
@@ -82,27 +76,22 @@ def step_advantages(
     Raises:
         RewardError: the estimator, possibly a user's, failed or did not return one finite number per entry.
     """
-    name, eps = config.algorithm.advantage, config.algorithm.advantage_eps
-    with _naming_estimator(config, step):
-        advantages = compute_advantages(totals, group_ids, name, lengths, eps=eps)
+    name = config.algorithm.advantage
+    with naming(RewardError, "estimator-failed", "algorithm.advantage", name, "compute", f"step {step}"):
+        advantages = compute_advantages(totals, group_ids, name, lengths, eps=config.algorithm.advantage_eps)
     if config.debug.shuffle_advantages:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         advantages = advantages[torch.randperm(len(advantages), generator=generator)]
     return advantages
 
 
-@contextmanager
-def _naming_estimator(config: RunConfig, step: int) -> Iterator[None]:
+def configured_estimator(config: RunConfig) -> AdvantageEstimator:
+    """Return the run's estimator. Raises ``ConfigError`` if it cannot be loaded."""
+    name = config.algorithm.advantage
     try:
-        yield
+        return find_estimator(name)
     except Exception as error:
-        raise RewardError(
-            _format_error(config.algorithm.advantage, error),
-            code="estimator-failed",
-            who=f"step {step}",
-            remedy="correct it",
-            users_traceback=full_traceback(error),
-        ) from error
+        raise ConfigError([f"{format_error('algorithm.advantage', name, error, 'compute')}; correct it"]) from error
 
 
 def require_group_scope(config: RunConfig) -> None:
@@ -111,22 +100,14 @@ def require_group_scope(config: RunConfig) -> None:
     Raises:
         ConfigError: the estimator cannot be loaded or has another scope.
     """
-    name = config.algorithm.advantage
-    try:
-        scope = find_estimator(name).scope
-    except Exception as error:
-        raise ConfigError([f"{_format_error(name, error)}; correct it"]) from error
-    if scope != "group":
+    if (scope := configured_estimator(config).scope) != "group":
         raise ConfigError(
             [
-                f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage={name} "
-                f"declares the scope {scope!r}; use one that compares within groups, or rollout.stream: false"
+                f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage="
+                f"{config.algorithm.advantage} declares the scope {scope!r}; use one that compares within groups, or "
+                "rollout.stream: false"
             ]
         )
-
-
-def _format_error(name: str, error: Exception) -> str:
-    return format_error("algorithm.advantage", name, error, "compute")
 
 
 def penalise_kl(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
@@ -180,17 +161,9 @@ def normalise_importance(config: RunConfig, ranks: RankCalls, trajectories: Sequ
     old = torch.cat([frozen[trajectory.sequence_id]["old_logprobs"] for trajectory in trajectories])
     behaviour = torch.cat([t.logprobs for t in trajectories if t.logprobs is not None])  # not None: engines sampled
     name = config.algorithm.importance_correction
-    try:
+    correcting = naming(TrainerError, "custom-loss-failed", "algorithm.importance_correction", name, "")
+    with correcting if ":" in name else nullcontext():
         weights = configured_weights(config.algorithm, old, behaviour, mask, lengths).weights
-    except Exception as error:
-        if ":" not in name:
-            raise
-        raise TrainerError(
-            format_error("algorithm.importance_correction", name, error, ""),
-            code="custom-loss-failed",
-            remedy="correct it",
-            users_traceback=full_traceback(error),
-        ) from error
     per_sequence = torch.tensor([trajectory.token_weight for trajectory in trajectories], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
     ranks.call("scaling advantages", RankTraining.divide_advantages, mean)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.interfaces import Scores
+from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import UnscoredTrajectory
@@ -77,15 +78,6 @@ class RoleWeights:
                     self._readers[weights] -= 1
 
 
-@dataclass(frozen=True, slots=True)
-class RoleWork:
-    """Work of a request or a period."""
-
-    busy_s: float
-    response_tokens: int
-    total_tokens: int
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class _Member:
     """A worker and the one thread that calls it."""
@@ -114,7 +106,7 @@ class RolePool:
 
     Attributes:
         weights: directory that the workers score with. Thread-safe.
-        news: a sentence about every worker that left or returned, since ``take_news``.
+        news: a sentence about every worker that left or returned.
     """
 
     def __init__(self, role: str, request_tokens: int, max_restarts: int = 0) -> None:
@@ -125,7 +117,7 @@ class RolePool:
         self._members: LeastLoaded[_Member] = LeastLoaded(_REQUESTS_PER_WORKER)
         self._waiting: deque[RewardedGroup] = deque()
         self._running: dict[Future[list[Scores]], _Request] = {}
-        self._done: deque[RoleWork] = deque()  # appended by the workers' threads
+        self._done: deque[tuple[float, int, int]] = deque()  # appended by the workers' threads
         self.weights = RoleWeights()
         self.news: list[str] = []
 
@@ -161,18 +153,11 @@ class RolePool:
         for request in self._running.values():
             request.groups.clear()
 
-    def take_work(self) -> RoleWork:
-        """Return the work since the last call, with mean seconds over the remaining workers. Reset the counters."""
+    def take_work(self, total_s: float) -> ScoringRecord:
+        """Return the work since the last call ``total_s`` ago, with mean seconds over the remaining workers."""
         done = [self._done.popleft() for _ in range(len(self._done))]
-        return RoleWork(
-            sum(work.busy_s for work in done) / max(1, len(self._members.workers)),
-            sum(work.response_tokens for work in done),
-            sum(work.total_tokens for work in done),
-        )
-
-    def take_news(self) -> list[str]:
-        news, self.news = self.news, []
-        return news
+        busy_s, response_tokens, total_tokens = map(sum, zip((0.0, 0, 0), *done, strict=True))
+        return ScoringRecord(total_s, busy_s / max(1, len(self._members.workers)), response_tokens, total_tokens)
 
     def close(self) -> None:
         """Start no more requests. The owner must close the workers."""
@@ -208,8 +193,7 @@ class RolePool:
         started = time.perf_counter()
         scores = worker.score(trajectories)
         busy_s = time.perf_counter() - started
-        response_tokens = sum(trajectory.response_len for trajectory in trajectories)
-        self._done.append(RoleWork(busy_s, response_tokens, sum(t.total_len for t in trajectories)))
+        self._done.append((busy_s, sum(t.response_len for t in trajectories), sum(t.total_len for t in trajectories)))
         return scores
 
     def _settle(self, future: Future[Any]) -> list[RewardedGroup]:

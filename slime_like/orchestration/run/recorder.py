@@ -219,12 +219,10 @@ def debug_tables(
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
     frozen = frozen_scores(ranks, [trajectory.sequence_id for trajectory in chosen], "old_logprobs", "ref_logprobs")
-    scores = [frozen[trajectory.sequence_id] for trajectory in chosen]
-    samples = [replace(row, ref_logprobs=score.get("ref_logprobs")) for row, score in zip(chosen, scores, strict=True)]
-    pi = [score["old_logprobs"].numpy() for score in scores]
+    samples = [replace(row, **frozen[row.sequence_id]) for row in chosen]
     tables = {
-        SAMPLE_TABLE: per_sample_rows(step, samples, pi, stats, decode),
-        TOKEN_TABLE: per_token_rows(step, samples, pi, decode),
+        SAMPLE_TABLE: per_sample_rows(step, samples, stats, decode),
+        TOKEN_TABLE: per_token_rows(step, samples, decode),
     }
     return {name: rows for name, rows in tables.items() if rows}
 

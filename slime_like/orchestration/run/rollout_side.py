@@ -138,7 +138,8 @@ class EngineSide(RolloutSide):
     def figures(self, step_s: float) -> RolloutFigures:
         queued, ready = self.source.store.sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
-        notes, self._sync_notes = self._sync_notes, []
+        lists = [self._sync_notes, *(pool.news for pool in self._pools)]
+        notes = [sentences.pop(0) for sentences in lists for _ in range(len(sentences))]
         return RolloutFigures(
             queued_groups=queued,
             ready_groups=ready,
@@ -147,19 +148,7 @@ class EngineSide(RolloutSide):
             probe_gap=self._report.probe_gap,
             sync=self._report,
             sync_line=str(self._report),
-            scoring={pool.role: _work(pool, step_s) for pool in self._pools},
-            notes=notes + [sentence for pool in self._pools for sentence in pool.take_news()],
+            scoring={pool.role: pool.take_work(step_s) for pool in self._pools},
+            notes=notes,
             source_of=self._prompts.source_of,
         )
-
-
-def _work(pool: RolePool, step_s: float) -> ScoringRecord:
-    """Return the workers' work since the last call."""
-    work = pool.take_work()
-    return ScoringRecord(
-        total_s=step_s,
-        model_running_s=work.busy_s,
-        waiting_s=max(0.0, step_s - work.busy_s),
-        response_tokens=work.response_tokens,
-        total_tokens=work.total_tokens,
-    )

@@ -65,13 +65,9 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
 
 
 def _scoring_record(trajectories: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:
-    return ScoringRecord(
-        total_s=seconds,
-        model_running_s=seconds,
-        waiting_s=0.0,  # trainers score packs that are already there
-        response_tokens=sum(trajectory.response_len for trajectory in trajectories),
-        total_tokens=sum(trajectory.total_len for trajectory in trajectories),
-    )
+    """Return the work of trainers, which score packs that are already there."""
+    tokens = sum(t.response_len for t in trajectories), sum(t.total_len for t in trajectories)
+    return ScoringRecord(seconds, seconds, *tokens)
 
 
 def update(run: Run, batch: TrainingBatch) -> list[GRPOStats]:

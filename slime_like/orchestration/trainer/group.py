@@ -63,11 +63,10 @@ class TrainerGroup:
         A rank sets torch's threads again, based on its node's cores.
         """
         cores = len(os.sched_getaffinity(0))
-        threads = self._config.trainer.cpu_threads or max(1, cores // self._ranks_on_node(rank))
+        threads = self._config.trainer.cpu_threads or max(
+            1, cores // self._placement.ranks_on_node(rank, worker=self._worker)
+        )
         return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
-
-    def _ranks_on_node(self, rank: int) -> int:
-        return self._placement.ranks_on_node(rank, self._worker)
 
     def _log_name(self, rank: int) -> str:
         if self._worker is None:
@@ -103,9 +102,10 @@ class TrainerGroup:
         # Our own cluster is only this host, and no other user can reach its files.
         on_file = self._config.cluster.address is None and self._config.trainer.rendezvous_port is None
         store = session_directory() / f"ranks-{key}" if on_file else None
+        on_node = self._placement.ranks_on_node
         # Ray shows every actor only its own device, so each is device 0 of its process.
         placements = [
-            RankPlacement(rank, size, 0, host, port, self._ranks_on_node(rank), store, key, self._role)
+            RankPlacement(rank, size, 0, host, port, on_node(rank, self._worker), store, key, self._role)
             for rank in range(size)
         ]
         arguments = [(placement, only_scores, checkpoint) for placement in placements]

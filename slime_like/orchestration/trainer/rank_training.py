@@ -60,11 +60,7 @@ class RankTraining:
         self._freeze(list(self.packs), role)
 
     def set_advantages(self, advantages: Mapping[str, ArrayLike]) -> None:
-        """Replace the advantages of all loaded packs. Every sequence of the batch must be named.
-
-        Args:
-            advantages: (response_len,) of each sequence, or one number to spread over its response.
-        """
+        """Replace the advantages of all loaded packs by (response_len,) or one number for each sequence's name."""
         for pack in self.packs:
             pairs = zip(pack.sequence_ids, pack.response_lens.tolist(), strict=True)
             values = [np.broadcast_to(np.asarray(advantages[name], np.float32), length) for name, length in pairs]

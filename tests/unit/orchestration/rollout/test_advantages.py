@@ -3,6 +3,7 @@
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,11 @@ from slime_like.orchestration.rollout.advantages import (
     normalise_importance,
     penalise_kl,
     require_group_scope,
+    row_advantages,
     step_advantages,
     total_rewards,
 )
+from slime_like.orchestration.rollout.rows import rollouts_of
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.pending import OneRank
@@ -100,6 +103,47 @@ def test_streaming_needs_a_group_estimator(users_code: Path, rejects: Rejects) -
     for refused in ("batchwise", "short"):
         with rejects(ConfigError, "config"):
             require_group_scope(config(advantage=f"own_estimators:{refused}"))
+
+
+LEVELS = """
+import torch
+from slime_like.algorithms import AdvantageEstimator
+
+def to_go(rewards, groups, eps, lengths):
+    found = []
+    for group, part in zip(groups.index.tolist(), rewards.split(lengths.tolist())):
+        found += [8 * group + sum(float(r) / 2**k for k, r in enumerate(part[first:])) for first in range(len(part))]
+    return torch.tensor(found, dtype=rewards.dtype)
+
+turn = AdvantageEstimator(to_go, "group", "turn")
+token = AdvantageEstimator(to_go, "group", "token")
+"""
+# Loss masks of the rows of three rollouts in groups 0, 1 and 1. The last one has no token with loss. An entry's
+# advantage is the reward, 4, 2 or 1, halved for each entry up to the last one, plus 8 in group 1.
+MASKS = [["1101", "011"], ["0110"], ["00"]]
+BELOW_SAMPLES: dict[str, list[list[float]]] = {
+    "turn": [[1, 1, 0, 2], [0, 4, 4], [0, 10, 10, 0], [0, 0]],
+    "token": [[0.25, 0.5, 0, 1], [0, 2, 4], [0, 9, 10, 0], [0, 0]],
+}
+
+
+def test_advantages_below_samples_are_spread_over_tokens_with_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a rollout never share a turn, even without an observation between them."""
+    (tmp_path / "own_levels.py").write_text(LEVELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = iter(batch([(2, len(mask)) for rows in MASKS for mask in rows]))
+    rows_of_all = []
+    for number, rows in enumerate(MASKS):
+        shared: dict[str, Any] = {"rollout_id": f"r{number}", "group_id": (number + 1) // 2}
+        masks = [torch.tensor([letter == "1" for letter in mask]) for mask in rows]
+        rows_of_all += [replace(next(made), loss_mask=mask, **shared) for mask in masks]
+    for level, expected in BELOW_SAMPLES.items():
+        settings = config(advantage=f"own_levels:{level}")
+        found = row_advantages(settings, torch.tensor([4.0, 2.0, 1.0]), rollouts_of(rows_of_all), step=1)
+        assert [found[row.sequence_id].tolist() for row in rows_of_all] == expected
+    sys.modules.pop("own_levels")
 
 
 def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[Any, list[PackedTrajectory]]:

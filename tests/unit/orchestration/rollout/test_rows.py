@@ -251,17 +251,16 @@ def test_figures_of_a_step_count_rollouts() -> None:
 
 
 def test_tables_show_the_rows_of_a_rollout() -> None:
-    rows = scored(config())[1:5]
-    pi = [np.zeros(row.response_len) for row in rows]
-    shown = per_sample_rows(3, rows, pi, grpo_stats(), text_of)
+    rows = [replace(row, old_logprobs=torch.zeros(row.response_len)) for row in scored(config())[1:5]]
+    shown = per_sample_rows(3, rows, grpo_stats(), text_of)
     assert [row["Rollout ID"] for row in shown] == ["7-0", "7-0", "7-1", "7-2"]
     assert [row["Response Length"] for row in shown] == [3, 3, 4, 1]
     assert [row["Conversation"] for row in shown] == [
         "1 model: C\n1 environment: y\n2 model: DE", "1 model: FGH", "1 model: IJKL", "1 model: M",
     ]  # fmt: skip
-    tokens = per_token_rows(3, rows, pi, text_of)
+    tokens = per_token_rows(3, rows, text_of)
     assert [row["Generated Logprob"] for row in tokens[:4]] == [-1, None, -3, -4]
-    assert "Rollout ID" not in per_sample_rows(3, rows[2:3], pi[2:3], grpo_stats(), text_of)[0]
+    assert "Rollout ID" not in per_sample_rows(3, rows[2:3], grpo_stats(), text_of)[0]
 
 
 def test_evaluation_counts_rollouts() -> None:
