@@ -133,7 +133,7 @@ def scoring_metrics(role: str, record: ScoringRecord) -> dict[str, float]:
         f"{prefix}/time_total_ref_step (s)": record.total_s,
         f"{prefix}/total_rollout_time (s)": record.total_s,
         **_timed(prefix, "model_running", record.model_running_s, record.total_s),
-        **_timed(prefix, "waiting_buffer", record.waiting_s, record.total_s),
+        **_timed(prefix, "waiting_buffer", max(0.0, record.total_s - record.model_running_s), record.total_s),
         f"{prefix}/response_tokens_processed": float(record.response_tokens),
         f"{prefix}/total_tokens_processed": float(record.total_tokens),
         f"{prefix}/tokens_per_second": _ratio(record.response_tokens, record.model_running_s),

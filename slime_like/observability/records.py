@@ -59,16 +59,12 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRecord:
-    """One step of a frozen role: time in total, scoring, and waiting for rollouts; scored tokens."""
+    """One step of a frozen role: its seconds, those it scored in, and scored tokens. It waits the rest of the time."""
 
     total_s: float
     model_running_s: float
     response_tokens: int
     total_tokens: int
-
-    @property
-    def waiting_s(self) -> float:
-        return max(0.0, self.total_s - self.model_running_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

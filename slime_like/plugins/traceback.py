@@ -94,8 +94,7 @@ def naming(error: type[SlimeLikeError], code: str, field: str, path: str, member
     except SlimeLikeError:
         raise
     except Exception as cause:
-        problem = format_error(field, path, cause, member)
-        trace = full_traceback(cause)
+        problem, trace = format_error(field, path, cause, member), full_traceback(cause)
         raise error(problem, code=code, who=who, remedy="correct it", users_traceback=trace) from cause
 
 

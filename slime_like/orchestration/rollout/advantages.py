@@ -143,8 +143,7 @@ def penalise_kl(config: RunConfig, ranks: RankCalls, trajectories: Sequence[Scor
     advantages = row_advantages(config, totals, rollouts, step)
     for row in trajectories:
         row.advantages = advantages[row.sequence_id].expand(row.response_len)
-    replaced = {name: values.numpy() for name, values in advantages.items()}
-    ranks.call("receiving advantages", RankTraining.set_advantages, replaced)
+    ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})
 
 
 def normalise_importance(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory]) -> None:

@@ -51,7 +51,7 @@ class RoleWeights:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: Path | None = None
-        self._readers: Counter[Path] = Counter()
+        self._readers: Counter[Path | None] = Counter()
 
     def use(self, weights: Path) -> None:
         """Score with the weights in this directory, starting with the next request."""
@@ -61,21 +61,19 @@ class RoleWeights:
     def in_use(self) -> set[Path]:
         """Return the directories that a worker may be reading."""
         with self._lock:
-            return {weights for weights, readers in self._readers.items() if readers}
+            return {weights for weights, readers in self._readers.items() if readers and weights is not None}
 
     @contextmanager
     def reading(self) -> Iterator[Path | None]:
         """Yield the weights to use, and mark them as in use inside; ``None`` until ``use`` is called."""
         with self._lock:
             weights = self._newest
-            if weights is not None:
-                self._readers[weights] += 1
+            self._readers[weights] += 1
         try:
             yield weights
         finally:
             with self._lock:
-                if weights is not None:
-                    self._readers[weights] -= 1
+                self._readers[weights] -= 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -64,10 +64,9 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
     return records
 
 
-def _scoring_record(trajectories: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:
+def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:
     """Return the work of trainers, which score packs that are already there."""
-    tokens = sum(t.response_len for t in trajectories), sum(t.total_len for t in trajectories)
-    return ScoringRecord(seconds, seconds, *tokens)
+    return ScoringRecord(seconds, seconds, sum(row.response_len for row in rows), sum(row.total_len for row in rows))
 
 
 def update(run: Run, batch: TrainingBatch) -> list[GRPOStats]:

@@ -62,10 +62,8 @@ class TrainerGroup:
 
         A rank sets torch's threads again, based on its node's cores.
         """
-        cores = len(os.sched_getaffinity(0))
-        threads = self._config.trainer.cpu_threads or max(
-            1, cores // self._placement.ranks_on_node(rank, worker=self._worker)
-        )
+        cores = len(os.sched_getaffinity(0)) // self._placement.ranks_on_node(rank, self._worker)
+        threads = self._config.trainer.cpu_threads or max(1, cores)
         return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
 
     def _log_name(self, rank: int) -> str:
