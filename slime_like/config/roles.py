@@ -18,7 +18,8 @@ class ModelRole:
         path: Hugging Face checkpoint with its weights; ``None``: the policy's first weights.
         fields: pack fields (``TensorField``) that hold its scores, in the order of its head's outputs. A head's further
             outputs are dropped.
-        trained: whether optimizer steps change it. A frozen role scores each batch once.
+        trained: whether optimizer steps change it.
+        scores: whether trainer ranks score every batch with it before the first update.
         head: what it computes for each response token, a key of ``backends.common.step.objective.OBJECTIVES``.
         adapter: factors added to its weights; no role has any yet.
         placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
@@ -30,6 +31,7 @@ class ModelRole:
     path: Path | None
     fields: tuple[str, ...]
     trained: bool = False
+    scores: bool = False
     head: Literal["logprob"] = "logprob"
     adapter: None = None
     placement: Literal["trainer", "workers"] = "trainer"
@@ -41,3 +43,22 @@ class ModelRole:
     def worker_ranks(self) -> int:
         """Ranks of all its workers."""
         return self.workers * self.parallel.world_size
+
+
+class Roles(dict[str, ModelRole]):
+    """Models of a run by name."""
+
+    @property
+    def held(self) -> list[ModelRole]:
+        """Frozen roles that trainer ranks hold next to the policy."""
+        return [role for role in self.values() if not role.trained and role.placement == "trainer"]
+
+    @property
+    def scoring(self) -> list[ModelRole]:
+        """Roles that trainer ranks score every batch with."""
+        return [role for role in self.values() if role.scores]
+
+    @property
+    def with_workers(self) -> list[ModelRole]:
+        """Roles whose workers score groups while others are sampled."""
+        return [role for role in self.values() if role.workers]

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES, AlgorithmConfig
 from slime_like.config.base import Section
-from slime_like.config.roles import POLICY, REFERENCE, ModelRole
+from slime_like.config.roles import POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
     CheckpointConfig,
@@ -63,25 +63,21 @@ class RunConfig(Section):
         return self.algorithm.loss == "sft"
 
     @property
-    def roles(self) -> dict[str, ModelRole]:
-        """Models of the run by name."""
-        layout, fields = self.trainer.parallel, ("old_logprobs", "entropy")
-        roles = [ModelRole(name=POLICY, path=self.model.path, fields=fields, trained=True, parallel=layout)]
-        if self.algorithm.needs_reference:
-            roles.append(self._frozen(REFERENCE, self.reference, "ref_logprobs"))
-        return {role.name: role for role in roles}
-
-    def _frozen(self, name: str, section: ReferenceConfig, *fields: str) -> ModelRole:
-        samples = not self.supervised and self.debug.load_rollouts is None
-        return ModelRole(
-            name=name,
-            path=section.path,
-            fields=fields,
-            placement=section.placement,
-            parallel=section.parallel,
-            workers=section.workers if samples and section.placement == "workers" else 0,
-            max_restarts=section.max_worker_restarts,
+    def roles(self) -> Roles:
+        """Models of the run."""
+        learns, samples = not self.supervised, not self.supervised and self.debug.load_rollouts is None
+        policy = ModelRole(
+            name=POLICY,
+            path=self.model.path,
+            fields=("old_logprobs", "entropy"),
+            trained=True,
+            scores=learns and self.algorithm.scores_policy,
+            parallel=self.trainer.parallel,
         )
+        found = [policy]
+        if self.algorithm.needs_reference:
+            found.append(self.reference.role(REFERENCE, ("ref_logprobs",), learns, samples))
+        return Roles({role.name: role for role in found})
 
     def for_worker(self, role: ModelRole) -> Self:
         """Return the configuration of a worker's ranks, whose modules hold the weights of ``role``."""
@@ -89,22 +85,6 @@ class RunConfig(Section):
         layout = {"parallel": role.parallel, "rendezvous_port": None}
         sections = {"model": self.model.model_copy(update=path), "trainer": self.trainer.model_copy(update=layout)}
         return self.model_copy(update=sections)
-
-    @property
-    def held_roles(self) -> list[ModelRole]:
-        """Frozen roles that trainer ranks hold next to the policy."""
-        return [role for role in self.roles.values() if not role.trained and role.placement == "trainer"]
-
-    @property
-    def scoring_roles(self) -> list[ModelRole]:
-        """Roles that trainer ranks score every batch with before its first update."""
-        policy = [self.roles[POLICY]] if self.algorithm.scores_policy else []
-        return [] if self.supervised else policy + self.held_roles
-
-    @property
-    def worker_roles(self) -> list[ModelRole]:
-        """Roles with workers, which score groups while others are sampled."""
-        return [role for role in self.roles.values() if role.workers]
 
     def bucket_bytes(self, on_gpus: bool) -> int:
         """Return the largest bucket of a weight sync. Shared GPUs have room, because the KV cache is released."""
@@ -234,7 +214,7 @@ class RunConfig(Section):
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
-        for role in self.worker_roles:
+        for role in self.roles.with_workers:
             yield from (f"{role.name}.{text}" for text in trainer.layout_conflicts(role.parallel))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
             yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"

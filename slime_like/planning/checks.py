@@ -66,7 +66,7 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:
         sizes.append(("rollout.tensor", config.rollout.tensor))
-    sizes += [(f"{role.name}.parallel.tensor", role.parallel.tensor) for role in config.worker_roles]
+    sizes += [(f"{role.name}.parallel.tensor", role.parallel.tensor) for role in config.roles.with_workers]
     for field, size in sizes:
         if per_node % size:
             yield (

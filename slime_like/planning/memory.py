@@ -64,8 +64,8 @@ def trainer_phases(
     memory = estimate.memory
     training = replace(memory, gradient_bytes=memory.gradient_bytes + memory.window_gradient_bytes)
     found = {TRAINING: _state(training) | _training(memory) | sleeping}
-    if config.scoring_roles:
-        found["scoring"] = _state(memory) | _scoring(memory, bool(config.held_roles)) | sleeping
+    if config.roles.scoring:
+        found["scoring"] = _state(memory) | _scoring(memory, bool(config.roles.held)) | sleeping
     sync = {"sync buffers": _sending_bytes(run) + (bucket_bytes(run) if shared is not None else 0)}
     if shared is not None:
         awake = {"engine weights": shared.weight_bytes, _ENGINE_RESERVE: shared.reserve_bytes}

@@ -119,7 +119,7 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
         except ConfigError as error:
             plan.problems.append(str(error))
-    seconds = [_work_out_workers(plan, run, role, backend, note) for role in config.worker_roles]
+    seconds = [_work_out_workers(plan, run, role, backend, note) for role in config.roles.with_workers]
     found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
     estimates = [estimate for _, estimate in found]
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]

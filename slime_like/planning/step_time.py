@@ -82,7 +82,7 @@ def predict(
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
     update = max(sum(_update_parts(run, estimate)) for estimate in estimates)
     training = updates * (slots * slot + update)
-    scores = len(config.scoring_roles)
+    scores = len(config.roles.scoring)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot

@@ -160,7 +160,7 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
             f"one: {engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU, "
             f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens"
         )
-    for role in config.worker_roles if plan.references else ():
+    for role in config.roles.with_workers if plan.references else ():
         size = counted(role.parallel.world_size, "GPU")
         yield f"{role.name}s: {counted(role.workers, 'worker')} of {size}, scoring during generation"
     if work is not None and step is not None:

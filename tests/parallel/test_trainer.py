@@ -13,6 +13,7 @@ from torch import Tensor
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
+from slime_like.config.roles import Roles
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
@@ -215,10 +216,8 @@ def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(
 
 
 def _scores_of_three(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, path: Path) -> dict[str, Any]:
-    roles = {
-        **config.roles,
-        "teacher": replace(config.roles["reference"], name="teacher", path=path, fields=("scores",)),
-    }
+    teacher = replace(config.roles["reference"], name="teacher", path=path, fields=("scores",))
+    roles = Roles({**config.roles, "teacher": teacher})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunConfig, "roles", property(lambda self: roles))
         with running(placement, config) as trainer:

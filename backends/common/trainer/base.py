@@ -144,7 +144,7 @@ class TrainerBase(TrainerBackend):
         with self._phase("setup"):
             self._open()
             self._load_start()
-            for role in self.config.held_roles:
+            for role in self.config.roles.held:
                 self._freeze(role)
             self.optimizer = self._prepare_training()
         return self.coordinates

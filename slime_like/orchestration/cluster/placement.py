@@ -40,7 +40,7 @@ class Placement:
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
         self._config = config
-        self.workers = [role for role in config.worker_roles for _ in range(role.workers)]
+        self.workers = [role for role in config.roles.with_workers for _ in range(role.workers)]
         self._pieces = pieces_of(config, with_trainers, with_engines)
         self._sizes = self._pieces.bundles
         self._num_ranks = sum(self._pieces.ranks)

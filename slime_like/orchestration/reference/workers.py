@@ -90,7 +90,7 @@ def role_pools(
             loading.remove(setups[setup])
             left(loading)
     pools = {}
-    for role in config.worker_roles:
+    for role in config.roles.with_workers:
         tokens = request_tokens(config.for_worker(role).trainer)
         pools[role.name] = RolePool(role.name, tokens, role.max_restarts)
     for worker in workers:

@@ -40,14 +40,15 @@ def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[in
     return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
 
 
-def row_advantages(config: RunConfig, totals: Tensor, rollouts: Sequence[Rollout[Any]], step: int) -> dict[str, Tensor]:
+def row_advantages(
+    config: RunConfig, rollouts: Sequence[Rollout[Any]], totals: Tensor, group_ids: Sequence[int], step: int
+) -> dict[str, Tensor]:
     """Return the advantages of every row by sequence id: the rollout's one, or (response_len,) with 0 on observations.
 
     Raises:
         RewardError: see ``step_advantages``.
     """
-    level, group_ids = configured_estimator(config).level, [rollout.group_id for rollout in rollouts]
-    if level == "sample":
+    if (level := configured_estimator(config).level) == "sample":
         found = step_advantages(config, totals, group_ids, step)
         return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
     sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
@@ -140,7 +141,7 @@ def penalise_kl(config: RunConfig, ranks: RankCalls, trajectories: Sequence[Scor
     rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
     totals = total_rewards(config, rewards, [rollout.length for rollout in rollouts])
     totals += torch.stack([torch.stack([penalties[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
-    advantages = row_advantages(config, totals, rollouts, step)
+    advantages = row_advantages(config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
     for row in trajectories:
         row.advantages = advantages[row.sequence_id].expand(row.response_len)
     ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})

@@ -78,7 +78,7 @@ class Scorer:
         rollouts = rollouts_of(trajectories)
         places = {rollout.last.rollout_id: place for place, rollout in enumerate(rollouts)}
         totals = torch.cat([rewarded.totals for rewarded in groups])
-        advantages = row_advantages(self._config, totals, rollouts, step)
+        advantages = row_advantages(self._config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]

@@ -77,7 +77,7 @@ def start_engines(
     with progress.waiting("engines", len(supervisor.engines)) as waiting:
         supervisor.start(waiting.left)
     with progress.waiting(
-        " and ".join(f"{role.name} workers" for role in config.worker_roles), len(workers)
+        " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
     ) as waiting:
         pools = role_pools(config, workers, waiting.left)
     for pool in pools:

@@ -52,7 +52,7 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
     if config.supervised:
         return records
     with clock.phase("score"):
-        for role in config.scoring_roles:
+        for role in config.roles.scoring:
             started = time.perf_counter()
             ranks.call(f"scoring with the {role.name} weights", RankTraining.score_batch, role.name)
             if not role.trained:

@@ -102,7 +102,7 @@ class RankTraining:
         self._minibatches[0] += packs
         for pack in packs:
             pack.old_logprobs = None  # see load_batch
-        for role in self._config.scoring_roles:
+        for role in self._config.roles.scoring:
             scoring = time.perf_counter()
             self._freeze(packs, role.name)
             if not role.trained:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from slime_like.config import RunConfig
+from slime_like.config.roles import Roles
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.placement import Placement
 
@@ -34,7 +35,7 @@ def test_where_every_model_scores(
 ) -> None:
     run = config(**sections)
     assert [role.name for role in run.roles.values()] == [*run.roles] == roles
-    found = [[role.name for role in some] for some in (run.held_roles, run.scoring_roles, run.worker_roles)]
+    found = [[role.name for role in some] for some in (run.roles.held, run.roles.scoring, run.roles.with_workers)]
     assert found == [held, scoring, workers]
     assert [role.trained for role in run.roles.values()] == [name == "policy" for name in roles]
 
@@ -52,8 +53,8 @@ def test_workers_of_two_roles_follow_one_another(monkeypatch: pytest.MonkeyPatch
     """Two reference workers of two ranks, then a teacher of four, two of them in a tensor-parallel group."""
     teacher = {**WORKERS, "workers": 1, "parallel": {"tensor": 2, "data": 2}}
     run, other = (config(**KL, reference=section) for section in (WORKERS, teacher))
-    roles = [*run.roles.values(), other._frozen("teacher", other.reference, "teacher_logprobs")]
-    monkeypatch.setattr(RunConfig, "roles", property(lambda self: {role.name: role for role in roles}))
+    roles = [*run.roles.values(), other.reference.role("teacher", ("teacher_logprobs",), True, True)]
+    monkeypatch.setattr(RunConfig, "roles", property(lambda self: Roles({role.name: role for role in roles})))
     assert pieces_of(run).workers == [2, 2, 2, 2]
     placement = Placement(run)
     placement._order = list(range(10))  # a trainer rank and an engine come first

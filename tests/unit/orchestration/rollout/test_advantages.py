@@ -141,7 +141,7 @@ def test_advantages_below_samples_are_spread_over_tokens_with_loss(
         rows_of_all += [replace(next(made), loss_mask=mask, **shared) for mask in masks]
     for level, expected in BELOW_SAMPLES.items():
         settings = config(advantage=f"own_levels:{level}")
-        found = row_advantages(settings, torch.tensor([4.0, 2.0, 1.0]), rollouts_of(rows_of_all), step=1)
+        found = row_advantages(settings, rollouts_of(rows_of_all), torch.tensor([4.0, 2.0, 1.0]), [0, 1, 1], step=1)
         assert [found[row.sequence_id].tolist() for row in rows_of_all] == expected
     sys.modules.pop("own_levels")
 
