@@ -35,7 +35,7 @@ class GpusNeeded:
 def gpus_needed(config: RunConfig) -> GpusNeeded:
     """Count the GPUs that a training run uses."""
     engines = config.rollout.num_engines * config.rollout.tensor if has_own_engines(config) else 0
-    workers = {role.name: role.worker_ranks for role in config.roles.with_workers}
+    workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.with_workers}
     return GpusNeeded(config.trainer.parallel.world_size, engines, workers)
 
 

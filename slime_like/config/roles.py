@@ -18,8 +18,7 @@ class ModelRole:
         path: Hugging Face checkpoint with its weights; ``None``: the policy's first weights.
         fields: pack fields (``TensorField``) that hold its scores, in the order of its head's outputs. A head's further
             outputs are dropped.
-        trained: whether optimizer steps change it.
-        scores: whether trainer ranks score every batch with it before the first update.
+        trained, scores: whether optimizer steps change it; whether trainer ranks score every batch with it first.
         head: what it computes for each response token, a key of ``backends.common.step.objective.OBJECTIVES``.
         adapter: factors added to its weights; no role has any yet.
         placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
@@ -38,11 +37,6 @@ class ModelRole:
     parallel: ParallelConfig
     workers: int = 0
     max_restarts: int = 0
-
-    @property
-    def worker_ranks(self) -> int:
-        """Ranks of all its workers."""
-        return self.workers * self.parallel.world_size
 
 
 class Roles(dict[str, ModelRole]):

@@ -65,19 +65,11 @@ class RunConfig(Section):
     @property
     def roles(self) -> Roles:
         """Models of the run."""
-        learns, samples = not self.supervised, not self.supervised and self.debug.load_rollouts is None
-        policy = ModelRole(
-            name=POLICY,
-            path=self.model.path,
-            fields=("old_logprobs", "entropy"),
-            trained=True,
-            scores=learns and self.algorithm.scores_policy,
-            parallel=self.trainer.parallel,
-        )
-        found = [policy]
-        if self.algorithm.needs_reference:
-            found.append(self.reference.role(REFERENCE, ("ref_logprobs",), learns, samples))
-        return Roles({role.name: role for role in found})
+        path, layout, fields = self.model.path, self.trainer.parallel, ("old_logprobs", "entropy")
+        scores = self.algorithm.scores_policy and not self.supervised
+        policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
+        frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
+        return Roles({role.name: role for role in (policy, *frozen)})
 
     def for_worker(self, role: ModelRole) -> Self:
         """Return the configuration of a worker's ranks, whose modules hold the weights of ``role``."""

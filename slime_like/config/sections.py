@@ -37,17 +37,17 @@ class ReferenceConfig(Section):
     max_worker_restarts: int = Field(2, ge=0)
     """Restarts of failed workers in a run."""
 
-    def role(self, name: str, fields: tuple[str, ...], scores: bool, samples: bool) -> ModelRole:
-        """Return the role of a frozen model with these settings, in a run that ``scores`` batches and ``samples``."""
+    def role(self, name: str, *fields: str) -> ModelRole:
+        """Return the role of a frozen model with these settings."""
         separate = self.placement == "workers"
         return ModelRole(
             name=name,
             path=self.path,
             fields=fields,
-            scores=scores and not separate,
+            scores=not separate,
             placement=self.placement,
             parallel=self.parallel,
-            workers=self.workers if separate and samples else 0,
+            workers=self.workers if separate else 0,
             max_restarts=self.max_worker_restarts,
         )
 

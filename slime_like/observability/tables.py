@@ -56,12 +56,7 @@ def held_out_rows(step: int, samples: Sequence[HeldOutSample], decode: Decode) -
     ]
 
 
-def per_sample_rows(
-    step: int,
-    trajectories: Sequence[ScoredTrajectory],
-    stats: GRPOStats,
-    decode: Decode,
-) -> list[Row]:
+def per_sample_rows(step: int, trajectories: Sequence[ScoredTrajectory], stats: GRPOStats, decode: Decode) -> list[Row]:
     """Return one row per training row of each sample.
 
     The advantage is the mean over tokens. Reward and success are per reward function, unweighted. "Response Length"

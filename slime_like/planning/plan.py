@@ -131,8 +131,7 @@ def _work_out_workers(plan: Plan, run: PlannedRun, role: ModelRole, backend: typ
     """Plan a role's workers. Return their seconds, 0 if their model or layout has a problem, reported elsewhere."""
     worker = run.config.for_worker(role)
     path = worker.model.path
-    known = (path / "config.json").is_file()
-    if not known or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
+    if not (path / "config.json").is_file() or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
         return 0.0
     kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
     found = estimated_kinds(worker, backend, kinds, note)

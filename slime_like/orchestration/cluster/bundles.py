@@ -37,7 +37,8 @@ def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool 
     colocated = with_trainers and config.cluster.placement == "colocated"
     samples = with_engines and not config.supervised and not config.debug.load_rollouts
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
-    groups = [r.parallel.tensor for r in config.roles.with_workers for _ in range(r.worker_ranks // r.parallel.tensor)]
+    layouts = [role.parallel for role in config.roles.with_workers for _ in range(role.workers)]
+    groups = [layout.tensor for layout in layouts for _ in range(layout.world_size // layout.tensor)]
     if with_engines and colocated and not config.supervised:
         size = min(math.lcm(size, tensor), ranks)
     return Pieces(

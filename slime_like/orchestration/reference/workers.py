@@ -10,7 +10,6 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import Scores, TrainerBackend
-from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -74,9 +73,9 @@ def launch_workers(config: RunConfig, stack: ExitStack, placement: Placement) ->
 
 
 def role_pools(
-    config: RunConfig, workers: list[RankedWorker], left: Callable[[Sequence[str]], None] = ignore_answers
+    config: RunConfig, stack: ExitStack, workers: list[RankedWorker], left: Callable[[Sequence[str]], None]
 ) -> list[RolePool]:
-    """Build a pool per role, which each worker joins after loading its weights.
+    """Build a pool per role, which each worker joins after loading its weights. ``stack`` closes them.
 
     Args:
         left: called with the workers that are not ready yet.
@@ -93,6 +92,7 @@ def role_pools(
     for role in config.roles.with_workers:
         tokens = request_tokens(config.for_worker(role).trainer)
         pools[role.name] = RolePool(role.name, tokens, role.max_restarts)
+        stack.callback(pools[role.name].close)
     for worker in workers:
         pools[worker.role.name].join(worker)
     return list(pools.values())

@@ -79,9 +79,7 @@ def start_engines(
     with progress.waiting(
         " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
     ) as waiting:
-        pools = role_pools(config, workers, waiting.left)
-    for pool in pools:
-        stack.callback(pool.close)
+        pools = role_pools(config, stack, workers, waiting.left)
     if not colocated:
         return supervisor, rewards, pools, Turns()
     supervisor.sleep(keep_weights=False)  # the first sync follows

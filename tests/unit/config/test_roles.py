@@ -53,7 +53,7 @@ def test_workers_of_two_roles_follow_one_another(monkeypatch: pytest.MonkeyPatch
     """Two reference workers of two ranks, then a teacher of four, two of them in a tensor-parallel group."""
     teacher = {**WORKERS, "workers": 1, "parallel": {"tensor": 2, "data": 2}}
     run, other = (config(**KL, reference=section) for section in (WORKERS, teacher))
-    roles = [*run.roles.values(), other.reference.role("teacher", ("teacher_logprobs",), True, True)]
+    roles = [*run.roles.values(), other.reference.role("teacher", "teacher_logprobs")]
     monkeypatch.setattr(RunConfig, "roles", property(lambda self: Roles({role.name: role for role in roles})))
     assert pieces_of(run).workers == [2, 2, 2, 2]
     placement = Placement(run)
