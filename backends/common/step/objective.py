@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -97,7 +97,7 @@ def _users_function(setting: str, path: str, find: Callable[[str], _Part]) -> _P
         return None
     with _naming(setting, path, ""):
         function = find(path)
-    return cast("_Part", _naming(setting, path, "")(function))
+    return _naming(setting, path, "")(function)
 
 
 _naming = partial(naming, TrainerError, "custom-loss-failed")

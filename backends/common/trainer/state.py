@@ -36,8 +36,10 @@ class TrainerState(ABC):
     def close(self) -> None:
         """Release all host memory, including parked state. A running save still reads its copies."""
         wait_for_device()
-        for memory in (self.parking, self.snapshot, self.activations, *(copies for copies, _ in self.frozen.values())):
+        for memory in (self.parking, self.snapshot, self.activations):
             memory.close()
+        for copies, _ in self.frozen.values():
+            copies.close()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
