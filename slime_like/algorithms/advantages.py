@@ -29,7 +29,7 @@ class AdvantageEstimator:
             per turn or token that carries loss, a sample's reward at its last one, and the option ``lengths``, (N,)
             entries of each sample.
         scope: "group" if completed groups suffice, "batch" if the whole batch is needed, which rules out streaming.
-        level: "sample", "turn" or "token": what has an advantage. It is spread over the tokens.
+        level: "sample", "turn" or "token": the unit with one advantage, which is spread over its tokens.
 
     Raises:
         ValueError: an unknown scope or level.

@@ -59,7 +59,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRecord:
-    """One step of a frozen role: its seconds, those it scored in, and scored tokens. It waits the rest of the time."""
+    """One step of a frozen role: total seconds, seconds of scoring (the rest is waiting), and scored tokens."""
 
     total_s: float
     model_running_s: float

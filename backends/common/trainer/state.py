@@ -58,7 +58,7 @@ class TrainerState(ABC):
 
     @contextlib.contextmanager
     def preserved(self, on_device: bool = False) -> Iterator[None]:
-        """Restore the current weights, bit for bit, after a block that may overwrite them. They wait on the host."""
+        """Restore the current weights, bit for bit, after a block that may overwrite them; copies are on the host or device."""
         saved = [each.detach().to(each.device if on_device else "cpu", copy=True) for each in self.weights()]
         try:
             yield
@@ -67,7 +67,7 @@ class TrainerState(ABC):
 
     @contextlib.contextmanager
     def replaced(self, role: str) -> Iterator[None]:
-        """Inside, the modules hold the weights of frozen ``role``. Their own wait on the device."""
+        """Inside, the modules hold the weights of frozen ``role``. Their own weights stay on the device."""
         with self.preserved(on_device=True):
             self._fill(self.frozen[role][1])
             yield

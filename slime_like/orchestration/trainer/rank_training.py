@@ -60,7 +60,7 @@ class RankTraining:
         self._freeze(list(self.packs), role)
 
     def set_advantages(self, advantages: Mapping[str, ArrayLike]) -> None:
-        """Replace the advantages of all loaded packs by (response_len,) or one number for each sequence's name."""
+        """Replace all loaded packs' advantages: (response_len,), or one number to spread, by sequence id."""
         for pack in self.packs:
             pairs = zip(pack.sequence_ids, pack.response_lens.tolist(), strict=True)
             values = [np.broadcast_to(np.asarray(advantages[name], np.float32), length) for name, length in pairs]
