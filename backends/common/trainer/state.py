@@ -58,7 +58,7 @@ class TrainerState(ABC):
 
     @contextlib.contextmanager
     def preserved(self, on_device: bool = False) -> Iterator[None]:
-        """Restore the current weights, bit for bit, after a block that may overwrite them; copies are on the host or device."""
+        """Restore the current weights, bit for bit, after a block that may overwrite them."""
         saved = [each.detach().to(each.device if on_device else "cpu", copy=True) for each in self.weights()]
         try:
             yield
