@@ -93,6 +93,23 @@ def test_every_group_gets_its_logprobs() -> None:
     pool.close()
 
 
+def test_a_group_collects_the_scores_of_every_role() -> None:
+    class Teacher(Worker):
+        def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
+            return [{"teacher_logprobs": t.response_tokens.float()} for t in trajectories]
+
+    found = [group(0, samples=3)]
+    for pool, worker in ((RolePool("reference", 40), Worker("one")), (RolePool("teacher", 40), Teacher("two"))):
+        pool.join(worker)
+        for each in found:
+            pool.submit(each)
+        found = list(drain(pool))
+        pool.close()
+    check(found, range(1))
+    for trajectory, scores in zip(found[0].group.trajectories, found[0].scores, strict=True):
+        assert torch.equal(scores["teacher_logprobs"], trajectory.response_tokens.float())
+
+
 def test_waiting_groups_go_together_to_the_least_loaded_worker() -> None:
     """A request of at most 40 tokens holds two groups of 16. A worker has at most two requests; more wait."""
     pool, workers = RolePool("reference", request_tokens=40), [Worker("one", False), Worker("two", False)]
