@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
+from slime_like.config.roles import ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.trainer import ParallelConfig
 
@@ -35,6 +36,20 @@ class ReferenceConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     max_worker_restarts: int = Field(2, ge=0)
     """Restarts of failed workers in a run."""
+
+    def role(self, name: str, *fields: str) -> ModelRole:
+        """Return the role of a frozen model with these settings."""
+        separate = self.placement == "workers"
+        return ModelRole(
+            name=name,
+            path=self.path,
+            fields=fields,
+            scores=not separate,
+            placement=self.placement,
+            parallel=self.parallel,
+            workers=self.workers if separate else 0,
+            max_restarts=self.max_worker_restarts,
+        )
 
 
 _TEMPLATE_INPUTS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
