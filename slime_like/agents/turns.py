@@ -5,7 +5,7 @@ turn's ids are reused unchanged and only the rest is encoded. Otherwise the call
 the prompt of another row. Sampled ids are never encoded again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -102,11 +102,15 @@ class TurnTree:
         self.turns.append(turn)
         return turn
 
-    def rows(self) -> list[Row]:
-        """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row."""
-        parents = {turn.prompt.parent for turn in self.turns}
-        trained: set[Turn] = set()
-        return [_row(leaf, trained) for leaf in self.turns if leaf not in parents]
+    def rows(self, untrained: Collection[Turn] = ()) -> list[Row]:
+        """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row.
+
+        Turns in ``untrained`` carry none, and no row ends with one.
+        """
+        kept = [turn for turn in self.turns if turn not in untrained]
+        parents = {parent for turn in kept for parent in _branch(turn.prompt.parent)}
+        trained = set(untrained)
+        return [_row(leaf, trained) for leaf in kept if leaf not in parents]
 
     def _longest(self, keys: tuple[str, ...]) -> list[Turn]:
         """Return the turns with the longest matching history, latest first."""
@@ -160,8 +164,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, leaf.generation.finish_reason), tuple(turns))
 
 
-def _branch(leaf: Turn) -> Iterator[Turn]:
-    turn: Turn | None = leaf
+def _branch(turn: Turn | None) -> Iterator[Turn]:
     while turn is not None:
         yield turn
         turn = turn.prompt.parent

@@ -29,6 +29,9 @@ NODE = "node"
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
 
+Untrained = Literal["other_models", "side_chains", "discarded"]
+"""Kinds of an agent's calls that can be excluded from training."""
+
 
 class EnvironmentConfig(Section):
     """Conversations with an environment, which answers the model's turns. Its observations carry no loss.
@@ -60,7 +63,7 @@ class EnvironmentConfig(Section):
 
 
 class AgentConfig(Section):
-    """Agents that call the model themselves, through an endpoint with OpenAI's and Anthropic's protocols.
+    """Agents that call the model through an endpoint with OpenAI's and Anthropic's protocols.
 
     `rollout.max_new_tokens` bounds one turn, and `rollout.max_model_len` its prompt and the turn together.
     """
@@ -76,6 +79,9 @@ class AgentConfig(Section):
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: str = "auto"
     """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
+    untrained: tuple[Untrained, ...] = ()
+    """Calls without loss: other_models (not named `policy`), side_chains (outside the longest history), discarded
+    (repeated, then continued)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
@@ -144,7 +150,9 @@ class RolloutConfig(Section):
     """Top-k sampling, at most 512; -1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Lowest probability of a token, relative to the likeliest token."""
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: EOS.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, besides EOS.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a response, and stay in it.")
+    ignore_eos: bool = Field(False, description="EOS does not end a response.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
@@ -180,6 +188,10 @@ class RolloutConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._truncation_conflicts()
+        if "" in self.stop:
+            yield "stop has an empty text, which would end every response; remove it"
+        if self.ignore_eos and not self.stop_token_ids and not self.stop:
+            yield "ignore_eos=true: nothing would end a response; set rollout.stop_token_ids or stop, or use false"
         turn = self.environment.max_turn_tokens
         if turn is not None and turn > self.max_new_tokens:
             yield f"environment.max_turn_tokens={turn} exceeds rollout.max_new_tokens={self.max_new_tokens}; lower it"

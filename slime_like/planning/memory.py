@@ -64,8 +64,8 @@ def trainer_phases(
     memory = estimate.memory
     training = replace(memory, gradient_bytes=memory.gradient_bytes + memory.window_gradient_bytes)
     found = {TRAINING: _state(training) | _training(memory) | sleeping}
-    if config.reference_in_trainer or config.algorithm.scores_policy:
-        found["scoring"] = _state(memory) | _scoring(memory, config.reference_in_trainer) | sleeping
+    if config.roles.scoring:
+        found["scoring"] = _state(memory) | _scoring(memory, bool(config.roles.held)) | sleeping
     # A bucket, its shards if there are several ranks, and two buckets in flight, at most one of them large. A colocated
     # engine receives one.
     buckets = 2 + (config.trainer.parallel.world_size > 1) + (shared is not None)
@@ -90,10 +90,10 @@ def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
     return PhaseMemory(ENGINES, "generation", items, run.hardware.memory_bytes)
 
 
-def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
-    """Return the contents of a reference worker's GPU: weights and a pass without gradients."""
+def worker_phase(hardware: Hardware, role: str, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
+    """Return the contents of a GPU of a role's worker: weights and a pass without gradients."""
     items = {"parameters": estimate.memory.parameter_bytes} | _scoring(estimate.memory) | _trainer_reserve(estimate)
-    return PhaseMemory(kind.name, "reference scoring", items, hardware.memory_bytes)
+    return PhaseMemory(kind.name, f"{role} scoring", items, hardware.memory_bytes)
 
 
 def bucket_bytes(run: PlannedRun) -> int:
@@ -165,7 +165,7 @@ def host_memory(
     memories = [estimate.memory for estimate in estimates]
     items = {
         "optimizer state, offloaded": gpus * max(m.host_optimizer_bytes for m in memories),
-        "reference weights": gpus * max(m.host_reference_bytes for m in memories),
+        "frozen weights": gpus * max(m.host_frozen_bytes for m in memories),
         "activations, offloaded": gpus * max(m.host_activation_bytes for m in memories),
     }
     save = "checkpoint save, asynchronous" if config.checkpoint.async_save else "checkpoint save"

@@ -253,7 +253,7 @@ class Baseline:
                 for index, denominator in enumerate(packed.denominators)
             ]
             _drain(exported_tensors(ranks), after)
-        logprobs = [score.logprobs for score in scores]
+        logprobs = [score["old_logprobs"] for score in scores]
         return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 
 

@@ -53,12 +53,16 @@ async def solve(task, reward=1.0):
         time.sleep(1000)
     if word == "more":
         call(task, said, {"role": "user", "content": "more"})
+    if word == "own":
+        call(task, said, chat_template_kwargs={"b": 1}, stop=["zz"])
     if word == "fork":
         await asyncio.gather(*(asyncio.to_thread(call, task, {"role": "user", "content": str(i)}) for i in range(2)))
     if word == "daemon":
         subprocess.run(f"setsid -f sh -c 'echo $$ > {task.fields['pid']}; exec sleep 1000'", shell=True, check=True)
         while not Path(task.fields["pid"]).exists():
             time.sleep(0.01)
+    if word == "title":
+        call(task, {"role": "user", "content": "name it"}, model="small")
     if word == "left":  # a thread that still calls when the rollout has ended
         threading.Thread(target=call, args=[task], daemon=True).start()
         time.sleep(0.3)
@@ -123,10 +127,10 @@ def agents(user_module: Callable[[str, str], Path]) -> Iterator[None]:
     yield
 
 
-def config(**agent: Any) -> RunConfig:
+def config(data: Any = None, **agent: Any) -> RunConfig:
     settings = {"name": "agents_of_test:solve", "timeout_s": 20.0, "workers": 2, **agent}
     functions = ({"name": "length", "options": {"limit": 99}}, {"name": "agent"})
-    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}}
+    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}, "data": data or {}}
     return RunConfig(run_dir="run", model={"path": "model"}, **sections)
 
 
@@ -194,6 +198,24 @@ def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
 
 
 @pytest.mark.usefixtures("agents")
+def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
+    (generation,) = rollouts(Engine(["title"]), request(1), untrained=("other_models",))
+    assert generation.conversation is not None and generation.segments == ()
+    assert TOKENIZER.decode(generation.token_ids) == "title<eos>"
+    endpoint = generation.conversation.metadata[0]["endpoint"]
+    assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("run", "ignored"), [({"b": 1}, {}), ({"b": 2}, {"chat_template_kwargs": {"b": 1}})])
+def test_a_call_may_repeat_the_run_s_template_variables_and_add_stop_strings(run: Any, ignored: Any) -> None:
+    engine = Engine(["own"])
+    (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": run})
+    assert found.conversation is not None
+    assert found.conversation.metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1", **ignored}
+    assert [asked.sampling.stop for asked in engine.requests] == [(), ("zz",)]
+
+
+@pytest.mark.usefixtures("agents")
 def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
     engine = Engine(["more"], ["fork"], ["raise"])
     generations = rollouts(engine, request(3))
@@ -205,7 +227,7 @@ def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
         scored = scorer.scored([rewarded], step=1)
     assert rewarded.rewards[:, 1].tolist() == [1.0, 1.0, 0.0]
     assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2", "7-2"]
-    advantages = [float(row.advantages) for row in scored]
+    advantages = [float(row.advantages.unique()) for row in scored]
     assert advantages[1] == advantages[2] == advantages[3] > advantages[4]
 
 

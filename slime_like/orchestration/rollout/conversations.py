@@ -8,6 +8,7 @@ import numpy as np
 
 from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
+from slime_like.data.tokenizer import with_template_variables
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
@@ -89,7 +90,8 @@ class Conversations:
         self._tokenizer = tokenizer
         self._form = response_form(tokenizer, config.rollout.agent.tool_parser)
         self._generate = generate
-        self._encoder = ObservationEncoder(tokenizer, self._limits.template, self._limits.max_observation_tokens)
+        rendering = with_template_variables(tokenizer, config.data.chat_template_kwargs)
+        self._encoder = ObservationEncoder(rendering, self._limits.template, self._limits.max_observation_tokens)
         self._pool = EnvironmentPool(self._limits, logs)
 
     async def start(self) -> None:

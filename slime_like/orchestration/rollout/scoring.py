@@ -11,8 +11,8 @@ from torch import Tensor
 from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT
-from slime_like.interfaces import Conversation
-from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
+from slime_like.interfaces import Conversation, Scores
+from slime_like.orchestration.rollout.advantages import row_advantages, total_rewards
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.sandbox.rewards.response_parts import without_opening
@@ -27,7 +27,7 @@ class RewardedGroup:
         rewards, successes: (N, F) float32 for N rollouts, one column per reward function.
         totals: (N,) float32 rewards that advantages are computed from.
         metadata: metadata of each row.
-        reference: (response_len,) reference logprobs of each row, if a worker has scored them.
+        scores: scores of each row by workers, as far as they have scored it.
     """
 
     group: GroupedUnscoredTrajectories
@@ -35,7 +35,7 @@ class RewardedGroup:
     successes: Tensor
     totals: Tensor
     metadata: list[dict[str, Any]]
-    reference: list[Tensor] | None = None
+    scores: list[Scores]
 
 
 class Scorer:
@@ -55,11 +55,11 @@ class Scorer:
         responses = [self._form.judged(*_judged_tokens(rollout)) for rollout in rollouts]
         prompt_tokens = [group.prompt_tokens for group in groups]
         texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
-        prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
+        prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
         items = [
-            RewardItem(prompt, without_opening(response, prompt), rollout.last.answer)
+            RewardItem(prompt, without_opening(response, prompt), rollout.last.answer, row)
             for rollout, response in zip(rollouts, responses, strict=True)
-            for prompt in [prompts[rollout.group_id]]
+            for prompt, row in [prompts[rollout.group_id]]
         ]
         with self._lock:
             outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])
@@ -76,26 +76,25 @@ class Scorer:
     def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
         """Return the trajectories of a step's whole batch with advantages, in group order.
 
-        A rollout has one advantage, shared by all its rows.
+        A rollout has one reward, shared by all its rows.
         """
         trajectories = [trajectory for rewarded in groups for trajectory in rewarded.group.trajectories]
         rollouts = rollouts_of(trajectories)
         places = {rollout.last.rollout_id: place for place, rollout in enumerate(rollouts)}
         totals = torch.cat([rewarded.totals for rewarded in groups])
-        advantages = step_advantages(self._config, totals, [rollout.group_id for rollout in rollouts], step)
+        advantages = row_advantages(self._config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
-        unscored = [None] * len(trajectories)
-        references = [logprobs for rewarded in groups for logprobs in rewarded.reference or ()] or unscored
+        scores = [entry for rewarded in groups for entry in rewarded.scores]
         return [
             ScoredTrajectory.of(
                 trajectory,
                 rewards=rewards[place],
                 successes=successes[place],
-                advantages=advantages[place],
+                advantages=advantages[trajectory.sequence_id],
                 reward_metadata=metadata[row],
-                ref_logprobs=references[row],
+                **scores[row],
             )
             for row, trajectory in enumerate(trajectories)
             for place in [places[trajectory.rollout_id]]
@@ -114,7 +113,7 @@ class Scorer:
         totals = total_rewards(self._config, rewards, [rollout.length for rollout in rollouts])
         of_rollout = {rollout.last.rollout_id: outcome for rollout, outcome in zip(rollouts, found, strict=True)}
         metadata = [self._metadata(of_rollout[row.rollout_id], row) for row in group.trajectories]
-        return RewardedGroup(group, rewards, successes, totals, metadata)
+        return RewardedGroup(group, rewards, successes, totals, metadata, [{} for _ in metadata])
 
     def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
         """Insert the reward of the environment or agent. A failed conversation gets only zeros."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.response_parts import after_thinking
+from slime_like.sandbox.rewards.text_answer import any_answer
 from slime_like.system.latex import boxed
 
 # Both functions would warn that their alarm is off. The pool bounds the time instead.
@@ -43,6 +44,7 @@ _QUOTIENT_OR_POWER = re.compile(r"\d\s*/\s*\d|\\[dt]?frac|(?<!(?<!\d)10)(?<!(?<!
 _SYMBOL = re.compile(r"\s*[A-Za-z]?(?:_\{?\w\}?)?\s*")
 
 
+@any_answer
 def math_verify(
     prompt: str,
     response: str,

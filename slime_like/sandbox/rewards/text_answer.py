@@ -1,11 +1,17 @@
 """Rewards that compare a response's final answer as text, number or letter, and rewards for its form and length."""
 
+import json
 import re
+from collections.abc import Callable
 from decimal import Decimal
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.response_parts import after_thinking, last_match, with_opening
 from slime_like.system.latex import boxed
+
+Function = TypeVar("Function", bound=Callable[..., RewardResult])
 
 NO_MATCH = "no match of the pattern"
 _MARKER = "####"
@@ -25,6 +31,26 @@ _ANSWER = re.compile(
 )
 
 
+def any_answer(function: Function) -> Function:
+    """Let ``answer`` be a JSON list of texts, as rows with several right answers have. The best result counts."""
+
+    @wraps(function)
+    def best(prompt: str, response: str, answer: str, **options: Any) -> RewardResult:
+        results = [function(prompt, response, right, **options) for right in _right_answers(answer)]
+        return max(results, key=lambda result: (result.reward, result.success))
+
+    return cast(Function, best)
+
+
+def _right_answers(answer: str) -> list[str]:
+    try:
+        found = json.loads(answer) if answer.startswith('["') else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else [answer]
+
+
+@any_answer
 def exact_match(
     prompt: str, response: str, answer: str, *, pattern: str | None = None, ignore_case: bool = False
 ) -> RewardResult:
@@ -42,6 +68,7 @@ def exact_match(
     return _result(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
 
 
+@any_answer
 def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = True) -> RewardResult:
     """1 if the number after the response's last ``####`` equals the number after ``####`` in ``answer``, else 0.
 
@@ -71,6 +98,7 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     return _result(_value(found.group()) == _value(wanted.group()))
 
 
+@any_answer
 def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     r"""1 if the response chooses the letter (A to J) of ``answer``, else 0.
 

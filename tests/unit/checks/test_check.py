@@ -163,6 +163,9 @@ rollout.agent reward.functions --rollout.agent.command [sh]
 fields-conflict reward.functions.1.name --reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'
 fields-conflict reward.functions --reward.functions '[{name: math_verify, weight: 0}]'
 fields-conflict data.system_prompt --data.system_prompt 'Be brief.' --data.apply_chat_template false
+fields-conflict data.chat_template_kwargs --data.chat_template_kwargs.tools x
+fields-conflict rollout.stop --rollout.stop '["</a>", ""]'
+fields-conflict rollout.ignore_eos --rollout.ignore_eos true
 fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]'
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
