@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.allgather import AllGatherAttention
 from backends.common.attention.prefixes import PrefixAttention
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from backends.common.step import packs
@@ -64,10 +63,16 @@ def ring_gets_contiguous_chunks() -> None:
 
 
 def sequences_begin_where_the_rank_begins() -> None:
-    def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> AllGatherAttention:
-        return AllGatherAttention.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0, group)
+    def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> PrefixAttention:
+        local = local_boundaries(shard, group)
+        return PrefixAttention.of(local, None, range(int(local[-1])), group)
 
     micro_batch.choose_attention = attention
+
+
+def local_boundaries(shard: context.ContextShard, group: dist.ProcessGroup) -> Tensor:
+    length = shard.tokens.numel()
+    return (shard.cu_seqlens_padded - group.rank() * length).clamp(0, length)
 
 
 def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
@@ -82,7 +87,7 @@ def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
 
 def the_package_is_given_the_ranks_own_boundaries() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> RingFlashAttention:
-        return RingFlashAttention(Llama3Segments.of(shard.cu_seqlens_local, 0, 1), group)
+        return RingFlashAttention(Llama3Segments.of(local_boundaries(shard, group), 0, 1), group)
 
     micro_batch.choose_attention = attention
 

@@ -244,24 +244,14 @@ def _sum_heads(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.view(x.shape[0], groups, -1, x.shape[2]).sum(2)
 
 
-def merged_attention(
-    accumulated: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], rows: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the softmax-weighted mean of two partial results (out, lse) over the same queries, in the lse's precision.
+def merged_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the softmax-weighted mean of two partial results over the same queries, in the precision of their lse.
 
-    ``part`` covers the queries ``rows`` of ``accumulated`` (None: all of them).
+    Each is (out, lse).
     """
-    part_out, part_lse = part[0].to(part[1].dtype), part[1]
-    if accumulated is None:
-        return part_out, part_lse
-    out, lse = accumulated
-    old_lse = lse if rows is None else lse.index_select(1, rows)
-    new_lse = torch.logaddexp(old_lse, part_lse)
-    old_out = out if rows is None else out.index_select(0, rows)
-    merged = old_out * _weight(old_lse, new_lse) + part_out * _weight(part_lse, new_lse)
-    if rows is None:
-        return merged, new_lse
-    return out.index_copy(0, rows, merged), lse.index_copy(1, rows, new_lse)
+    total = torch.logaddexp(one[1], other[1])
+    ours, theirs = (out.to(total.dtype) * _weight(lse, total) for out, lse in (one, other))
+    return ours + theirs, total
 
 
 def _weight(lse: Tensor, total: Tensor) -> Tensor:
