@@ -24,7 +24,7 @@ from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.device_memory import DeviceMemory, gpu_uuid
 from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
-from slime_like.weights.transports.shared_memory import Segment, SegmentMap, Segments
+from slime_like.weights.transports.shared_memory import Segment, SegmentMap, new_segments
 
 NAME = "colocated"
 
@@ -76,7 +76,7 @@ class ColocatedSender:
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._stage, self._keep_nbytes = settings.stage, settings.keep_nbytes
         self._senders = self._gathering_ranks(settings)
-        self._new_memory: Callable[[int], Segment | DeviceMemory] = Segments(session).create
+        self._new_memory: Callable[[int], Segment | DeviceMemory] = new_segments(session)
         if torch.cuda.is_available():
             self._new_memory = DeviceMemory
         self._memory: list[Segment | DeviceMemory | None] = [None, None]
