@@ -78,7 +78,9 @@ def local_boundaries(shard: context.ContextShard, group: dist.ProcessGroup) -> T
 def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
     correct = PrefixAttention.of
 
-    def of(boundaries: Tensor, parents: Tensor, part: range, group: dist.ProcessGroup) -> PrefixAttention:
+    def of(boundaries: Tensor, parents: Tensor | None, part: range, group: dist.ProcessGroup) -> PrefixAttention:
+        if parents is None:
+            return correct(boundaries, parents, part, group)
         held = (boundaries[:-1] >= part.start) & (boundaries[1:] <= part.stop)
         return correct(boundaries, torch.where(held[parents.clamp_min(0)], parents, -1), part, group)
 
