@@ -1,7 +1,8 @@
 """Objective: one pack's share of the step's loss, computed from its logprobs."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -71,20 +72,16 @@ class _UsersPolicy:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._path = config.loss
-        try:
+        with _named("algorithm.loss", self._path, "__init__"):
             self._policy = find_policy(config.loss)(config)
             self.name = self._policy.name
             self.needs_old, self.needs_advantages = self._policy.needs_old, self._policy.needs_advantages
-        except Exception as error:
-            _raise_named("algorithm.loss", self._path, error, "__init__")
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        try:
+        with _named("algorithm.loss", self._path, "__call__"):
             terms = self._policy(inputs)
             check_terms(self.name, terms, inputs)
-        except Exception as error:
-            _raise_named("algorithm.loss", self._path, error, "__call__")
-        return terms
+            return terms
 
 
 _Part = TypeVar("_Part", bound=Callable[..., Any])
@@ -94,26 +91,21 @@ def _users_function(setting: str, path: str, find: Callable[[str], _Part]) -> _P
     """Return a user's function by import path, with errors that name it; ``None`` for a built-in part."""
     if ":" not in path:
         return None
+    with _named(setting, path, ""):
+        return cast("_Part", _named(setting, path, "")(find(path)))
+
+
+@contextlib.contextmanager
+def _named(setting: str, path: str, member: str) -> Iterator[None]:
+    """Turn a user's error into one that names the setting and the place. Ours are complete already."""
     try:
-        function = find(path)
+        yield
+    except SlimeLikeError:
+        raise
     except Exception as error:
-        _raise_named(setting, path, error, "")
-
-    def named(*given: Any) -> Any:
-        try:
-            return function(*given)
-        except Exception as error:
-            _raise_named(setting, path, error, "")
-
-    return cast("_Part", named)
-
-
-def _raise_named(setting: str, path: str, error: Exception, member: str) -> NoReturn:
-    if isinstance(error, SlimeLikeError):
-        raise error
-    raise TrainerError(
-        format_error(setting, path, error, member),
-        code="custom-loss-failed",
-        remedy="correct it",
-        users_traceback=full_traceback(error),
-    ) from error
+        raise TrainerError(
+            format_error(setting, path, error, member),
+            code="custom-loss-failed",
+            remedy="correct it",
+            users_traceback=full_traceback(error),
+        ) from error
