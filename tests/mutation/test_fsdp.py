@@ -21,13 +21,7 @@ from slime_like.algorithms.context import ContextShard
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import RankPlacement
-from tests.mutation.test_trainer import (
-    Mutation,
-    local_boundaries,
-    loss_is_scaled_by_the_context_size,
-    no_bug,
-    train_with,
-)
+from tests.mutation.test_trainer import Mutation, loss_is_scaled_by_the_context_size, no_bug, train_with
 from tests.mutation.test_trainer import cases as cases
 from tests.parallel.parity import GRADIENT_BOUND, Case, Settings, check_scores, check_tensors, fsdp_config
 from tests.parallel.ranks import run_ranks
@@ -37,8 +31,7 @@ from tests.parallel.steps import RankResult
 # ------------------------------------------------------------------------------------------------------------ the bugs
 def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: ContextShard, group: Any) -> PrefixAttention:
-        local = local_boundaries(shard, group)
-        return PrefixAttention.of(local, None, range(int(local[-1])), group)
+        return PrefixAttention.of(shard.cu_seqlens_local, None, range(shard.tokens.numel()), group)
 
     micro_batch.choose_attention = attention
 

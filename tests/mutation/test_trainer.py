@@ -64,15 +64,9 @@ def ring_gets_contiguous_chunks() -> None:
 
 def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> PrefixAttention:
-        local = local_boundaries(shard, group)
-        return PrefixAttention.of(local, None, range(int(local[-1])), group)
+        return PrefixAttention.of(shard.cu_seqlens_local, None, range(shard.tokens.numel()), group)
 
     micro_batch.choose_attention = attention
-
-
-def local_boundaries(shard: context.ContextShard, group: dist.ProcessGroup) -> Tensor:
-    length = shard.tokens.numel()
-    return (shard.cu_seqlens_padded - group.rank() * length).clamp(0, length)
 
 
 def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
@@ -89,7 +83,7 @@ def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
 
 def the_package_is_given_the_ranks_own_boundaries() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> RingFlashAttention:
-        return RingFlashAttention(Llama3Segments.of(local_boundaries(shard, group), 0, 1), group)
+        return RingFlashAttention(Llama3Segments.of(shard.cu_seqlens_local, 0, 1), group)
 
     micro_batch.choose_attention = attention
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -92,7 +92,7 @@ def _users_function(setting: str, path: str, find: Callable[[str], _Part]) -> _P
     if ":" not in path:
         return None
     with _named(setting, path, ""):
-        return cast("_Part", _named(setting, path, "")(find(path)))
+        return _named(setting, path, "")(find(path))
 
 
 @contextlib.contextmanager
