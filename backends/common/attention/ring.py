@@ -112,12 +112,13 @@ class RingAttention(PackedAttention):
             yield ring_step(step, self.group.rank(), size, self.segments, scale), step + 1 < size
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
-        out, lse, kernel = q, q, kernel_for(q.device.type)
+        kernel = kernel_for(q.device.type)
+        out = lse = q  # until the first step, which covers all queries
         for plan, goes_on in self._steps(scale):
             exchange = _Exchange([k, v], self.group) if goes_on else None
             rows, keys, pairing = plan
             part = kernel.forward(q[rows], k[keys], v[keys], pairing)
-            if pairing.causal:  # the first step, of all queries
+            if out is q:
                 out, lse = part[0].to(part[1].dtype), part[1]
             else:
                 out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
