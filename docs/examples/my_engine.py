@@ -55,7 +55,8 @@ class PlainEngine(EngineBase[Any]):
         seed = None if request.seed is None else sample_seed(request.seed, index)
         stops = frozenset(stop_ids(request.sampling, self._dimensions))
         stream = random.Random(seed)
-        sample = Sample(list(request.prompt_tokens), request.sampling, stops, stream, request.prompt_logprobs)
+        texts = self._stop_texts if request.sampling.stop else None
+        sample = Sample(list(request.prompt_tokens), request.sampling, stops, stream, request.prompt_logprobs, texts)
         while sample.finish_reason is None:
             await asyncio.sleep(0.001 if self._frozen else 0)  # other requests and calls take their turn
             if request.request_id in self._aborted:

@@ -170,6 +170,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             stop_ids=frozenset(stop_ids(request.sampling, self._dimensions)),
             stream=random.Random(seed),
             wants_prompt_logprobs=request.prompt_logprobs,
+            stop_texts=self._stop_texts if request.sampling.stop else None,
         )
 
 

@@ -120,6 +120,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt_tokens))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
+            if request.sampling.stop:
+                llm.output_processor.tokenizer = self._stop_texts.tokenizer
             async for output in llm.generate(prompt, parameters, request.request_id):
                 if output.finished:
                     return output

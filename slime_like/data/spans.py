@@ -73,6 +73,7 @@ class ChatTemplate:
             chat_template=template,
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
+            **getattr(self._tokenizer, "template_variables", {}),
         )
         return {place for start, end in marked for place in range(start, end)}
 

@@ -25,7 +25,9 @@ class SamplingParams:
         likeliest token. With ``training``, other values require an adapter that returns the supports and logprobs over
         them.
         max_new_tokens: length limit of the response.
-        stop_token_ids: sampling one of these ends the response, which includes it (EOS, too).
+        stop_token_ids: sampling one of these ends the response, which includes it. So does the model's EOS.
+        stop: texts that end the response, which keeps them and all of the token that completes one.
+        ignore_eos: EOS does not end the response.
         training: True for rollouts that will be trained on.
     """
 
@@ -34,6 +36,8 @@ class SamplingParams:
     top_k: int = -1
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     training: bool = True
     min_p: float = 0.0
 

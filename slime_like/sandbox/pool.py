@@ -143,7 +143,8 @@ class WorkerPool:
                 if again:
                     continue
                 waiting.popleft()
-                settle({"reason": ended.reason})
+                limit = f"its processes exceeded {self._kind.section}.memory_mb={self._limits.memory_mb}"
+                settle({"reason": ended.reason} | ({"detail": limit} if ended.reason == "memory" else {}))
             except BaseException:  # the caller was cancelled, and the worker is still busy
                 self._replace(worker)
                 raise

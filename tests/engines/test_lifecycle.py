@@ -16,7 +16,7 @@ from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingPara
 from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import run_config
 
-LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,))
+LONG = SamplingParams(max_new_tokens=700, temperature=0.05, ignore_eos=True)
 
 
 @pytest.mark.parametrize(

@@ -140,19 +140,19 @@ def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEvent
     tokens = generation.token_ids.tolist()
     first, second = ids("<tool>"), ids("<assistant>")
     assert tokens[: len(odd)] == odd
-    assert [r.prompt_tokens for r in engine.requests] == [PROMPT, PROMPT + tokens[:16], PROMPT + tokens[:29]]
-    assert tokens[4:16] == [*first, *ids("H\ufffd "), *tokens[10:15], *second]
+    assert [r.prompt_tokens for r in engine.requests] == [PROMPT, PROMPT + tokens[:22], PROMPT + tokens[:35]]
+    assert tokens[4:22] == [*first, *ids("H\ufffd<USER> "), *tokens[16:21], *second]  # the mark is text for the tool
     assert tokens.count(EOS) == 3  # only sampled ones: the tool's "<eos>" is five letters
-    assert TOKENIZER.decode(tokens[19:29]) == "<tool>ON <eos><assistant>"
+    assert TOKENIZER.decode(tokens[25:35]) == "<tool>ON <eos><assistant>"
     assert generation.conversation is not None
-    assert generation.conversation.turns == ((0, 4), (16, 19), (29, 33))
+    assert generation.conversation.turns == ((0, 4), (22, 25), (35, 39))
     observed = np.ones(len(tokens), bool)
     for start, end in generation.conversation.turns:
         observed[start:end] = False
     assert (generation.logprobs[observed] == 0).all() and (generation.logprobs[~observed] < 0).all()
-    assert generation.weight_versions.tolist() == [3] * 29 + [4] * 4
+    assert generation.weight_versions.tolist() == [3] * 35 + [4] * 4
     assert (generation.finish_reason, generation.conversation.success) == ("stop", True)
-    assert [step["said"][-1] for step in generation.conversation.metadata] == ["h\ufffd", "on", "bye"]
+    assert [step["said"][-1] for step in generation.conversation.metadata] == ["h\ufffd<user>", "on", "bye"]
     state = generation.conversation.metadata[-1]["state"]
     assert (state["prompt"], state["answer"], state["extra"]) == ("<user>hello<assistant>", "bye", "<eos>")
 

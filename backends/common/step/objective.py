@@ -1,7 +1,7 @@
 """Objective: one pack's share of the step's loss, computed from its logprobs."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -12,13 +12,13 @@ from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, check_terms, find_policy
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.config import AlgorithmConfig, RunConfig
-from slime_like.errors import SlimeLikeError, TrainerError
-from slime_like.plugins.traceback import format_error, full_traceback
+from slime_like.errors import TrainerError
+from slime_like.plugins.traceback import naming
 from slime_like.trajectory import PackedTrajectory
 
 
 class Objective:
-    """The configured loss, and the source of its old logprobs."""
+    """The configured loss of a policy, and the source of its old logprobs."""
 
     def __init__(self, config: RunConfig) -> None:
         self._loss = configured_loss(config.algorithm)
@@ -54,6 +54,10 @@ class Objective:
         return output.loss
 
 
+OBJECTIVES = {"logprob": Objective}
+"""What a trained role minimizes, by its head. An objective's ``add`` gets the head's outputs in their order."""
+
+
 def configured_loss(config: AlgorithmConfig) -> Loss:
     """Build the configured loss, as ``build_loss`` does.
 
@@ -68,20 +72,20 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
 
 
 class _UsersPolicy:
-    """A user's policy term. Our errors pass through unchanged, because they are complete."""
+    """A user's policy term."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._path = config.loss
-        with _named("algorithm.loss", self._path, "__init__"):
+        with _naming("algorithm.loss", self._path, "__init__"):
             self._policy = find_policy(config.loss)(config)
             self.name = self._policy.name
             self.needs_old, self.needs_advantages = self._policy.needs_old, self._policy.needs_advantages
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        with _named("algorithm.loss", self._path, "__call__"):
+        with _naming("algorithm.loss", self._path, "__call__"):
             terms = self._policy(inputs)
             check_terms(self.name, terms, inputs)
-            return terms
+        return terms
 
 
 _Part = TypeVar("_Part", bound=Callable[..., Any])
@@ -91,21 +95,9 @@ def _users_function(setting: str, path: str, find: Callable[[str], _Part]) -> _P
     """Return a user's function by import path, with errors that name it; ``None`` for a built-in part."""
     if ":" not in path:
         return None
-    with _named(setting, path, ""):
-        return _named(setting, path, "")(find(path))
+    with _naming(setting, path, ""):
+        function = find(path)
+    return _naming(setting, path, "")(function)
 
 
-@contextlib.contextmanager
-def _named(setting: str, path: str, member: str) -> Iterator[None]:
-    """Turn a user's error into one that names the setting and the place. Ours are complete already."""
-    try:
-        yield
-    except SlimeLikeError:
-        raise
-    except Exception as error:
-        raise TrainerError(
-            format_error(setting, path, error, member),
-            code="custom-loss-failed",
-            remedy="correct it",
-            users_traceback=full_traceback(error),
-        ) from error
+_naming = partial(naming, TrainerError, "custom-loss-failed")

@@ -40,7 +40,7 @@ def _bounded(subject: Subject, gap: float, what: str) -> float:
 def sampled_logprobs(subject: Subject) -> float:
     """Logprobs of sampled tokens come from temperature-scaled logits, with several temperatures in one batch."""
     asked = [(prompt, temperature) for prompt in subject.prompts for temperature in (1.0, 0.7, 0.0)]
-    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2, "stop_token_ids": subject.last_id}
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2, "ignore_eos": True}
     requests = [subject.engine.request(prompt, temperature=value, **options) for prompt, value in asked]
     answers = zip(asked, subject.engine.generate_all(requests), strict=True)
     gaps = [subject.gap(prompt, each, value) for (prompt, value), answer in answers for each in answer]
@@ -67,7 +67,7 @@ def seeds(subject: Subject) -> None:
 
     def drawn(seed: int | None, samples: int, crowded: bool = False) -> list[tuple[int, ...]]:
         # Rounding depends on the batch. At a higher temperature it would often decide between similarly likely tokens.
-        options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 0.3, "stop_token_ids": subject.last_id}
+        options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 0.3, "ignore_eos": True}
         requests = [subject.engine.request(subject.prompts[1], seed=seed, num_samples=samples, **options)]
         requests += [subject.engine.request(prompt, max_new_tokens=_TOKENS) for prompt in subject.prompts if crowded]
         return [tuple(each.token_ids.tolist()) for each in subject.engine.generate_all(requests)[0]]
@@ -82,7 +82,7 @@ def seeds(subject: Subject) -> None:
 def stop_tokens(subject: Subject) -> None:
     """A stop token ends a response and is part of it."""
     prompt = subject.prompts[2]
-    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 1.0}
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 1.0, "ignore_eos": True}
     pairs = []
     for seed in range(_DRAWS):
         (free,) = subject.engine.generate(prompt, seed=seed, **options)
@@ -106,7 +106,7 @@ def truncated_sampling(subject: Subject) -> float | None:
     gaps, pairs, prompt = [0.0], [], subject.prompts[3 % len(subject.prompts)]
     for top_p, top_k, min_p in _CUTS:
         options: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temperature": 0.7, "seed": 4}
-        options |= {"max_new_tokens": _TOKENS, "stop_token_ids": subject.last_id}
+        options |= {"max_new_tokens": _TOKENS, "ignore_eos": True}
         (generation,) = subject.engine.generate(prompt, **options)
         (evaluated,) = subject.engine.generate(prompt, training=False, **options)
         pairs.append((generation.token_ids.tolist(), evaluated.token_ids.tolist()))

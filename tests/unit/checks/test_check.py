@@ -133,6 +133,9 @@ rollout.environment rollout.environment.template --rollout.environment.name calc
 custom.code rollout.agent.name AGENT --rollout.agent.name my_agent
 rollout.agent rollout.agent.command AGENT --rollout.agent.command '[sh, "{url}"]'
 rollout.agent-custom rollout.agent.command AGENT --rollout.agent.command [no-such-program]
+rollout.agent rollout.agent.host COMMAND --rollout.agent.host node
+rollout.agent rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7 --cluster.nodes 2 --cluster.allow_idle_gpus true
+rollout.agent-custom rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7
 trainer.token-budget rollout.max_model_len COMMAND --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500
 reference.model reference.path --algorithm.kl_reward_coef 0.1 --reference.path TMP/none
 reference.model reference.path --algorithm.kl_coef 0.1 --reference.path TMP/none
@@ -156,10 +159,13 @@ fields-conflict trainer.fsdp --trainer.fsdp.accumulate sharded
 fields-conflict trainer.backend_args --trainer.backend_args.rank 8
 fields-conflict reward.functions --reward.functions '[{name: environment}]'
 fields-conflict reward.functions AGENT
-fields-conflict reward.functions --rollout.agent.command [sh]
+rollout.agent reward.functions --rollout.agent.command [sh]
 fields-conflict reward.functions.1.name --reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'
 fields-conflict reward.functions --reward.functions '[{name: math_verify, weight: 0}]'
 fields-conflict data.system_prompt --data.system_prompt 'Be brief.' --data.apply_chat_template false
+fields-conflict data.chat_template_kwargs --data.chat_template_kwargs.tools x
+fields-conflict rollout.stop --rollout.stop '["</a>", ""]'
+fields-conflict rollout.ignore_eos --rollout.ignore_eos true
 fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]'
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers

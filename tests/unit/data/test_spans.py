@@ -327,7 +327,7 @@ BAD_ROWS: list[tuple[str, dict[str, Any]]] = [
     ("bad-messages", {"messages": [{"role": "user"}]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistent", "b"), said("assistant", "c")]}),
     ("bad-messages", {"messages": [said("human", "a"), said("assistant", "b")]}),
-    ("bad-messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+    ("bad-messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls="add")]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls=[{"name": "add"}])]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls=[NO_MAPPING])]}),
