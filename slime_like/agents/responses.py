@@ -31,6 +31,7 @@ _OPENING_TOKENS = 64
 """Number of tokens at the end of a prompt that decide whether it opens thinking."""
 
 _MARK = re.compile(r"<|\[(?=[A-Z/])")
+_QUOTED = ("``", '""', "''")
 _CUT = "\ufdd2"
 """Inserted into marks inside JSON, where they are text. It is a Unicode noncharacter."""
 
@@ -74,7 +75,7 @@ class ResponseForm:
             found = _parsed(self._bare, prefix, text)
             content, thinking, calls = found.get("content") or "", _thinking(found), []
         if thinking and not (self.shows_thinking or self._is_open(prefix)):
-            end = self._thought.close_re.search(text)
+            end = self._end(text) or self._thought.close_re.search(text)
             content, thinking = (text[: end.end()] + content if calls else text), ""
         return Message("assistant", content.strip() if calls else content, tuple(calls), reasoning=thinking)
 
@@ -131,6 +132,12 @@ class ResponseForm:
         """Return whether the turn continues thinking that the prompt has opened."""
         return bool(prefix) and _CUT in _thinking(_parsed(self._bare, prefix, _CUT))
 
+    def _end(self, text: str) -> Any:
+        """Return the last mark that ends thinking and is not quoted, or ``None``."""
+        marks = self._thought.close_re.finditer(text) if self._thought else ()
+        around = ((m, text[max(0, m.start() - 1) : m.start()] + text[m.end() : m.end() + 1]) for m in marks)
+        return next(reversed([mark for mark, quotes in around if quotes not in _QUOTED]), None)
+
     def _read(self, prefix: str, text: str, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
         """Return content, thinking and calls. Raises ``ValueError`` if a call is cut off or does not parse."""
         masked, spec = self._masked(text), self._loaded.fields.get("tool_calls")
@@ -138,17 +145,18 @@ class ResponseForm:
         content, thinking = (found.get("content") or "").replace(_CUT, ""), _thinking(found).replace(_CUT, "")
         if self._loaded.implicit is None and text.strip() and not (content or thinking or found.get("tool_calls")):
             raise ValueError("the form has no place for this text")
-        if spec is None or not found.get("tool_calls"):
-            return content, thinking, []
-        if self._thought and self._thought.close_re.search(content):  # thinking without an opening mark, or two blocks
-            *_, end = self._thought.close_re.finditer(masked)
+        given = found.get("tool_calls") or []
+        if (thinking or given) and self._end(content):  # no opening mark, two blocks, or a quoted mark
+            end = self._end(masked)
             content, _, calls = self._read("", masked[end.end() :], tools)
             thinking = self._thought.open_re.sub("", masked[: end.start()], count=1)
             return content, thinking.replace(_CUT, ""), calls
+        if not given:
+            return content, thinking, []
         marks = spec.open_re.search(content, partial=True), spec.close_re.search(content)
         if any(mark is not None and mark.group().strip() for mark in marks):
             raise ValueError("a mark of a call is cut off, or is in an argument")
-        given = found["tool_calls"] if isinstance(found["tool_calls"], list) else [found["tool_calls"]]
+        given = given if isinstance(given, list) else [given]
         as_text = spec.content in ("xml-inline", "kv-lines")
         return content, thinking, [call for one in given for call in _calls(one, tools if as_text else None)]
 
@@ -287,4 +295,5 @@ def _calls(found: Any, tools: Sequence[Tool] | None) -> list[ToolCall]:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("not a call")
     typed = arguments if tools is None else typed_arguments(name, arguments, tools)
-    return [ToolCall(name, json.loads(json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")))]
+    plain = json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")
+    return [ToolCall(name, json.loads(plain.encode()))]  # rejects half of a surrogate pair
