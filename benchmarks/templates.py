@@ -38,7 +38,8 @@ _MARK = re.compile(
 _STOPS = {
     "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "diffusion_gemma": "<|tool_response> <turn|>", "gemma4": "<|tool_response> <turn|>", "gemma": "<end_of_turn>",
-    "glm": "<|observation|> <|user|>", "gptoss": "<|call|> <|return|>", "harmony": "<|call|> <|return|>", "idefics": "<end_of_utterance>",
+    "glm": "<|observation|> <|user|>",
+    "gptoss": "<|call|> <|return|>", "harmony": "<|call|> <|return|>", "idefics": "<end_of_utterance>",
     "llama": "<|eot_id|>", "llava": "</s>", "mistral": "</s>", "muse": "<|eot|>", "phi": "<|end|>",
     "smolvlm": "<end_of_utterance>", "": "<|im_end|>",
 }  # fmt: skip
@@ -141,7 +142,9 @@ def main() -> None:
     if options.result:
         said = f"Published chat templates, {datetime.date.today()}, `python -m benchmarks.templates`."
         said += "\n`-`: not supported by the template. `no call fits`: it renders tools, but no calls."
-        said += "\nThe templates of idefics3, llava_next and smolvlm, which are vision models, read text only in lists of parts."
+        said += (
+            "\nThe templates of idefics3, llava_next and smolvlm, which are vision models, read only lists of parts."
+        )
         options.result.write_text(f"{said}\n\n{text}", encoding="utf-8")
 
 
