@@ -48,9 +48,10 @@ def python_calls(text: str) -> list[ToolCall]:
 
 def _dashed(node: Any) -> tuple[str, Any]:
     """Return a call's name and the call. Python reads the dashes of a name as subtraction."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-        return f"{ast.unparse(node.left).replace(' - ', '-')}-{ast.unparse(node.right.func)}", node.right
-    return ast.unparse(node.func), node
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+        return ast.unparse(node.func), node
+    name, call = _dashed(node.right)
+    return f"{ast.unparse(node.left).replace(' - ', '-')}-{name}", call
 
 
 class _JsonNames(ast.NodeTransformer):
