@@ -213,11 +213,18 @@ def test_thinking_that_no_mark_opens_holds_no_calls() -> None:
     assert read("hermes", "x</think>done") == ("x</think>done", "", [])
 
 
-def test_a_quoted_mark_does_not_end_thinking_that_has_another_end() -> None:
-    assert read("hermes", "<think>`</think>` ends it</think>done") == ("done", "`</think>` ends it", [])
-    assert read("hermes", "<think>a</think>`</think>` ends it") == ("`</think>` ends it", "a", [])
-    assert read("hermes", 'so "</think>"') == ('so "</think>"', "", [])
-    assert read("hermes", '<think>"yes"</think>"no"') == ('"no"', '"yes"', [])
+@pytest.mark.parametrize("name", sorted(FORMS.keys() - {"harmony", "muse"}))
+def test_a_quoted_mark_does_not_end_thinking(name: str) -> None:
+    opened, closed, *_ = FORMS[name]
+    draft = f"`{closed}` ends it {call(name, TWO[1])}"
+    assert read(name, f"{opened}{draft}") == ("", draft, [])
+    assert read(name, f"{opened}{draft}{closed}done") == ("done", draft, [])
+    assert read(name, f"{opened}a{closed}`{closed}` ends it") == (f"`{closed}` ends it", "a", [])
+    assert read(name, f'{opened}"yes"{closed}\n"no"') == ('"no"', '"yes"', [])
+    marked = form_of(name).marked("p", f"{opened}`{closed}` 5{closed}42")
+    assert marked.replace("\n", "") == f"<think>`{closed}` 5</think>42"
+    quoting = ("zap", {"s": f'"{closed}"'})
+    assert read(name, f"{opened}a{closed}{call(name, quoting[1])}") == ("", "a", [quoting])
 
 
 def test_thinking_stays_in_the_content_if_the_template_shows_none() -> None:
