@@ -295,7 +295,7 @@ def _calls(found: Any, tools: Sequence[Tool] | None) -> list[ToolCall]:
         return python_calls(function.replace(_CUT, ""))
     name, arguments = function.get("name"), function.get("arguments")
     arguments = {} if arguments is None else arguments
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a call")
     typed = arguments if tools is None else typed_arguments(name, arguments, tools)
     plain = json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")

@@ -172,6 +172,7 @@ def test_arguments_written_as_text_get_the_type_of_the_schema(name: str, key: st
     [
         ("hermes", '<tool_call>{"name": "zap", "arguments": []}</tool_call>'),
         ("hermes", '<tool_call>{"name": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": ""}</tool_call>'),
         ("hermes", f"<tool_call>{'[' * 9999}</tool_call>"),
         ("hermes", "<tool_call>x</tool_call>" + call("hermes", ONE[1])),
         ("hermes", call("qwen3_coder", ONE[1])),
