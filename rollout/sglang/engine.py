@@ -30,9 +30,9 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config)
-        if self._dimensions.latent is not None and on_cpu():
+        if (special := self._dimensions.attention.special) and on_cpu():
             raise EngineError(
-                "SGLang on a CPU does not support latent attention (DeepSeek-V3)",
+                f"SGLang on a CPU does not support {special}",
                 code="model-not-served",
                 who=self._name,
                 remedy="use rollout.engine=transformers",

@@ -1,4 +1,4 @@
-"""A new model family needs only a name and a rule table: Seed-OSS, as in ``docs/extending.md``.
+"""A new model family of known layers needs only a reader: Seed-OSS, as in ``docs/extending.md``.
 
 Two sequence-parallel ranks export its weights bit for bit, and compute the logprobs of transformers' own model.
 """
@@ -12,30 +12,25 @@ import torch
 from torch import Tensor
 from transformers import SeedOssConfig, SeedOssForCausalLM
 
-from backends.megatron.conversion import families
-from backends.megatron.conversion.families.blocks import ATTENTION, MLP, NORMS, OUTER, QKV_BIAS
-from backends.megatron.conversion.rules import Family
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from slime_like.models import dimensions
+from slime_like.models import config_json
+from slime_like.models.family import FAMILIES, Family
 from tests.parallel.ranks import run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import exported_from, running, same_bits
 from tests.parallel.tiny import VOCAB, scored_sequences, tiny_config
 
 LENGTHS = [(5, 9), (3, 12)]
-SEED_OSS = Family("seed_oss", (*OUTER, *NORMS, *ATTENTION, *QKV_BIAS, *MLP))
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", lambda raw: config_json.decoder(raw, qkv_bias=True))
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
 
 
 @contextmanager
 def _known() -> Iterator[None]:
-    with (
-        patch.dict(dimensions.FAMILIES, SeedOssForCausalLM="seed_oss"),
-        patch.dict(families._FAMILIES, seed_oss=SEED_OSS),
-    ):
+    with patch.dict(FAMILIES, seed_oss=SEED_OSS):
         yield
 
 

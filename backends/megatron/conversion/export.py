@@ -14,9 +14,9 @@ from torch import Tensor
 
 from backends.common.hugging_face.conversion import in_files
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
-from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
-from backends.megatron.conversion.transforms import Piece, Shape
+from backends.megatron.families import family_of
+from backends.megatron.families.transforms import Piece, Shape
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import ModelDimensions
 

@@ -16,7 +16,7 @@ from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, PauseMode
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.dimensions import Attention, ForeignAttention, ModelDimensions
 from slime_like.orchestration.rollout.colocation import SharedDevices
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -41,18 +41,18 @@ def _config(tmp_path: Path, engine: str, every: int, **engine_args: Any) -> RunC
 
 
 @pytest.mark.parametrize(
-    ("keep_weights", "is_whole", "foreign", "level"),
+    ("keep_weights", "is_whole", "attention", "level"),
     [
-        (SYNC, True, None, 2),
-        (SAVE, True, None, 1),
-        (SYNC, False, None, 1),  # layers of a failed update have no memory
-        (SYNC, True, "x is BloomForCausalLM", 1),
+        (SYNC, True, Attention(), 2),
+        (SAVE, True, Attention(), 1),
+        (SYNC, False, Attention(), 1),  # layers of a failed update have no memory
+        (SYNC, True, ForeignAttention("x is BloomForCausalLM"), 1),
     ],
 )
 def test_sleep_level(
-    dimensions: ModelDimensions, keep_weights: bool, is_whole: bool, foreign: str | None, level: int
+    dimensions: ModelDimensions, keep_weights: bool, is_whole: bool, attention: Attention, level: int
 ) -> None:
-    assert sleep_level(keep_weights, is_whole, replace(dimensions, foreign=foreign)) == level
+    assert sleep_level(keep_weights, is_whole, replace(dimensions, attention=attention)) == level
 
 
 # No sampling follows a checkpoint at the last step (0, 10).
@@ -69,7 +69,7 @@ def test_sglang_keeps_a_copy_if_sampling_follows_a_checkpoint(
 
 
 def test_copies_in_the_plan(tmp_path: Path, dimensions: ModelDimensions) -> None:
-    foreign = replace(dimensions, foreign="x is BloomForCausalLM")
+    foreign = replace(dimensions, attention=ForeignAttention("x is BloomForCausalLM"))
     found = {
         (engine, every): (can_keep_weights(run, dimensions), copies_weights(run, dimensions))
         for engine in ("vllm", "sglang", "transformers")

@@ -1,6 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) on packed sequences.
+"""DeepSeek-V3 and similar models: latent attention, with the experts of ``blocks``.
 
-Megatron provides projections, parameters and sharding. The code between the projections is ours for two reasons.
+Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) on packed sequences: Megatron
+provides projections, parameters and sharding. The code between the projections is ours for two reasons.
 Megatron's positions are correct only for its context parallelism. Under tensor parallelism, its local layers lose other
 ranks' part of the shared key's gradient.
 """
@@ -15,13 +16,21 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from backends.megatron.attention import PackedLayout
+from backends.megatron.attention import PackedLayout, RotatedCoreAttention
+from backends.megatron.families.blocks import NORMS, OUTER, feed_forward, layer_rule
+from backends.megatron.families.family import MegatronFamily
+from backends.megatron.families.rules import Rule, hf
+from backends.megatron.families.transforms import Replicated, Split
 from backends.megatron.installed import Patch, applied
 from backends.megatron.norm import RMSNorm
 from backends.megatron.versions import AsSpecified
 from slime_like.checks.packages import has_transformer_engine
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.families.deepseek_v3 import LatentAttention
 
 _NORM_EPS = 1e-6
 
@@ -88,3 +97,82 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], self.num_attention_heads_per_partition, -1)
+
+
+_QUERY = (
+    layer_rule("self_attention.linear_q_proj.weight", Split(axis=0), hf("self_attn.q_proj.weight", "query", "hidden")),
+)
+
+_COMPRESSED_QUERY = (
+    layer_rule(
+        "self_attention.linear_q_down_proj.weight",
+        Split(axis=0),
+        hf("self_attn.q_a_proj.weight", "query_rank", "hidden"),
+    ),
+    layer_rule("self_attention.q_layernorm.weight", Replicated(), hf("self_attn.q_a_layernorm.weight", "query_rank")),
+    layer_rule(
+        "self_attention.linear_q_up_proj.weight",
+        Split(axis=0),
+        hf("self_attn.q_b_proj.weight", "query", "query_rank"),
+    ),
+)
+
+_KEY_VALUE = (
+    layer_rule(
+        "self_attention.linear_kv_down_proj.weight",
+        Split(axis=0),
+        hf("self_attn.kv_a_proj_with_mqa.weight", "compressed", "hidden"),
+    ),
+    layer_rule("self_attention.kv_layernorm.weight", Replicated(), hf("self_attn.kv_a_layernorm.weight", "kv_rank")),
+    layer_rule(
+        "self_attention.linear_kv_up_proj.weight",
+        Split(axis=0),
+        hf("self_attn.kv_b_proj.weight", "expanded", "kv_rank"),
+    ),
+    layer_rule("self_attention.linear_proj.weight", Split(axis=1), hf("self_attn.o_proj.weight", "hidden", "value")),
+)
+
+
+def _sizes(dimensions: ModelDimensions) -> LatentAttention:
+    assert isinstance(dimensions.attention, LatentAttention)
+    return dimensions.attention
+
+
+def _settings(dimensions: ModelDimensions) -> dict[str, Any]:
+    sizes, scaling = _sizes(dimensions), dimensions.rope_scaling or {}
+    return {
+        "q_lora_rank": sizes.query_rank,
+        "kv_lora_rank": sizes.kv_rank,
+        "qk_head_dim": sizes.nope_dim,
+        "qk_pos_emb_head_dim": sizes.rope_dim,
+        "v_head_dim": sizes.value_dim,
+        "qk_layernorm": True,
+        # Megatron's rotary embedding provides only the softmax's scale, which YaRN changes.
+        "rope_type": "rope",
+        "rotary_scaling_factor": scaling.get("factor", 1.0),
+        "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
+    }
+
+
+def _attention(config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
+    attention.module = PackedLatentAttention
+    attention.submodules.core_attention = RotatedCoreAttention
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+    return attention
+
+
+def _rules(dimensions: ModelDimensions) -> tuple[Rule, ...]:
+    query = _QUERY if _sizes(dimensions).query_rank is None else _COMPRESSED_QUERY
+    return (*OUTER, *NORMS, *query, *_KEY_VALUE, *feed_forward(dimensions))
+
+
+FAMILY = MegatronFamily(
+    _settings,
+    _attention,
+    {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    },
+    _rules,
+    config=MLATransformerConfig,
+)
