@@ -12,9 +12,8 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
-from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, PauseMode, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.expected_tensors import expected_tensors
 
 MemoryPart = Literal["weights", "kv_cache"]
 _MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
@@ -97,7 +96,6 @@ class EngineBase(EngineHooks[Running]):
         self._name = f"{kind} engine {engine_index}"
         self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self._expected = expected_tensors(config.model.path)
         self._promised: dict[str, int] = {}
         self._reset()
 
@@ -120,7 +118,7 @@ class EngineBase(EngineHooks[Running]):
             raise
 
     def _reset(self) -> None:
-        self._state = WeightUpdateState(self._name, self._expected)
+        self._state = WeightUpdateState(self._name, self._config.model.path)
         self._paused = self._resume_after_update = False
         self._asleep: set[str] = set()
 
@@ -169,14 +167,14 @@ class EngineBase(EngineHooks[Running]):
         self._alive()
         await self._sync_call("connect", self._connect(transport, rendezvous))
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, manifest: Manifest) -> None:
         """Open an update. Running requests are frozen until it is finished, unless the caller has already paused."""
         self._alive()
         self._require_awake(("weights",))
         if not self._paused:
             await self.pause("keep")
             self._resume_after_update = True
-        self._state.begin(version)
+        self._state.begin(version, manifest)
         await self._sync_call("begin_update", self._begin_update())
 
     async def update(self, bucket: BucketMetadata) -> None:

@@ -1,6 +1,5 @@
 """One rank's shard of Hugging Face's model and the optimizer."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights, shard_of
 from slime_like.config import RunConfig
-from slime_like.interfaces import WeightBucket
+from slime_like.interfaces import WeightExport
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -87,10 +86,10 @@ class FsdpState(TrainerState):
         common |= {"schedule": self._config.schedule, "updates": self.optimizer.updates}
         return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, bucket_bytes: int) -> WeightExport:
         return export_buckets(self.model, self._dtype, bucket_bytes, self._device)
 
-    def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_gradients(self, bucket_bytes: int) -> WeightExport:
         return export_buckets(self.model, torch.float32, bucket_bytes, self._device, self.optimizer.gradients())
 
     def export_hugging_face(self, directory: Path) -> None:

@@ -1,6 +1,6 @@
 """A trainer backend in one file: a dense Hugging Face model on one rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from slime_like.algorithms import LossInputs, LossSums, build_loss, logprobs_and_entropy
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket
+from slime_like.interfaces import Manifest, RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket, WeightExport
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 
@@ -93,12 +93,11 @@ class PlainTrainer:
         model = self.model if weights == "policy" else self.reference
         return [ScoredLogprobs(*_score(model, pack)) for pack in micro_batches]
 
-    def export_weights(self) -> Iterator[WeightBucket]:
-        return (WeightBucket([(name, tensor.detach())]) for name, tensor in self.model.named_parameters())
+    def export_weights(self) -> WeightExport:
+        return _export({name: tensor.detach() for name, tensor in self.model.named_parameters()})
 
-    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
-        for name, tensor in self.model.named_parameters():
-            yield WeightBucket([(name, tensor.grad.float() / denominator)])
+    def export_gradients(self, denominator: float) -> WeightExport:
+        return _export({name: tensor.grad.float() / denominator for name, tensor in self.model.named_parameters()})
 
     def export_hf(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
@@ -128,6 +127,10 @@ class PlainTrainer:
 
     def shutdown(self) -> None:
         """There is no process group."""
+
+
+def _export(tensors: dict[str, torch.Tensor]) -> WeightExport:
+    return WeightExport(Manifest.of(tensors), (WeightBucket([item]) for item in tensors.items()))
 
 
 def _score(model: Any, pack: PackedTrajectory) -> tuple[torch.Tensor, torch.Tensor]:

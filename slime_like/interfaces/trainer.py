@@ -1,6 +1,6 @@
 """The interface of a trainer backend: one rank, and every collective operation on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
-from slime_like.interfaces.weights import WeightBucket
+from slime_like.interfaces.weights import WeightExport
 from slime_like.plugins.entry_points import BACKEND_GROUP, load_installed
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
@@ -138,15 +138,15 @@ class TrainerBackend(Protocol):
         The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
         """
 
-    def export_weights(self) -> Iterator[WeightBucket]:
-        """Yield buckets with Hugging Face names, each at most ``config.sync.bucket_mb``.
+    def export_weights(self) -> WeightExport:
+        """Export buckets with Hugging Face names, each at most ``config.sync.bucket_mb``, and their manifest.
 
         Collective within a stage's tensor- and expert-parallel groups: all their ranks iterate in step. The sending
         rank yields tensors, ranks that only take part in its gathers yield empty buckets, others nothing.
         """
 
-    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
-        """End a step without an update: yield its gradients in float32, like ``export_weights`` yields weights.
+    def export_gradients(self, denominator: float) -> WeightExport:
+        """End a step without an update: export its gradients in float32, like ``export_weights`` exports weights.
 
         They are reduced and divided by ``denominator``, but not clipped. The next step starts from zero.
         """

@@ -9,7 +9,7 @@ import numpy as np
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, Manifest, UpdateReceipt
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
@@ -176,9 +176,9 @@ class WeightSync:
         if self._connected != self._supervisor.generation:
             self.connect()
         generation, self._connected = self._connected, None  # until the transfer has succeeded
-        self._ranks.defer(self._ranks.start(_PHASE, RankExport.begin_export))
+        manifests = self._ranks.start(_PHASE, RankExport.begin_export)
         first = self._ranks.start(_PHASE, RankExport.next_bucket)
-        self._engines.begin_update(version)
+        self._engines.begin_update(version, Manifest.joined(given(manifests.result())))
         sent = self._stream(first)
         receipts = self._engines.finish_update(version)
         self._ranks.defer(self._ranks.start(_PHASE, RankExport.end_export))

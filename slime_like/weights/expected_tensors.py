@@ -4,6 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from slime_like.errors import CheckpointError, WeightSyncError
+from slime_like.interfaces import Manifest
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes
 
@@ -22,6 +23,20 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(str(error), code="weight-files", who=f"model.path={directory}") from error
     dimensions = ModelDimensions.from_checkpoint(directory)
     return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+
+
+def require_model(manifest: Manifest, directory: Path, engine: str) -> None:
+    """Reject the manifest of an update of the whole model that lacks tensors, or has unknown or misshapen ones.
+
+    Raises:
+        WeightSyncError: names the first tensors.
+    """
+    expected = expected_tensors(directory)
+    require_complete(manifest.tensors, expected, engine)
+    for name, shape in expected.items():
+        if manifest.tensors[name].shape != shape:
+            problem = f"{name} has shape {manifest.tensors[name].shape}, but the model needs {shape}"
+            raise WeightSyncError(problem, code="tensor-shape", who=engine)
 
 
 def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:

@@ -29,7 +29,7 @@ from slime_like.interfaces import (
     RankPlacement,
     ScoredLogprobs,
     TrainerBackend,
-    WeightBucket,
+    WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -234,7 +234,7 @@ class TrainerBase(TrainerBackend):
         stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
         return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
 
-    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
+    def export_gradients(self, denominator: float) -> WeightExport:
         self._step.require_denominator(denominator)
         with self._phase("finalize_gradients"):
             self.finalize_gradients(denominator)
@@ -264,7 +264,7 @@ class TrainerBase(TrainerBackend):
     def _bucket_bytes(self) -> int:
         return self.config.bucket_bytes(on_gpus=torch.cuda.is_available())
 
-    def export_weights(self) -> Iterator[WeightBucket]:
+    def export_weights(self) -> WeightExport:
         self.settle_weights()
         return self.state.export_weights(self._bucket_bytes)
 

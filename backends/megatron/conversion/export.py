@@ -17,7 +17,9 @@ from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directo
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Piece, Shape
-from slime_like.interfaces import WeightBucket
+from slime_like.interfaces import Manifest, WeightBucket, WeightExport
+from slime_like.interfaces.conversion import TensorInfo
+from slime_like.interfaces.weights import dtype_name
 from slime_like.models.dimensions import ModelDimensions
 
 _ALIGNMENT = 64
@@ -26,9 +28,7 @@ Empty = Callable[..., Tensor]
 """Factory of a tensor with a shape, a ``dtype`` and undefined values."""
 
 
-def export_buckets(
-    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int
-) -> Iterator[WeightBucket]:
+def export_buckets(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int) -> WeightExport:
     """Stream this pipeline stage's tensors in the parameters' type, at most ``bucket_bytes`` per bucket.
 
     A single larger tensor gets its own bucket. The first rank of each stage yields the tensors. Ranks with other shards
@@ -40,18 +40,16 @@ def export_buckets(
     Raises:
         CheckpointError: no rule covers a parameter.
     """
-    yield from _stream(_exported(model_chunks, dimensions), bucket_bytes)
+    return _export(_exported(model_chunks, dimensions), bucket_bytes)
 
 
-def export_gradients(
-    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int
-) -> Iterator[WeightBucket]:
+def export_gradients(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int) -> WeightExport:
     """Export like ``export_buckets``, but the gradient sums of Megatron's DDP (``main_grad``), whole on every rank.
 
     A gradient has its parameter's memory layout, so it is exported like one. Weights without gradients are left out.
     """
     trained: list[Any] = [item for item in _exported(model_chunks, dimensions) if item.parameter.requires_grad]
-    yield from _stream([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
+    return _export([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
 
 
 def save_hf(
@@ -82,13 +80,28 @@ def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> 
     return [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
 
 
-def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[WeightBucket]:
-    """Gather, merge and yield the tensors of ``exported``."""
+def _export(exported: Sequence[Placement], bucket_bytes: int) -> WeightExport:
     first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    sends = first and parallel_state.get_tensor_model_parallel_rank() == 0
+    return WeightExport(_manifest(exported) if sends else None, _stream(exported, bucket_bytes, first, sends))
+
+
+def _manifest(exported: Sequence[Placement]) -> Manifest:
+    return Manifest(
+        {
+            name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
+            for item in exported
+            for expert in _expert_numbers(item)
+            for name, shape in zip(item.source_names(expert), item.shapes, strict=True)
+        }
+    )
+
+
+def _stream(exported: Sequence[Placement], bucket_bytes: int, first: bool, sends: bool) -> Iterator[WeightBucket]:
+    """Gather, merge and yield the tensors of ``exported``."""
     first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
     if not (first or first_of_experts):
         return
-    sends = first and parallel_state.get_tensor_model_parallel_rank() == 0
     batches = in_files(exported, _gathered_bytes, bucket_bytes)  # consecutive parameters, gathered together
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     expert_group = parallel_state.get_expert_tensor_and_model_parallel_group()

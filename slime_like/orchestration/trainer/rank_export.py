@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.interfaces import BucketMetadata, RankCoordinates, TrainerBackend, WeightBucket
+from slime_like.interfaces import BucketMetadata, Manifest, RankCoordinates, TrainerBackend, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.weights.transport import Sender, TransportSettings
@@ -56,11 +56,16 @@ class RankExport:
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()
 
-    def begin_export(self) -> None:
-        """Start over. Engines must have loaded everything sent before, or the transport was opened again."""
+    def begin_export(self) -> Manifest | None:
+        """Start over. Engines must have loaded everything sent before, or the transport was opened again.
+
+        Returns the manifest of what this rank gathers; ``None`` if it gathers nothing.
+        """
         self._release(keep=0)
-        self._buckets = self._backend.export_weights()
+        export = self._backend.export_weights()
+        self._buckets = export.buckets
         self._stream = self._sender.stream(self._next) if isinstance(self._sender, ColocatedSender) else None
+        return export.manifest
 
     def end_export(self) -> None:
         """Free the device memory of a finished export. Engines must have loaded and released everything."""
@@ -71,7 +76,7 @@ class RankExport:
     def begin_gradient_export(self, index: int, denominator: float) -> None:
         """Make ``next_tensors`` return the gradients of minibatch ``index`` of the loaded batch. Updates nothing."""
         self._training.accumulate_minibatch(index, denominator)
-        self._buckets = self._backend.export_gradients(denominator)
+        self._buckets = self._backend.export_gradients(denominator).buckets
 
     def next_bucket(self) -> BucketMetadata | None:
         """Gather and send the next bucket. Return ``None`` if this rank has none to send, or no more.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from safetensors.torch import load_file
 
 from rollout.base import EngineBase
 from rollout.sglang import arguments as sglang
@@ -15,7 +16,7 @@ from rollout.vllm.arguments import sleep_level
 from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, PauseMode
+from slime_like.interfaces import BucketMetadata, Manifest, PauseMode
 from slime_like.models.dimensions import Attention, ForeignAttention, ModelDimensions
 from slime_like.orchestration.rollout.colocation import SharedDevices
 from tests.support.rejections import Rejects
@@ -118,10 +119,11 @@ def test_no_part_of_an_update_reaches_sleeping_weights(
 ) -> None:
     async def scenario(keep_weights: bool) -> None:
         engine = _Idle(_config(tmp_path, "transformers", 0), 0, "idle")
-        await engine.begin_update(1)
+        manifest = Manifest.of(load_file(tmp_path / "model" / "model.safetensors"))
+        await engine.begin_update(1, manifest)
         await engine.sleep(keep_weights)
         calls = (
-            lambda: engine.begin_update(2),
+            lambda: engine.begin_update(2, manifest),
             lambda: engine.update(BucketMetadata("shm", {}, ())),
             lambda: engine.finish_update(1),
         )
@@ -132,7 +134,7 @@ def test_no_part_of_an_update_reaches_sleeping_weights(
                     await call()
         with contextlib.suppress(EngineError):  # still cannot sample
             await engine.wake(("weights",))
-        await engine.begin_update(2)
+        await engine.begin_update(2, manifest)
 
     for keep_weights in (False, True):
         asyncio.run(scenario(keep_weights))
