@@ -195,9 +195,6 @@ class EngineBase(EngineHooks[Running]):
             await self.resume()
         return receipt
 
-    async def checksums(self) -> dict[str, int]:
-        return dict(self._state.checksums)
-
     # ------------------------------------------------------------------------------------------------ health and turns
     async def health(self) -> EngineHealth:
         try:

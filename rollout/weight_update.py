@@ -24,7 +24,6 @@ class WeightUpdateState:
 
     def __init__(self, engine: str, model: Path) -> None:
         self.version = 0
-        self.checksums: dict[str, int] = {}
         self._engine = engine
         self._model = model
         self._manifest = Manifest({})
@@ -86,7 +85,6 @@ class WeightUpdateState:
     def commit(self, received: Mapping[str, int], hash_s: float = 0.0) -> UpdateReceipt:
         assert self._open_version is not None
         self.version = self._open_version
-        self.checksums = dict(received)
         self._open_version = None
         self._failure = None
         return UpdateReceipt(self.version, dict(received), hash_s)
@@ -102,7 +100,7 @@ class WeightUpdateState:
         """Fail the open update if the block raises."""
         try:
             yield
-        except WeightSyncError as error:
+        except Exception as error:
             self.fail(str(error))
             raise
 

@@ -13,7 +13,7 @@ from backends.common.process.agreement import together
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.names import pieces, stored_shapes
 from backends.fsdp.parallel import rows_of_rank
-from slime_like.interfaces import Manifest, WeightBucket, WeightExport
+from slime_like.interfaces import Manifest, WeightBucket
 from slime_like.interfaces.conversion import TensorInfo
 from slime_like.interfaces.weights import dtype_name
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
@@ -69,13 +69,22 @@ def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
         bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
 
 
+def export_manifest(model: LogprobModel, dtype: torch.dtype) -> Manifest | None:
+    """Return the tensors that ``export_buckets`` yields on this rank; ``None`` if it yields none."""
+    if dist.get_rank() > 0:
+        return None
+    types, shapes = {name: bias.dtype for name, bias in model.kept_by_name().items()}, checkpoint_shapes(model)
+    return Manifest({name: TensorInfo(dtype_name(types.get(name, dtype)), shape) for name, shape in shapes.items()})
+
+
+@torch.no_grad()
 def export_buckets(
     model: LogprobModel,
     dtype: torch.dtype,
     bucket_bytes: int,
     device: torch.device,
     rows: Mapping[str, Tensor] | None = None,
-) -> WeightExport:
+) -> Iterator[WeightBucket]:
     """Stream all tensors in ``dtype``, at most ``bucket_bytes`` per bucket. A single larger parameter gets its own
     bucket. Router biases stay in float32: rounding would change the chosen experts.
 
@@ -86,29 +95,9 @@ def export_buckets(
         rows: this rank's rows of other tensors with the parameters' shapes, such as gradients, by model name. Router
             biases have none.
     """
-    kept = model.kept_by_name() if rows is None else {}
-    manifest = Manifest(
-        {
-            stored: TensorInfo(dtype_name(tensor.dtype if name in kept else dtype), shape)
-            for name, tensor in (model.parameters_by_name() | kept).items()
-            for stored, shape in stored_shapes(name, tuple(tensor.shape)).items()
-        }
-    )
-    sends = dist.get_rank() == 0
-    return WeightExport(manifest if sends else None, _stream(model, dtype, bucket_bytes, device, rows, kept))
-
-
-@torch.no_grad()
-def _stream(
-    model: LogprobModel,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    device: torch.device,
-    rows: Mapping[str, Tensor] | None,
-    kept: Mapping[str, Tensor],
-) -> Iterator[WeightBucket]:
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
+    kept = model.kept_by_name() if rows is None else {}
     for name, tensor in (model.parameters_by_name() | kept).items():
         size = tensor.nbytes if name in kept else tensor.numel() * dtype.itemsize
         if nbytes and nbytes + size > bucket_bytes:

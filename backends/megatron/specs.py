@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from backends.megatron.attention import Attention, PackedCoreAttention
 from backends.megatron.experts import GroupedExperts
-from backends.megatron.families.family import MegatronFamily
+from backends.megatron.families import MegatronFamily
 from backends.megatron.head import ScoredLayer
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
@@ -65,7 +65,9 @@ def local_layer_spec(
     spec.module = ScoredLayer
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.sharded_state_dict_keys_map = fused_norm_names(family, num_experts)
+    # A norm before experts does not feed a single matrix. It is a separate module in both specs.
+    mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if num_experts is None else {}
+    spec.submodules.sharded_state_dict_keys_map = family.fused_norms | mlp
     spec.submodules.self_attention = family.attention(config, layer, spec.submodules.self_attention)
     return _with_balanced_experts(spec, num_experts, GroupedExperts if config.moe_grouped_gemm else None)
 
@@ -88,16 +90,6 @@ def transformer_engine_layer_spec(
     core_attention = RotatedDotProductAttention if attention == "transformer_engine" else PackedCoreAttention
     spec.submodules.self_attention.submodules.core_attention = core_attention
     return _with_balanced_experts(spec, num_experts, None)
-
-
-def fused_norm_names(family: MegatronFamily, num_experts: int | None) -> dict[str, str]:
-    """Map norms' local names to Transformer Engine's, which are canonical: a norm is part of the matrix it feeds.
-
-    A norm before a mixture of experts, or a layer's norm before latent attention, does not feed a single matrix. It is
-    a separate module in both specs.
-    """
-    dense = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if num_experts is None else {}
-    return family.fused_norms | dense
 
 
 def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None, experts: type | None) -> ModuleSpec:

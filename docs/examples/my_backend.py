@@ -1,6 +1,6 @@
 """A trainer backend in one file: a dense Hugging Face model on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +94,12 @@ class PlainTrainer:
         return [ScoredLogprobs(*_score(model, pack)) for pack in micro_batches]
 
     def export_weights(self) -> WeightExport:
-        return _export({name: tensor.detach() for name, tensor in self.model.named_parameters()})
+        weights = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
+        return WeightExport(Manifest.of(weights), (WeightBucket([weight]) for weight in weights.items()))
 
-    def export_gradients(self, denominator: float) -> WeightExport:
-        return _export({name: tensor.grad.float() / denominator for name, tensor in self.model.named_parameters()})
+    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
+        for name, tensor in self.model.named_parameters():
+            yield WeightBucket([(name, tensor.grad.float() / denominator)])
 
     def export_hf(self, directory: Path) -> None:
         self.model.save_pretrained(directory)
@@ -127,10 +129,6 @@ class PlainTrainer:
 
     def shutdown(self) -> None:
         """There is no process group."""
-
-
-def _export(tensors: dict[str, torch.Tensor]) -> WeightExport:
-    return WeightExport(Manifest.of(tensors), (WeightBucket([item]) for item in tensors.items()))
 
 
 def _score(model: Any, pack: PackedTrajectory) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,8 +7,7 @@ from seed_oss import SEED_OSS
 from transformers import SeedOssConfig, SeedOssForCausalLM
 
 from backends.megatron.families import family_of
-from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.family import FAMILIES
+from slime_like.models.dimensions import FAMILIES, ModelDimensions
 
 FAMILIES[SEED_OSS.name] = SEED_OSS  # as the entry in families/__init__.py does
 config = SeedOssConfig(

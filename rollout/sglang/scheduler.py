@@ -25,12 +25,12 @@ from sglang.srt.utils.common import async_h2d
 
 from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt
-from rollout.receiving import WeightReceiver
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.received import WeightReceiver
 
 _BURST_GAP_S, _BURST_GAPS = 0.002, 10
 """How long an idle scheduler waits for another request, and how often. Less than a step."""

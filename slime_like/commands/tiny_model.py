@@ -7,7 +7,7 @@ from pathlib import Path
 from slime_like.commands.command import Command, given_path
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
-from slime_like.models.family import FAMILIES
+from slime_like.models.dimensions import FAMILIES
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

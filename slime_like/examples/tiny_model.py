@@ -18,7 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slime_like.errors import ConfigError
-from slime_like.models.family import FAMILIES
+from slime_like.models.dimensions import FAMILIES
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>")
 """Ids 0 to 7; the 256 byte values follow."""
@@ -102,7 +102,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     unknown = sorted(overrides.keys() - known)
     if unknown:
         raise ConfigError([f"{name} is not a field of {class_name}; remove it" for name in unknown])
-    fields = {"dtype": "float32", **_SIZES, **FAMILIES[family].tiny, **_special_ids(), **overrides}
+    special = {**FAMILIES[family].small, **FAMILIES[family].tiny, **_special_ids()}
+    fields = {"dtype": "float32", **_SIZES, **special, **overrides}
     return type(plain)(**fields, architectures=[class_name.replace("Config", "ForCausalLM")])
 
 

@@ -196,9 +196,6 @@ class RolloutEngine(Protocol):
     async def finish_update(self, version: int) -> UpdateReceipt:
         """Make the new weights current, flush all caches, and return the hashes. Fails if the update lacks a tensor."""
 
-    async def checksums(self) -> dict[str, int]:
-        """Return the hashes received in the last finished update."""
-
     async def health(self) -> EngineHealth: ...
 
     async def sleep(self, keep_weights: bool = True) -> None:

@@ -1,6 +1,6 @@
 """The interface of a trainer backend: one rank, and every collective operation on it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
-from slime_like.interfaces.weights import WeightExport
+from slime_like.interfaces.weights import WeightBucket, WeightExport
 from slime_like.plugins.entry_points import BACKEND_GROUP, load_installed
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
@@ -145,8 +145,8 @@ class TrainerBackend(Protocol):
         rank yields tensors, ranks that only take part in its gathers yield empty buckets, others nothing.
         """
 
-    def export_gradients(self, denominator: float) -> WeightExport:
-        """End a step without an update: export its gradients in float32, like ``export_weights`` exports weights.
+    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
+        """End a step without an update: yield its gradients in float32, like the buckets of ``export_weights``.
 
         They are reduced and divided by ``denominator``, but not clipped. The next step starts from zero.
         """

@@ -1,6 +1,6 @@
 """Weights sent from a trainer to the engines: manifests, tensors, buckets, receipts."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -30,15 +30,6 @@ class Manifest:
         return cls(
             {name: TensorInfo(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}, updates
         )
-
-    @classmethod
-    def joined(cls, parts: Iterable[Self]) -> Self:
-        """Join the manifests of all senders of one export."""
-        first, *others = parts
-        tensors = dict(first.tensors)
-        for part in others:
-            tensors |= part.tensors
-        return cls(tensors, first.updates)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -10,7 +11,6 @@ from typing import Any, ClassVar, Self
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
 from slime_like.models.converted import training_checkpoint
-from slime_like.models.family import FAMILIES
 from slime_like.system.words import from_here
 
 OTHER = "other"
@@ -27,18 +27,46 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
+class Family:
+    """One model family: how its ``config.json`` is read, and where its layers are built.
+
+    Attributes:
+        name: transformers' model type.
+        architecture: first entry of ``architectures`` in ``config.json``.
+        read: returns fields of ``ModelDimensions`` for the content of ``config.json``; raises like ``config_json``.
+        megatron: module and class of Megatron's settings, layers and conversion rules.
+        small: sizes of attention in small models, as fields of transformers' configuration, if they are special.
+        tiny: other fields in which a tiny model differs from other families'.
+    """
+
+    name: str
+    architecture: str
+    read: Callable[[dict[str, Any]], dict[str, Any]]
+    megatron: str = "backends.megatron.families:MegatronFamily"
+    small: Mapping[str, Any] = field(default_factory=dict)
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {}
+"""All families by name, from ``slime_like.models.families``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """Grouped-query attention, and all that depends on the kind of a model's layers.
 
     A subclass describes another kind of layers and has the sizes that only this kind has. Counts are of all layers.
 
     Attributes:
-        special: name of layers that Transformer Engine and SGLang's CPU kernels do not support; empty for others.
         reloads: a weight update replaces every tensor that an engine computes with.
     """
 
-    special: ClassVar[str] = ""
     reloads: ClassVar[bool] = True
+
+    @property
+    def special(self) -> str:
+        """Name of layers that Transformer Engine and SGLang's CPU kernels do not support; empty for others."""
+        return "" if type(self) is Attention else type(self).__name__
 
     @property
     def interleaved(self) -> bool:
@@ -82,10 +110,6 @@ class Attention:
         """Return further sizes that tensor-parallel ranks split, by their names for the user."""
         return {}
 
-    def small(self) -> dict[str, Any]:
-        """Return the fields of a small model's transformers configuration that depend on this kind."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True)
 class ForeignAttention(Attention):
@@ -100,6 +124,10 @@ class ForeignAttention(Attention):
     reach: int | None = None
 
     reloads: ClassVar[bool] = False  # some tensors are neither parameters nor buffers
+
+    @property
+    def special(self) -> str:
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, Manifest, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
@@ -178,7 +178,9 @@ class WeightSync:
         generation, self._connected = self._connected, None  # until the transfer has succeeded
         manifests = self._ranks.start(_PHASE, RankExport.begin_export)
         first = self._ranks.start(_PHASE, RankExport.next_bucket)
-        self._engines.begin_update(version, Manifest.joined(given(manifests.result())))
+        parts = given(manifests.result())  # of the pipeline stages
+        tensors = {name: info for part in parts for name, info in part.tensors.items()}
+        self._engines.begin_update(version, replace(parts[0], tensors=tensors))
         sent = self._stream(first)
         receipts = self._engines.finish_update(version)
         self._ranks.defer(self._ranks.start(_PHASE, RankExport.end_export))

@@ -26,17 +26,9 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def require_model(manifest: Manifest, directory: Path, engine: str) -> None:
-    """Reject the manifest of an update of the whole model that lacks tensors, or has unknown or misshapen ones.
-
-    Raises:
-        WeightSyncError: names the first tensors.
-    """
-    expected = expected_tensors(directory)
-    require_complete(manifest.tensors, expected, engine)
-    for name, shape in expected.items():
-        if manifest.tensors[name].shape != shape:
-            problem = f"{name} has shape {manifest.tensors[name].shape}, but the model needs {shape}"
-            raise WeightSyncError(problem, code="tensor-shape", who=engine)
+    """Reject the manifest of an update of the whole model that lacks tensors, or has unknown or misshapen ones."""
+    expected = {f"{name} {shape}" for name, shape in expected_tensors(directory).items()}
+    require_complete({f"{name} {info.shape}" for name, info in manifest.tensors.items()}, expected, engine)
 
 
 def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:

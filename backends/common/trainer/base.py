@@ -29,6 +29,7 @@ from slime_like.interfaces import (
     RankPlacement,
     ScoredLogprobs,
     TrainerBackend,
+    WeightBucket,
     WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
@@ -234,7 +235,7 @@ class TrainerBase(TrainerBackend):
         stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
         return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
 
-    def export_gradients(self, denominator: float) -> WeightExport:
+    def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
         self._step.require_denominator(denominator)
         with self._phase("finalize_gradients"):
             self.finalize_gradients(denominator)

@@ -40,16 +40,25 @@ def export_buckets(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions
     Raises:
         CheckpointError: no rule covers a parameter.
     """
-    return _export(_exported(model_chunks, dimensions), bucket_bytes)
+    exported = _exported(model_chunks, dimensions)
+    tensors = {
+        name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
+        for item in exported
+        for expert in _expert_numbers(item)
+        for name, shape in zip(item.source_names(expert), item.shapes, strict=True)
+    }
+    return WeightExport(Manifest(tensors) if _sends() else None, _stream(exported, bucket_bytes))
 
 
-def export_gradients(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int) -> WeightExport:
+def export_gradients(
+    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int
+) -> Iterator[WeightBucket]:
     """Export like ``export_buckets``, but the gradient sums of Megatron's DDP (``main_grad``), whole on every rank.
 
     A gradient has its parameter's memory layout, so it is exported like one. Weights without gradients are left out.
     """
     trained: list[Any] = [item for item in _exported(model_chunks, dimensions) if item.parameter.requires_grad]
-    return _export([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
+    yield from _stream([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
 
 
 def save_hf(
@@ -80,26 +89,17 @@ def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> 
     return [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
 
 
-def _export(exported: Sequence[Placement], bucket_bytes: int) -> WeightExport:
-    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    sends = first and parallel_state.get_tensor_model_parallel_rank() == 0
-    return WeightExport(_manifest(exported) if sends else None, _stream(exported, bucket_bytes, first, sends))
+def _is_first_replica() -> bool:
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def _manifest(exported: Sequence[Placement]) -> Manifest:
-    return Manifest(
-        {
-            name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
-            for item in exported
-            for expert in _expert_numbers(item)
-            for name, shape in zip(item.source_names(expert), item.shapes, strict=True)
-        }
-    )
+def _sends() -> bool:
+    return _is_first_replica() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _stream(exported: Sequence[Placement], bucket_bytes: int, first: bool, sends: bool) -> Iterator[WeightBucket]:
+def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Gather, merge and yield the tensors of ``exported``."""
-    first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
+    first, first_of_experts = _is_first_replica(), parallel_state.get_expert_data_parallel_rank() == 0
     if not (first or first_of_experts):
         return
     batches = in_files(exported, _gathered_bytes, bucket_bytes)  # consecutive parameters, gathered together
@@ -111,7 +111,7 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int, first: bool, sends
         shards = _gathered(_dense(batch), tensor_group) if first else {}
         if first_of_experts:
             shards |= _gathered(_expert(batch), expert_group)
-        parts = (part for item in batch for part in _tensors(item, shards, sends, arena))
+        parts = (part for item in batch for part in _tensors(item, shards, _sends(), arena))
         yield from _buckets(parts, bucket_bytes)
 
 

@@ -6,7 +6,7 @@ Megatron's positions are correct only for its context parallelism. Under tensor 
 ranks' part of the shared key's gradient.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -21,16 +21,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout, RotatedCoreAttention
+from backends.megatron.families import MegatronFamily
 from backends.megatron.families.blocks import NORMS, OUTER, feed_forward, layer_rule
-from backends.megatron.families.family import MegatronFamily
 from backends.megatron.families.rules import Rule, hf
-from backends.megatron.families.transforms import Replicated, Split
+from backends.megatron.families.transforms import Replicated, Split, Transform
 from backends.megatron.installed import Patch, applied
 from backends.megatron.norm import RMSNorm
 from backends.megatron.versions import AsSpecified
 from slime_like.checks.packages import has_transformer_engine
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.families.deepseek_v3 import LatentAttention
 
 _NORM_EPS = 1e-6
 
@@ -99,80 +98,56 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
         return x.reshape(x.shape[0], self.num_attention_heads_per_partition, -1)
 
 
-_QUERY = (
-    layer_rule("self_attention.linear_q_proj.weight", Split(axis=0), hf("self_attn.q_proj.weight", "query", "hidden")),
-)
+def _rule(megatron: str, transform: Transform, hugging_face: str, *sizes: str) -> Rule:
+    return layer_rule(f"self_attention.{megatron}.weight", transform, hf(f"self_attn.{hugging_face}.weight", *sizes))
 
+
+_ROWS, _COLUMNS, _WHOLE = Split(axis=0), Split(axis=1), Replicated()
+_QUERY = (_rule("linear_q_proj", _ROWS, "q_proj", "query", "hidden"),)
 _COMPRESSED_QUERY = (
-    layer_rule(
-        "self_attention.linear_q_down_proj.weight",
-        Split(axis=0),
-        hf("self_attn.q_a_proj.weight", "query_rank", "hidden"),
-    ),
-    layer_rule("self_attention.q_layernorm.weight", Replicated(), hf("self_attn.q_a_layernorm.weight", "query_rank")),
-    layer_rule(
-        "self_attention.linear_q_up_proj.weight",
-        Split(axis=0),
-        hf("self_attn.q_b_proj.weight", "query", "query_rank"),
-    ),
+    _rule("linear_q_down_proj", _ROWS, "q_a_proj", "query_rank", "hidden"),
+    _rule("q_layernorm", _WHOLE, "q_a_layernorm", "query_rank"),
+    _rule("linear_q_up_proj", _ROWS, "q_b_proj", "query", "query_rank"),
 )
-
 _KEY_VALUE = (
-    layer_rule(
-        "self_attention.linear_kv_down_proj.weight",
-        Split(axis=0),
-        hf("self_attn.kv_a_proj_with_mqa.weight", "compressed", "hidden"),
-    ),
-    layer_rule("self_attention.kv_layernorm.weight", Replicated(), hf("self_attn.kv_a_layernorm.weight", "kv_rank")),
-    layer_rule(
-        "self_attention.linear_kv_up_proj.weight",
-        Split(axis=0),
-        hf("self_attn.kv_b_proj.weight", "expanded", "kv_rank"),
-    ),
-    layer_rule("self_attention.linear_proj.weight", Split(axis=1), hf("self_attn.o_proj.weight", "hidden", "value")),
+    _rule("linear_kv_down_proj", _ROWS, "kv_a_proj_with_mqa", "compressed", "hidden"),
+    _rule("kv_layernorm", _WHOLE, "kv_a_layernorm", "kv_rank"),
+    _rule("linear_kv_up_proj", _ROWS, "kv_b_proj", "expanded", "kv_rank"),
+    _rule("linear_proj", _COLUMNS, "o_proj", "hidden", "value"),
 )
 
 
-def _sizes(dimensions: ModelDimensions) -> LatentAttention:
-    assert isinstance(dimensions.attention, LatentAttention)
-    return dimensions.attention
+class LatentFamily(MegatronFamily):
+    """Layers with latent attention."""
 
-
-def _settings(dimensions: ModelDimensions) -> dict[str, Any]:
-    sizes, scaling = _sizes(dimensions), dimensions.rope_scaling or {}
-    return {
-        "q_lora_rank": sizes.query_rank,
-        "kv_lora_rank": sizes.kv_rank,
-        "qk_head_dim": sizes.nope_dim,
-        "qk_pos_emb_head_dim": sizes.rope_dim,
-        "v_head_dim": sizes.value_dim,
-        "qk_layernorm": True,
-        # Megatron's rotary embedding provides only the softmax's scale, which YaRN changes.
-        "rope_type": "rope",
-        "rotary_scaling_factor": scaling.get("factor", 1.0),
-        "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
-    }
-
-
-def _attention(config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
-    attention.module = PackedLatentAttention
-    attention.submodules.core_attention = RotatedCoreAttention
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
-    return attention
-
-
-def _rules(dimensions: ModelDimensions) -> tuple[Rule, ...]:
-    query = _QUERY if _sizes(dimensions).query_rank is None else _COMPRESSED_QUERY
-    return (*OUTER, *NORMS, *query, *_KEY_VALUE, *feed_forward(dimensions))
-
-
-FAMILY = MegatronFamily(
-    _settings,
-    _attention,
-    {
+    config = MLATransformerConfig
+    fused_norms: ClassVar = {
         "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    },
-    _rules,
-    config=MLATransformerConfig,
-)
+    }
+
+    def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
+        sizes: Any = dimensions.attention
+        scaling = dimensions.rope_scaling or {}
+        return {
+            "q_lora_rank": sizes.query_rank,
+            "kv_lora_rank": sizes.kv_rank,
+            "qk_head_dim": sizes.nope_dim,
+            "qk_pos_emb_head_dim": sizes.rope_dim,
+            "v_head_dim": sizes.value_dim,
+            "qk_layernorm": True,
+            # Megatron's rotary embedding provides only the softmax's scale, which YaRN changes.
+            "rope_type": "rope",
+            "rotary_scaling_factor": scaling.get("factor", 1.0),
+            "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
+        }
+
+    def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
+        attention.module = PackedLatentAttention
+        attention.submodules.core_attention = RotatedCoreAttention
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+        return attention
+
+    def rules(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
+        query = _COMPRESSED_QUERY if dimensions.attention.sizes(dimensions)["query_rank"] else _QUERY
+        return (*OUTER, *NORMS, *query, *_KEY_VALUE, *feed_forward(dimensions))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from slime_like.models import config_json
 from slime_like.models.config_json import UnsupportedError, count, flag, number
-from slime_like.models.dimensions import Attention, ModelDimensions
-from slime_like.models.family import Family
+from slime_like.models.dimensions import Attention, Family, ModelDimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,9 @@ class LatentAttention(Attention):
     value_dim: int
     interleaved: bool = True
 
-    special: ClassVar[str] = "latent attention (DeepSeek-V3's)"
+    @property
+    def special(self) -> str:
+        return "latent attention (DeepSeek-V3's)"
 
     def rotary_size(self, model: ModelDimensions) -> int:
         return self.rope_dim
@@ -66,25 +67,11 @@ class LatentAttention(Attention):
         keys = {"columns of compressed keys and values": self.sizes(model)["compressed"]}
         return keys if self.query_rank is None else keys | {"columns of compressed queries": self.query_rank}
 
-    def small(self) -> dict[str, Any]:
-        return {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "q_lora_rank": None if self.query_rank is None else 64,
-            "kv_lora_rank": 48,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "head_dim": 16,  # in this configuration, the rotary part only
-        }
-
 
 def _read(raw: dict[str, Any]) -> dict[str, Any]:
-    layers, experts, top_k = (
-        count(raw, key) for key in ("num_hidden_layers", "n_routed_experts", "num_experts_per_tok")
-    )
+    layers, experts = count(raw, "num_hidden_layers"), count(raw, "n_routed_experts")
+    top_k, dense = count(raw, "num_experts_per_tok"), count(raw, "first_k_dense_replace", least=0)
     groups, top_groups = count(raw, "n_group"), count(raw, "topk_group")
-    dense = count(raw, "first_k_dense_replace", least=0)
     for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         if raw.get(key, only) != only:
             raise UnsupportedError(f"{key}={raw[key]} is not {only}")
@@ -130,32 +117,18 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     _read,
-    megatron="deepseek_v3",
+    megatron="backends.megatron.families.deepseek_v3:LatentFamily",
+    small={
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 48,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        "head_dim": 16,  # in transformers' configuration, the rotary part only
+    },
     tiny={
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 48,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "head_dim": 16,
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 48,
-        "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4,
+        "n_group": 4, "topk_group": 2, "moe_intermediate_size": 48, "num_nextn_predict_layers": 0,
         "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 128,
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
         },
     },
-)
+)  # fmt: skip

@@ -76,7 +76,7 @@ class RankExport:
     def begin_gradient_export(self, index: int, denominator: float) -> None:
         """Make ``next_tensors`` return the gradients of minibatch ``index`` of the loaded batch. Updates nothing."""
         self._training.accumulate_minibatch(index, denominator)
-        self._buckets = self._backend.export_gradients(denominator).buckets
+        self._buckets = self._backend.export_gradients(denominator)
 
     def next_bucket(self) -> BucketMetadata | None:
         """Gather and send the next bucket. Return ``None`` if this rank has none to send, or no more.

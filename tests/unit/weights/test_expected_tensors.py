@@ -46,11 +46,7 @@ def test_the_manifest_of_a_whole_update_has_the_tensors_of_the_model(rejects: Re
     weights = load_file(tmp_path / "model.safetensors")
     name, tensor = next(iter(weights.items()))
     require_model(Manifest.of(weights), tmp_path, "engine")
-    changes = {
-        "incomplete-update": (weights | {"model.extra": tensor}, {n: t for n, t in weights.items() if n != name}),
-        "tensor-shape": (weights | {name: tensor.T.contiguous()},),
-    }
-    for code, cases in changes.items():
-        for changed in cases:
-            with rejects(WeightSyncError, code):
-                require_model(Manifest.of(changed), tmp_path, "engine")
+    others = {n: t for n, t in weights.items() if n != name}
+    for changed in (others, weights | {"model.extra": tensor}, weights | {name: tensor.T.contiguous()}):
+        with rejects(WeightSyncError, "incomplete-update"):
+            require_model(Manifest.of(changed), tmp_path, "engine")

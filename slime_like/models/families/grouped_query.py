@@ -1,10 +1,26 @@
-"""Qwen2, Qwen3 and Qwen3's mixtures of experts."""
+"""Llama and similar models: grouped-query attention, with or without biases, norms of heads, and experts."""
 
 from typing import Any
 
 from slime_like.models import config_json
-from slime_like.models.config_json import count, flag
-from slime_like.models.family import Family
+from slime_like.models.config_json import UnsupportedError, count, flag
+from slime_like.models.dimensions import Family
+
+_WINDOW = 4096
+"""Mistral's window if config.json has none, as in transformers; null means no window."""
+
+
+def _llama(raw: dict[str, Any]) -> dict[str, Any]:
+    config_json.require_unbiased_output(raw)
+    if flag(raw, "mlp_bias"):
+        raise UnsupportedError("its MLPs have biases (mlp_bias=true)")
+    return config_json.decoder(raw)
+
+
+def _mistral(raw: dict[str, Any]) -> dict[str, Any]:
+    if raw.get("sliding_window", _WINDOW):
+        raise UnsupportedError(config_json.SLIDES)
+    return config_json.decoder(raw, qkv_bias=flag(raw, "attention_bias"))
 
 
 def _qwen2(raw: dict[str, Any]) -> dict[str, Any]:
@@ -31,6 +47,18 @@ def _qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    _llama,
+    tiny={
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
+        }
+    },
+)  # fmt: skip
+MISTRAL = Family("mistral", "MistralForCausalLM", _mistral, tiny={"sliding_window": None})
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _qwen2, tiny={"tie_word_embeddings": True})
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3)
 QWEN3_MOE = Family(
