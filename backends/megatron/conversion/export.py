@@ -41,13 +41,18 @@ def export_buckets(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions
         CheckpointError: no rule covers a parameter.
     """
     exported = _exported(model_chunks, dimensions)
-    tensors = {
-        name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
-        for item in exported
-        for expert in _expert_numbers(item)
-        for name, shape in zip(item.source_names(expert), item.shapes, strict=True)
-    }
-    return WeightExport(Manifest(tensors) if _sends() else None, _stream(exported, bucket_bytes))
+    return WeightExport(_manifest(exported) if _sends() else None, _stream(exported, bucket_bytes))
+
+
+def _manifest(exported: Sequence[Placement]) -> Manifest:
+    return Manifest(
+        {
+            name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
+            for item in exported
+            for expert in _expert_numbers(item)
+            for name, shape in zip(item.source_names(expert), item.shapes, strict=True)
+        }
+    )
 
 
 def export_gradients(
