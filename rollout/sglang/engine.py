@@ -87,13 +87,13 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call("resume", during="resume")
 
     async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        await self._call("connect", transport, rendezvous)
+        await self._call("receive", "connect", transport, rendezvous)
 
     async def _begin_update(self) -> None:
         await self._call("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._call("update", bucket.to_wire())
+        await self._call("receive", "load", bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
         checksums, hash_s = await self._call("received")

@@ -100,20 +100,11 @@ class EngineScheduler(Scheduler):
         return received
 
     # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
-    def connect_transport(self, transport: str, rendezvous: str) -> None:
-        self._answer(lambda: self._receiver.connect(transport, json.loads(rendezvous)))
-
-    def begin_update(self) -> None:
-        self._answer(self._receiver.begin_update)
-
-    def update(self, metadata: str) -> None:
-        self._answer(lambda: self._load(json.loads(metadata)))
-
-    def received(self) -> None:
-        self._answer(self._receiver.received)
-
-    def _answer(self, call: Callable[[], object]) -> None:
-        self.answers.put(attempt(call))
+    def receive(self, call: str) -> None:
+        """Call a method of the receiver, or load a bucket, and send the answer to the host."""
+        method, *arguments = json.loads(call)
+        target: Callable[..., object] = self._load if method == "load" else getattr(self._receiver, method)
+        self.answers.put(attempt(lambda: target(*arguments)))
 
     def _load(self, metadata: dict[str, Any]) -> None:
         runner = self.tp_worker.model_runner
