@@ -14,6 +14,7 @@ from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.expected_tensors import expected_tensors
 
 MemoryPart = Literal["weights", "kv_cache"]
 _MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
@@ -96,6 +97,7 @@ class EngineBase(EngineHooks[Running]):
         self._name = f"{kind} engine {engine_index}"
         self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._expected = expected_tensors(config.model.path)
         self._promised: dict[str, int] = {}
         self._reset()
 
@@ -118,7 +120,7 @@ class EngineBase(EngineHooks[Running]):
             raise
 
     def _reset(self) -> None:
-        self._state = WeightUpdateState(self._name, self._config.model.path)
+        self._state = WeightUpdateState(self._name, self._expected)
         self._paused = self._resume_after_update = False
         self._asleep: set[str] = set()
 

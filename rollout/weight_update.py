@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Manifest, TensorEntry, UpdateReceipt
@@ -19,10 +18,10 @@ class WeightUpdateState:
     Nothing may be sampled until the next update is finished. A check that raises also fails the open update.
 
     Args:
-        model: directory of the served model, which the manifest of a whole update must match.
+        model: name and shape of every tensor of the served model, which the manifest of a whole update must match.
     """
 
-    def __init__(self, engine: str, model: Path) -> None:
+    def __init__(self, engine: str, model: Mapping[str, tuple[int, ...]]) -> None:
         self.version = 0
         self._engine = engine
         self._model = model
@@ -50,18 +49,14 @@ class WeightUpdateState:
         self._open_version = None
 
     def begin(self, version: int, manifest: Manifest) -> None:
-        """Open an update, and compare its manifest with the model, unless it is the last update's.
-
-        Without this check, a tensor missing from the export would stay stale.
-        """
+        """Open an update, and compare its manifest with the model: a tensor missing from an export would stay stale."""
         self._open_version = version
         # An open update counts as failed until it is finished, so nothing is sampled whatever happens in between.
         self._failure = f"{_MIXED} the update to version {version} did not finish"
         if manifest.updates != MODEL:
             raise self._rejection(f"it cannot update {manifest.updates}, only the {MODEL}", "update-target")
-        if manifest != self._manifest:
-            with self._failing():
-                require_model(manifest, self._model, self._engine)
+        with self._failing():
+            require_model(manifest, self._model, self._engine)
         self._manifest = manifest
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
@@ -100,7 +95,7 @@ class WeightUpdateState:
         """Fail the open update if the block raises."""
         try:
             yield
-        except Exception as error:
+        except WeightSyncError as error:
             self.fail(str(error))
             raise
 

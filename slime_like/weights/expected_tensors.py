@@ -1,6 +1,6 @@
 """Names and shapes of a complete model's tensors, from its Hugging Face checkpoint."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from slime_like.errors import CheckpointError, WeightSyncError
@@ -25,9 +25,9 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
 
 
-def require_model(manifest: Manifest, directory: Path, engine: str) -> None:
+def require_model(manifest: Manifest, model: Mapping[str, tuple[int, ...]], engine: str) -> None:
     """Reject the manifest of an update of the whole model that lacks tensors, or has unknown or misshapen ones."""
-    expected = {f"{name} {shape}" for name, shape in expected_tensors(directory).items()}
+    expected = {f"{name} {shape}" for name, shape in model.items()}
     require_complete({f"{name} {info.shape}" for name, info in manifest.tensors.items()}, expected, engine)
 
 
