@@ -73,7 +73,6 @@ def write_run(run_dir: Path, steps: int) -> None:
 
 def log_tables(logger: "MetricLogger", step: int, draw: random.Random) -> None:  # noqa: F821
     """Log ``SAMPLES`` samples of ``TOKENS`` tokens with scores of a reference and an engine."""
-    import numpy as np
     import torch
 
     from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, per_sample_rows, per_token_rows
@@ -87,15 +86,16 @@ def log_tables(logger: "MetricLogger", step: int, draw: random.Random) -> None: 
             response_tokens=torch.randint(0, 50_000, (TOKENS,)),
             response_len=TOKENS,
             logprobs=logprobs,
+            old_logprobs=torch.linspace(-0.1, -3.0, TOKENS),
+            advantages=torch.tensor(1.0),
             ref_logprobs=logprobs - 0.5,
             loss_mask=torch.ones(TOKENS, dtype=torch.bool),
             weight_versions=torch.full((TOKENS,), step),
         )
         for index in range(SAMPLES)
     ]
-    pi = [np.linspace(-0.1, -3.0, TOKENS) for _ in samples]
-    logger.log_table(step, SAMPLE_TABLE, per_sample_rows(step, samples, pi, grpo_stats(), _decode))
-    logger.log_table(step, TOKEN_TABLE, per_token_rows(step, samples, pi, _decode))
+    logger.log_table(step, SAMPLE_TABLE, per_sample_rows(step, samples, grpo_stats(), _decode))
+    logger.log_table(step, TOKEN_TABLE, per_token_rows(step, samples, _decode))
 
 
 def _decode(tokens: object) -> str:

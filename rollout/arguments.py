@@ -1,7 +1,5 @@
 """Engine arguments that all engines have in common."""
 
-from collections.abc import Collection
-
 import torch
 
 from slime_like.checks.engine_arguments import engine_problems
@@ -23,21 +21,6 @@ def check_arguments(engine: str, config: RunConfig) -> None:
     """
     for problem in engine_problems(config, engine):
         raise EngineError(problem, code="engine-arguments")
-
-
-def check_known(config: RunConfig, known: Collection[str], engine: str, command: str) -> None:
-    """Check the names in ``rollout.engine_args``. ``command`` lists the ``known`` ones.
-
-    Raises:
-        EngineError: the engine has no such argument.
-    """
-    for name in config.rollout.own_engine_args:
-        if name not in known:
-            raise EngineError(
-                f"rollout.engine_args.{name}: {engine} has no such argument",
-                code="engine-arguments",
-                remedy=f"see `{command} --help`",
-            )
 
 
 def sequences_at_once(config: RunConfig) -> int:

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
 from rollout.arguments import on_cpu
-from rollout.requests import check_request
+from rollout.requests import StopTexts, check_request
 from rollout.weight_update import WeightUpdateState
 from slime_like.config import RunConfig
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
@@ -83,7 +85,7 @@ class EngineHooks(Generic[Running]):
 
 
 class EngineBase(EngineHooks[Running]):
-    """The part of ``RolloutEngine`` that all engines share. An engine adds ``generate``, ``abort``, and the hooks.
+    """The part of ``RolloutEngine`` that all engines share. An engine adds ``generate`` and the hooks.
 
     Attributes:
         returns_supports: generations for training include the support of each token.
@@ -125,6 +127,10 @@ class EngineBase(EngineHooks[Running]):
         self._asleep: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------------- requests
+    @cached_property
+    def _stop_texts(self) -> StopTexts:
+        return StopTexts(load_tokenizer(self._config.model.path, self._config.model.trust_remote_code))
+
     def _serving(self) -> Running:
         """Return the running engine. Raises ``EngineError`` if it may not sample now."""
         running = self._alive()

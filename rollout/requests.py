@@ -1,6 +1,6 @@
 """Requests and responses as all engines handle them: checks, seeds, finish reasons, versions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -62,8 +62,34 @@ def check_request(
 
 
 def stop_ids(sampling: SamplingParams, dimensions: ModelDimensions) -> tuple[int, ...]:
-    """Return the ids that end a response: the request's, or else the model's EOS ids."""
-    return sampling.stop_token_ids or dimensions.eos_token_ids
+    """Return the ids that end a response: the request's and, unless ignored, the model's EOS ids."""
+    eos = () if sampling.ignore_eos else dimensions.eos_token_ids
+    return tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+
+
+class StopTexts:
+    """Search for stop strings in sampled ids. Special tokens are text there.
+
+    SGLang takes it as a request's tokenizer. The attributes keep SGLang from ending a response at a tokenizer's EOS.
+    """
+
+    eos_token_id = additional_stop_token_ids = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def end(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """Return whether the last of these ids completes one of the strings."""
+        tail = self.decode(token_ids[-1 - stop_window(stop) :])
+        return any(text in tail for text in stop)
+
+
+def stop_window(stop: Iterable[str]) -> int:
+    """Return the most tokens that a stop string has: one per byte."""
+    return max(len(text.encode()) for text in stop)
 
 
 def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, engine: str) -> Supports:

@@ -6,8 +6,10 @@ all reward workers score in parallel.
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from slime_like.agents.responses import require_calls
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
@@ -39,6 +41,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
     """
     config = engines_alone(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    require_calls(tokenizer, config)
     datasets = held_out(config, tokenizer)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
@@ -59,7 +62,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
 def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -> None:
     """Write the responses as JSONL, one row each, with the columns of the held-out table except the step."""
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    rows = held_out_rows(0, result.samples, tokenizer.decode)
+    rows = held_out_rows(0, result.samples, partial(tokenizer.decode, clean_up_tokenization_spaces=False))
     with whole_file(output) as file:
         for row in rows:
             del row["Step"]

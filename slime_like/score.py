@@ -17,7 +17,7 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.data.token_rows import TokenRow, TokenRows
 from slime_like.errors import DataError
-from slime_like.interfaces import ScoredLogprobs
+from slime_like.interfaces import Scores
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.names import SCORING_SPEED
 from slime_like.observability.progress import Progress
@@ -79,7 +79,7 @@ def _run(
         scores = score_sequences(trainers.ranks, [row.sequence for row in window], config.trainer)
         for row, scored in zip(window, scores, strict=True):
             out.write(output_line(row.id, scored))
-            total_logprob += float(scored.logprobs.double().sum())
+            total_logprob += float(scored["old_logprobs"].double().sum())
             responses += row.sequence.response_len
             tokens += row.sequence.total_len
         done += len(window)
@@ -107,9 +107,9 @@ def windows(rows: Iterable[TokenRow], max_tokens: int) -> Iterator[list[TokenRow
         yield window
 
 
-def output_line(name: str | int, scored: ScoredLogprobs) -> str:
+def output_line(name: str | int, scored: Scores) -> str:
     """Format one row of the output. Each number is the shortest decimal that reads back as the same float32."""
-    row = {"id": name, "logprobs": _shortest(scored.logprobs), "entropy": _shortest(scored.entropy)}
+    row = {"id": name, "logprobs": _shortest(scored["old_logprobs"]), "entropy": _shortest(scored["entropy"])}
     return json.dumps(row, allow_nan=False) + "\n"
 
 

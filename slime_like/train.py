@@ -67,10 +67,10 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     ranks = run.trainers.ranks
     ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, batch.replicas))
     with run.progress.waiting("training"):
-        reference = score(run, trajectories, step, clock)
+        scoring = score(run, trajectories, step, clock)
         with clock.phase("train"):
             updates = update(run, batch)
-    return TrainedStep(trajectories, updates, reference, batch.tokens)
+    return TrainedStep(trajectories, updates, scoring, batch.tokens)
 
 
 def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
@@ -90,4 +90,4 @@ def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
         window, denominator = windows.finish()
         ranks.defer(ranks.scatter(_WINDOW, RankTraining.train_window, window, True))
         steps = ranks.call("updating", RankTraining.finish_stream, denominator)
-    return TrainedStep.of_stream(windows, steps, run.config.reference_in_trainer)
+    return TrainedStep.of_stream(windows, steps)

@@ -19,20 +19,16 @@ class TensorField:
 
     Attributes:
         dtype: dtype of the packed and unpacked tensor. A float dtype accepts any number, an integer dtype any integer.
-        over: what the first dimension counts: tokens of the prompt, of the response or of its supports, reward
-            functions, or nothing (one number per sequence).
+        over: what the first dimension counts: tokens of the prompt, of the response or of its supports, or reward
+            functions.
         optional: whether the tensor may be ``None``, in all sequences of a pack or in none.
         entry_ndim: number of further dimensions, with the same size in every sequence of a pack.
     """
 
     dtype: torch.dtype
-    over: Literal["prompt", "response", "supports", "functions", "sequence"] = "response"
+    over: Literal["prompt", "response", "supports", "functions"] = "response"
     optional: bool = False
     entry_ndim: int = 0
-
-    @property
-    def ndim(self) -> int:
-        return self.entry_ndim + (self.over != "sequence")
 
 
 def _tensor(dtype: torch.dtype, **description: Any) -> dict[str, TensorField]:
@@ -73,12 +69,14 @@ class ScoredFields:
 
     Attributes:
         ref_logprobs: logprobs under the reference model; ``None`` without a reference.
-        old_logprobs: logprobs under the trainer's weights at the start of the step; ``None`` until the batch is scored.
+        old_logprobs, entropy: logprobs, and entropies in nats, under the trainer's weights at the start of the step;
+            ``None`` until the batch is scored.
     """
 
     __slots__ = ()
-    ref_logprobs: Tensor | None = field(metadata=_tensor(torch.float32, optional=True))
+    ref_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     old_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
+    entropy: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +177,15 @@ class GroupedUnscoredTrajectories:
     """All samples of one prompt: the unit for rewards and group advantages.
 
     ``trajectories`` holds the rows of its rollouts, one rollout after the other. ``total_tokens`` sums ``total_len``.
-    Reward functions get ``prompt_tokens``, since rows may have other prompts.
+    Reward functions get ``prompt_tokens``, since rows may have other prompts, and ``whole_row``, the prompt's row of
+    the data as JSON, if one of them may read it.
     """
 
     trajectories: list[UnscoredTrajectory]
     group_id: int
     total_tokens: int
     prompt_tokens: Tensor
+    whole_row: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
     Attributes:
         rewards: (num_funcs,) float32, one entry per reward function, unweighted.
         successes: (num_funcs,) float32, 1 if the function counts the sample as solved.
-        advantages: scalar float32, the advantage of this sequence.
+        advantages: (response_len,) float32, the advantage of every response token. A scalar given is spread over them.
         token_weight: weight of every unmasked response token in the loss sum (``reduction`` in ``AlgorithmConfig``).
             The sum is divided once per optimizer step by one denominator.
         reward_metadata: ``{"func_names": [...], ...}``. With an environment also ``conversation``: ``turns``, as in
@@ -204,10 +204,15 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
 
     rewards: Tensor = field(metadata=_tensor(torch.float32, over="functions"))
     successes: Tensor = field(metadata=_tensor(torch.float32, over="functions"))
-    advantages: Tensor = field(metadata=_tensor(torch.float32, over="sequence"))
+    advantages: Tensor = field(metadata=_tensor(torch.float32))
     reward_metadata: dict[str, Any]
     token_weight: float = 1.0
     conversation: None = field(default=None, init=False)  # its turns are in ``reward_metadata``
+
+    def __post_init__(self) -> None:
+        UnscoredTrajectory.__post_init__(self)
+        if self.advantages.ndim == 0:
+            self.advantages = self.advantages.expand(self.response_len)
 
     @classmethod
     def of(cls, sample: UnscoredTrajectory, **scores: Any) -> Self:
@@ -218,7 +223,7 @@ class ScoredTrajectory(UnscoredTrajectory, ScoredFields):
     @classmethod
     def unrewarded(cls, sequence_id: str, prompt_tokens: Tensor, response_tokens: Tensor, **others: Any) -> Self:
         """Like ``unsampled``, and without a reward."""
-        scores: dict[str, Any] = {"rewards": torch.zeros(0), "successes": torch.zeros(0), "ref_logprobs": None}
+        scores: dict[str, Any] = {"rewards": torch.zeros(0), "successes": torch.zeros(0)}
         scores |= {"advantages": torch.tensor(0.0), "reward_metadata": {"func_names": []}}
         return cls.unsampled(sequence_id, prompt_tokens, response_tokens, **scores, **others)
 
@@ -245,7 +250,7 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
             sequence; ``ignore_index`` where ``loss_mask`` is False.
         token_weights: (R,) float64, 0 where ``loss_mask`` is False. Rounding 1/3 to float32 would cost a loss 1e-8.
         temperatures: (S,) float64.
-        advantages: (R,) float32, each sequence's advantage repeated over its response; ``None`` if unscored.
+        advantages: (R,) float32; ``None`` if unscored.
         rewards, successes, reward_metadata: per sequence, (S, num_funcs) float32; ``None`` if unscored.
         conversations: per sequence; ``None`` if scored, since ``reward_metadata`` then has their turns.
         sequence_weights, sequence_temperatures: Python floats as given, also for fully masked sequences.
@@ -275,7 +280,7 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
     policy_versions: list[int]
     answers: list[str]
     finish_reasons: list[str]
-    advantages: Tensor | None = None
+    advantages: Tensor | None = field(default=None, metadata=_tensor(torch.float32))
     rewards: Tensor | None = None
     successes: Tensor | None = None
     reward_metadata: list[dict[str, Any]] | None = None

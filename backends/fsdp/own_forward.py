@@ -10,12 +10,12 @@ and recurrences.
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from backends.fsdp.model import LogprobModel
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import ScoredLogprobs
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
@@ -34,7 +34,7 @@ def require_own_forward(
     config: RunConfig,
     dimensions: ModelDimensions,
     model: LogprobModel,
-    score: Callable[[Sequence[PackedTrajectory]], list[ScoredLogprobs]],
+    score: Callable[[Sequence[PackedTrajectory]], list[tuple[Tensor, ...]]],
     device: torch.device,
 ) -> None:
     """Reject a model if ``score`` and transformers compute different results. Collective.
@@ -44,7 +44,7 @@ def require_own_forward(
     """
     path, dtype = config.model.path, getattr(torch, config.model.dtype)
     pack, changed = (_probe(dimensions, seed) for seed in (0, 1))
-    ours, others = (scored.logprobs.double() for scored in score([pack, changed]))
+    ours, others = (logprobs.double() for logprobs, *_ in score([pack, changed]))
     gap = float((ours - others)[int(pack.response_lens[0]) :].abs().max())
     if not gap <= LEAKS[dtype]:  # also rejects NaN
         raise ConfigError(

@@ -20,7 +20,7 @@ from backends.fsdp.state import FsdpState
 from slime_like.checks.packages import attention_problems, missing_flash_attention
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
+from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
@@ -104,8 +104,7 @@ class FsdpTrainer(TrainerBase):
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""
         scored, *routers = self._forward(batch, routers=batch.routed is not None)
-        logprobs, entropy = batch.whole(scored)
-        loss = self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
+        loss = self._objective.add(self._step, batch.given, batch.pack, *batch.whole(scored))
         if batch.routed is None:
             return loss
         biases = list(self.model.kept_by_name().values())
@@ -134,14 +133,13 @@ class FsdpTrainer(TrainerBase):
 
     # ---------------------------------------------------------------------------------------------------- scoring, end
     @torch.no_grad()
-    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs]:
+    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]]:
         scored = []
         with self._phase("score"):
             for pack in micro_batches:
                 batch = self._batch(pack)
                 (part,) = self._forward(batch, routers=False)
-                logprobs, entropy = batch.whole(part)
-                scored.append(ScoredLogprobs(logprobs.float(), entropy.float()))
+                scored.append(batch.whole(part))
             self.model.shard_weights()
         return scored
 

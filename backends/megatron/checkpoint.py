@@ -105,7 +105,7 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
     differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
     if differing:
-        raise _of_another_model(directory, f"belongs to another model; only one of both has {listed(differing)}")
+        raise _of_another_model(directory, f"belongs to another model; tensors of only one side: {listed(differing)}")
     _fill_weights(directory, model_chunks, loaded)
 
 

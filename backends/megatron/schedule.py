@@ -19,8 +19,8 @@ from backends.megatron.installed import require
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from slime_like.trajectory import PackedTrajectory
 
-LossFunction = Callable[[ModelInput, Tensor, Tensor], Tensor]
-"""Function from (micro-batch, (R,) logprobs, (R,) entropies) to the weighted sum of per-token losses."""
+LossFunction = Callable[..., Tensor]
+"""Function from a micro-batch and the head's (R,) outputs to the weighted sum of per-token losses."""
 
 
 class PipelineMessages(P2PCommunicator):
@@ -58,17 +58,16 @@ class Schedule:
         """Run forward and backward for one window. ``loss`` is called on the last stage, once per micro-batch."""
 
         def reduce(batch: ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
-            logprobs, entropy = batch.whole(output)
             # Zero tokens: the schedule then leaves the sum unscaled, and the step is scaled at its end.
-            return loss(batch, logprobs, entropy), torch.zeros((), dtype=torch.int, device=output.device), None
+            return loss(batch, *batch.whole(output)), torch.zeros((), dtype=torch.int, device=output.device), None
 
         self._run(self.builder.build(packs, balance), reduce, forward_only=False)
 
     @torch.no_grad()
-    def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, Tensor]] | None:
-        """Return (R,) logprobs and entropies of every pack on the last stage, ``None`` on the others."""
+    def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
+        """Return the head's (R,) outputs for every pack on the last stage, ``None`` on the others."""
 
-        def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, Tensor]:
+        def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, ...]:
             return batch.whole(output)
 
         results = self._run(self.builder.build(packs), collect, forward_only=True) if packs else []

@@ -21,7 +21,7 @@ from backends.megatron.overlap import Communication
 from backends.megatron.schedule import Schedule
 from backends.megatron.state import MegatronState
 from slime_like.config import RunConfig
-from slime_like.interfaces import Planner, RankPlacement, ScoredLogprobs
+from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
 from slime_like.trajectory import PackedTrajectory
 
@@ -100,8 +100,8 @@ class MegatronTrainer(TrainerBase):
         with self._phase("accumulate"), self._communication.window(last):
             self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
 
-    def _micro_batch_loss(self, batch: ModelInput, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        return self._objective.add(self._step, batch.given, batch.pack, logprobs, entropy)
+    def _micro_batch_loss(self, batch: ModelInput, *outputs: Tensor) -> Tensor:
+        return self._objective.add(self._step, batch.given, batch.pack, *outputs)
 
     def finalize_gradients(self, denominator: float) -> None:
         """Sum gradients over data and context ranks, and shared weights over their groups; scale by 1/denominator."""
@@ -112,12 +112,9 @@ class MegatronTrainer(TrainerBase):
                 chunk.scale_gradients(1.0 / denominator)
 
     # ------------------------------------------------------------------------------------------- scoring, weights, end
-    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs] | None:
+    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
         with self._phase("score"):
-            scored = self._schedule.score(micro_batches)
-        if scored is None:
-            return None
-        return [ScoredLogprobs(logprobs.float(), entropy.float()) for logprobs, entropy in scored]
+            return self._schedule.score(micro_batches)
 
     def settle_weights(self) -> None:
         """Make every weight of this rank whole: with ``trainer.optimizer.overlap``, an update may still be in progress.

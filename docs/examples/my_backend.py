@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from slime_like.algorithms import LossInputs, LossSums, build_loss, logprobs_and_entropy
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import Manifest, RankCoordinates, RankPlacement, ScoredLogprobs, WeightBucket, WeightExport
+from slime_like.interfaces import Manifest, RankCoordinates, RankPlacement, Scores, WeightBucket, WeightExport
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 
@@ -18,7 +18,8 @@ class PlainTrainer:
     """One rank, one sequence at a time."""
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        self.config, self.rank = config, placement.rank
+        self.config, self.rank, self.role = config, placement.rank, placement.role
+        self.frozen: dict[str, Any] = {}  # models of other roles
         self._loss = build_loss(config.algorithm)
 
     @staticmethod
@@ -32,8 +33,7 @@ class PlainTrainer:
 
     def setup(self) -> RankCoordinates:
         coordinates = self.setup_for_scoring()
-        if self.config.algorithm.needs_reference:
-            self.reference = self._load(self.config.reference.path or self.config.model.path)
+        self.frozen = {role.name: self._load(role.path or self.config.model.path) for role in self.config.roles.held}
         settings, further = self.config.trainer.optimizer, self.config.trainer.backend_args
         betas = (settings.beta1, settings.beta2)
         self.optimizer = torch.optim.AdamW(
@@ -49,7 +49,7 @@ class PlainTrainer:
         else:  # model.path may have no weights
             shape = AutoConfig.from_pretrained(self.config.model.path)
             self.model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, self.config.model.dtype))
-            self.load_weights(checkpoint, "policy")
+            self.load_weights(checkpoint, self.role)
         return RankCoordinates(tensor=0, pipeline=0, context=0, data=0, expert=0, data_size=1)
 
     def _load(self, path: Path) -> Any:
@@ -89,9 +89,10 @@ class PlainTrainer:
         return self._sums.to_stats(denominator, norm, settings.lr)
 
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[PackedTrajectory], weights: str = "policy") -> list[ScoredLogprobs]:
-        model = self.model if weights == "policy" else self.reference
-        return [ScoredLogprobs(*_score(model, pack)) for pack in micro_batches]
+    def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores]:
+        name = role or self.role
+        model, fields = self.frozen.get(name, self.model), self.config.roles[name].fields
+        return [dict(zip(fields, _score(model, pack), strict=False)) for pack in micro_batches]
 
     def export_weights(self) -> WeightExport:
         weights = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
@@ -110,15 +111,15 @@ class PlainTrainer:
         torch.save(self.optimizer.state_dict(), directory / "optimizer.pt")
 
     def load(self, directory: Path) -> None:
-        self.load_weights(directory, "policy")
+        self.load_weights(directory, self.role)
         self.optimizer.load_state_dict(torch.load(directory / "optimizer.pt", weights_only=True))
 
     def save_weights(self, directory: Path) -> None:
         directory.mkdir(parents=True)
         torch.save(self.model.state_dict(), directory / "model.pt")
 
-    def load_weights(self, directory: Path, weights: str) -> None:
-        model = self.model if weights == "policy" else self.reference
+    def load_weights(self, directory: Path, role: str) -> None:
+        model = self.frozen.get(role, self.model)
         model.load_state_dict(torch.load(directory / "model.pt", weights_only=True))
 
     def offload(self, keep_weights: bool = False) -> None:

@@ -55,7 +55,8 @@ class PlainEngine(EngineBase[Any]):
         seed = None if request.seed is None else sample_seed(request.seed, index)
         stops = frozenset(stop_ids(request.sampling, self._dimensions))
         stream = random.Random(seed)
-        sample = Sample(list(request.prompt_tokens), request.sampling, stops, stream, request.prompt_logprobs)
+        texts = self._stop_texts if request.sampling.stop else None
+        sample = Sample(list(request.prompt_tokens), request.sampling, stops, stream, request.prompt_logprobs, texts)
         while sample.finish_reason is None:
             await asyncio.sleep(0.001 if self._frozen else 0)  # other requests and calls take their turn
             if request.request_id in self._aborted:
@@ -73,14 +74,11 @@ class PlainEngine(EngineBase[Any]):
         (token,), (logprob,) = draw_tokens(logits[-1:], [sample])  # over the whole vocabulary
         sample.append(token, logprob, self._state.version)
 
-    async def abort(self, request_id: str | None = None) -> None:
-        self._aborted |= set(self._promised) & ({request_id} if request_id else set(self._promised))
-
     async def _freeze(self, mode: PauseMode) -> None:
         if mode == "abort":
-            await self.abort()
-        while mode != "keep" and self._promised:
-            await asyncio.sleep(0.001)
+            self._aborted.update(self._promised)
+            while self._promised:
+                await asyncio.sleep(0.001)
         self._frozen = True
 
     async def _thaw(self) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from rollout.arguments import check_known, on_cpu, sequences_at_once, sleep_mode
+from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
 from slime_like.checks.environment import expandable_segments
 from slime_like.config import RunConfig
+from slime_like.errors import EngineError
 from slime_like.models.dimensions import ModelDimensions
 
 SLEEP_ARGUMENT = "enable_memory_saver"
@@ -47,8 +48,11 @@ def memory_saver_problem(config: RunConfig, environment: Mapping[str, str]) -> s
 
 def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
     """Return SGLang's arguments. Raises ``EngineError`` if one in ``rollout.engine_args`` is not ``known``."""
-    check_known(config, known, "SGLang", "python -m sglang.launch_server")
-    return {**_defaults(config), **config.rollout.own_engine_args, **_owned(config, engine_index)}
+    given = config.rollout.own_engine_args
+    if unknown := sorted(given.keys() - known):
+        problem, remedy = "SGLang has no such argument", "see `python -m sglang.launch_server --help`"
+        raise EngineError(f"rollout.engine_args.{unknown[0]}: {problem}", code="engine-arguments", remedy=remedy)
+    return {**_defaults(config), **given, **_owned(config, engine_index)}
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:

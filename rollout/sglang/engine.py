@@ -57,9 +57,6 @@ class SglangEngine(EngineBase[ChildProcess]):
                 problem = f"request {request.request_id} failed on {self._name}: {error}"
                 raise EngineError(problem, code="request-failed") from error
 
-    async def abort(self, request_id: str | None = None) -> None:
-        await self._bounded("abort", self._call("abort", request_id, during="abort"))
-
     async def stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:

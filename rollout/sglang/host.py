@@ -72,19 +72,16 @@ class Host:
             del self._running[request.request_id]
         return samples * request.num_samples if greedy else samples
 
-    async def abort(self, request_id: str | None) -> None:
-        chosen = self._running if request_id is None else self._running.keys() & {request_id}
-        for name in list(chosen):
-            self._abort(self._running[name])
+    async def abort(self, request_id: str) -> None:
+        if (running := self._running.get(request_id)) is not None:
+            self._abort(running)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Block new samples; then end, await, or freeze running ones."""
+        """Block new samples; then end or freeze running ones."""
         self._open.clear()
         if mode == "abort":
-            await self.abort(None)
-        elif mode == "wait" and self._sampling:
-            await self._thaw()
-        if mode != "keep":
+            for running in self._running.values():
+                self._abort(running)
             await asyncio.gather(*(ended.wait() for ended in self._sampling.values()))
         await self._freeze()
 

@@ -11,7 +11,10 @@ from slime_like.models.dimensions import ModelDimensions
 
 
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, seed: int) -> dict[str, Any]:
-    """Return SGLang's parameters of one sample. ``ignore_eos`` stays off, because it would ignore every stop id."""
+    """Return SGLang's parameters of one sample. ``ignore_eos`` stays off, because it would ignore every stop id.
+
+    SGLang rejects stop strings without its own tokenizer, so only the scheduler gets them.
+    """
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
@@ -20,6 +23,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, see
         "min_p": sampling.min_p,
         "max_new_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(stop_ids(sampling, dimensions)),
+        "custom_params": {"stop": list(sampling.stop)} if sampling.stop else None,
         "sampling_seed": seed,
     }
 

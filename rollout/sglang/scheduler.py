@@ -10,13 +10,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.distributed.device_communicators import pynccl
 from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.managers import scheduler as sglang_scheduler
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_parallel
@@ -25,8 +26,10 @@ from sglang.srt.utils.common import async_h2d
 
 from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt
+from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
@@ -55,6 +58,7 @@ class EngineScheduler(Scheduler):
 
     answers: AnswerQueue
     waiting_queue: list[Req]
+    tokenizer: Any
 
     def __init__(self, *arguments: Any) -> None:
         try:
@@ -67,6 +71,16 @@ class EngineScheduler(Scheduler):
         self._receiver = WeightReceiver(get_parallel().tp_rank)
         # On a CPU, a flush collects garbage. Searching all imported objects would take half a second.
         gc.freeze()
+
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput, **options: Any) -> None:
+        """Give a request its stop strings, and something to decode with."""
+        sampling, arguments = recv_req.sampling_params, self.server_args
+        if given := sampling.custom_params:
+            if self.tokenizer is None:
+                self.tokenizer = StopTexts(load_tokenizer(Path(arguments.model_path), arguments.trust_remote_code))
+            sampling.stop_strs, sampling.stop_str_max_len = given["stop"], stop_window(given["stop"])
+            sampling.custom_params = None
+        super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
         """End frozen requests with all their sampled tokens. SGLang would drop the last few."""

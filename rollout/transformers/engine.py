@@ -68,9 +68,6 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
                 if result.cancelled():  # the caller was canceled, or gave up
                     scheduler.abort(request.request_id)
 
-    async def abort(self, request_id: str | None = None) -> None:
-        self._alive().abort(request_id)
-
     async def stop(self) -> None:
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
@@ -173,6 +170,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             stop_ids=frozenset(stop_ids(request.sampling, self._dimensions)),
             stream=random.Random(seed),
             wants_prompt_logprobs=request.prompt_logprobs,
+            stop_texts=self._stop_texts if request.sampling.stop else None,
         )
 
 

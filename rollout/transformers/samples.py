@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.drawing import Limits, draw
-from rollout.requests import FinishReason
+from rollout.requests import FinishReason, StopTexts
 from slime_like.interfaces import Generation, SamplingParams, Supports
 
 
@@ -22,6 +22,7 @@ class Sample:
     stop_ids: frozenset[int]
     stream: random.Random
     wants_prompt_logprobs: bool = False
+    stop_texts: StopTexts | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -42,7 +43,8 @@ class Sample:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token_id in self.stop_ids:
+        completes = self.stop_texts is not None and self.stop_texts.end(self.token_ids, self.sampling.stop)
+        if completes or token_id in self.stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.sampling.max_new_tokens:
             self.finish_reason = "length"

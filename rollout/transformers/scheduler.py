@@ -67,7 +67,7 @@ class DecodeScheduler:
         self._waiting: list[_PendingRequest] = []
         self._running: list[_PendingRequest] = []
         self._batch = DecodeBatch(model)
-        self._pause_mode: PauseMode | None = None
+        self._paused = False
         self._pause_waiters: list[Future[None]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
@@ -82,12 +82,12 @@ class DecodeScheduler:
         self._put(lambda: self._waiting.append(request), request.result)
         return request.result
 
-    def abort(self, request_id: str | None) -> None:
-        """End one request, or all. The sampled tokens are its result."""
+    def abort(self, request_id: str) -> None:
+        """End one request. Its caller has canceled it."""
         self._put(lambda: self._end(request_id))
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Return a future that is done when sampling has stopped, in mode "wait" after all running requests."""
+        """Return a future that is done when sampling has stopped."""
         done: Future[None] = Future()
         self._put(lambda: self._pause(mode, done), done)
         return done
@@ -131,16 +131,13 @@ class DecodeScheduler:
         self._settle()
         if self._stopping or not self._has_work():
             return
-        if self._pause_mode is None:
-            self._admit()
+        self._admit()
         if self._batch.samples:
             self._batch.step(self._version)
         self._settle()
 
     def _has_work(self) -> bool:
-        if self._pause_mode is None:
-            return bool(self._waiting or self._batch.samples)
-        return self._pause_mode == "wait" and bool(self._batch.samples)
+        return not self._paused and bool(self._waiting or self._batch.samples)
 
     def _admit(self) -> None:
         """Move waiting requests to the batch while there is room."""
@@ -156,10 +153,9 @@ class DecodeScheduler:
         self._batch.drop_finished()
         self._waiting = _without_done(self._waiting)
         self._running = _without_done(self._running)
-        if self._pause_mode is not None and not (self._pause_mode == "wait" and self._batch.samples):
-            for waiter in self._pause_waiters:
-                _settle_future(waiter)
-            self._pause_waiters = []
+        for waiter in self._pause_waiters:
+            _settle_future(waiter)
+        self._pause_waiters = []
 
     def _end(self, request_id: str | None) -> None:
         for request in (*self._waiting, *self._running):
@@ -167,13 +163,13 @@ class DecodeScheduler:
                 request.end()
 
     def _pause(self, mode: PauseMode, done: Future[None]) -> None:
-        self._pause_mode = mode
+        self._paused = True
         self._pause_waiters.append(done)
         if mode == "abort":
             self._end(None)
 
     def _resume(self) -> None:
-        self._pause_mode = None
+        self._paused = False
 
     def _set_version(self, version: int) -> None:
         self._version = version

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from rollout.arguments import check_arguments, check_known, on_cpu, sequences_at_once, sleep_mode
+from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
 from rollout.vllm.sampling import MOST_TIES
 from slime_like.config import RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
@@ -62,7 +61,6 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     check_arguments("vllm", config)
-    check_known(config, {field.name for field in fields(AsyncEngineArgs)}, "vLLM", "vllm serve")
     return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index)})
 
 

@@ -50,10 +50,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
         return generations(request, output, self._state.version, self._masks)
 
-    async def abort(self, request_id: str | None = None) -> None:
-        llm = self._alive()
-        await llm.abort(list(self._promised) if request_id is None else [request_id])
-
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the transport. Not for a mixture of experts on a CPU, which vLLM 0.32 silently reloads wrongly."""
         if refusal := self.refusal(self._dimensions, on_cuda=not on_cpu()):
@@ -124,6 +120,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt_tokens))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
+            if request.sampling.stop:
+                llm.output_processor.tokenizer = self._stop_texts.tokenizer
             async for output in llm.generate(prompt, parameters, request.request_id):
                 if output.finished:
                     return output

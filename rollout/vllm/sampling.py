@@ -21,7 +21,7 @@ MOST_TIES = 16
 
 
 def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, masks: bool = False) -> SamplingParams:
-    """Return vLLM's parameters, for one final output per request. Stop ids are explicit, and include EOS.
+    """Return vLLM's parameters, for one final output per request. Stop ids are explicit.
 
     Args:
         masks: vLLM returns each token's support (``return_sampling_mask``). It then rejects greedy requests and
@@ -47,11 +47,14 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, mas
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(stop_ids(sampling, dimensions)),
         ignore_eos=True,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
         # Without masks, the support consists of the truncated distribution's likeliest tokens.
         logprobs=min(top_k + MOST_TIES, dimensions.vocab_size) if sampling.wants_supports and not masks else 0,
         prompt_logprobs=0 if request.prompt_logprobs else None,
         flat_logprobs=True,
-        detokenize=False,
+        detokenize=bool(sampling.stop),  # only to look for stop strings
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

@@ -7,20 +7,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, parse, unsupported, wishes
+from slime_like.agents.calls import Call, CallRejected, Content, Text, parse, text_of, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
-
-class _Text(BaseModel):
-    type: Literal["text"]
-    text: str
+_SIGNATURE = "policy"
+"""Signature of thinking blocks. It is not checked, but clients drop blocks without one."""
 
 
 class _Thinking(BaseModel):
-    """Thinking from another model. This endpoint never sends it, and leaves it out of prompts."""
+    type: Literal["thinking"]
+    thinking: str
 
-    type: Literal["thinking", "redacted_thinking"]
+
+class _Redacted(BaseModel):
+    """Encrypted thinking of another model. It is left out of prompts."""
+
+    type: Literal["redacted_thinking"]
 
 
 class _ToolUse(BaseModel):
@@ -31,18 +34,20 @@ class _ToolUse(BaseModel):
 
 class _ToolResult(BaseModel):
     type: Literal["tool_result"]
-    content: str | list[_Text] | None = None
+    content: Content | None = None
+    is_error: bool | None = None
 
 
-_Block = Annotated[_Text | _Thinking | _ToolUse | _ToolResult, Field(discriminator="type")]
+_Block = Annotated[Text | _Thinking | _Redacted | _ToolUse | _ToolResult, Field(discriminator="type")]
 
 
 class _Message(BaseModel):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
 
 class _Tool(BaseModel):
+    type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -55,31 +60,29 @@ class _Choice(BaseModel):
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
     messages: list[_Message] = Field(min_length=1)
-    system: str | list[_Text] | None = None
+    system: Content | None = None
     model: str = ""
     stream: bool = False
     tools: list[_Tool] | None = None
     tool_choice: _Choice | None = None
+    stop_sequences: list[str] | None = None
 
 
 def read_call(body: Any) -> Call:
     """Parse a request's body. Raises ``CallRejected``."""
     request: _Request = parse(_Request, body)
     choice = "auto" if request.tool_choice is None else request.tool_choice.type
-    if request.messages[-1].role == "assistant":
-        raise unsupported("messages", "a last message of role assistant")
-    system = [Message("system", _text(request.system))] if request.system else []
+    system = [Message("system", text_of(request.system))] if request.system else []
+    blocks = [each for message in request.messages if isinstance(message.content, list) for each in message.content]
+    redacted = {"redacted_thinking": "left out"} if any(isinstance(block, _Redacted) for block in blocks) else {}
     return Call(
         messages=(*system, *(message for given in request.messages for message in _canonical(given))),
         tools=tuple(_function(tool) for tool in (request.tools or ()) if choice != "none"),
         model=request.model,
         stream=request.stream,
-        ignored=wishes(request, None if choice in ("auto", "none") else choice),
+        stop=tuple(filter(None, request.stop_sequences or ())),
+        ignored={**wishes(request, choice), **redacted},
     )
-
-
-def _text(content: str | list[_Text] | None) -> str:
-    return "\n".join(block.text for block in content or ()) if not isinstance(content, str) else content
 
 
 def _canonical(message: _Message) -> Iterator[Message]:
@@ -88,19 +91,23 @@ def _canonical(message: _Message) -> Iterator[Message]:
         yield Message(message.role, message.content)
         return
     texts: list[str] = []
+    thinking: list[str] = []
     calls: list[ToolCall] = []
     for block in message.content:
         if isinstance(block, _ToolResult):
             if texts:
                 yield Message(message.role, "\n".join(texts))
                 texts = []
-            yield Message("tool", _text(block.content))
-        elif isinstance(block, _Text):
+            # Templates have no field for a failed tool, so the text says it.
+            yield Message("tool", "Error: " * bool(block.is_error) + text_of(block.content))
+        elif isinstance(block, Text):
             texts.append(block.text)
+        elif isinstance(block, _Thinking):
+            thinking.append(block.thinking)
         elif isinstance(block, _ToolUse):
             calls.append(ToolCall(block.name, block.input))
     if texts or message.role == "assistant":
-        yield Message(message.role, "\n".join(texts), tuple(calls))
+        yield Message(message.role, "\n".join(texts), tuple(calls), reasoning="\n".join(thinking))
 
 
 def _function(tool: _Tool) -> dict[str, Any]:
@@ -111,42 +118,61 @@ def _function(tool: _Tool) -> dict[str, Any]:
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
     """Build the non-streaming answer."""
     reply = turn.forms[0]
-    content: list[dict[str, Any]] = [{"type": "text", "text": reply.content}] if reply.content else []
+    content: list[dict[str, Any]] = []
+    if reply.reasoning:
+        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": _SIGNATURE})
+    if reply.content:
+        content.append({"type": "text", "text": reply.content})
     content += [
         {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": one.name, "input": one.arguments}
         for one in reply.tool_calls
     ]
-    ended = "max_tokens" if turn.generation.finish_reason == "length" else "end_turn"
+    stopped = next((stop for stop in call.stop if stop in turn.forms[1].content), None)
+    ended = "max_tokens" if turn.generation.finish_reason == "length" else "stop_sequence" if stopped else "end_turn"
     return {
-        "id": f"msg_{secrets.token_hex(12)}",
+        "id": f"msg_{call.id}",
         "type": "message",
         "role": "assistant",
         "model": call.model,
         "content": content,
         "stop_reason": "tool_use" if reply.tool_calls else ended,
-        "stop_sequence": None,
+        "stop_sequence": stopped,
         "usage": {"input_tokens": len(turn.prompt.token_ids), "output_tokens": len(turn.generation.token_ids)},
     }
 
 
-def events(call: Call, turn: Turn) -> Iterator[str]:
+def waiting(call: Call, number: int) -> str:
+    """Return a sign of life, before the answer's events."""
+    return _event("ping", {})
+
+
+def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
     """Yield the answer as server-sent events, in one burst."""
     whole = answer(call, turn)
     content, usage = whole["content"], whole["usage"]
-    stop = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
-    opened = {**whole, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 0}}
+    stop = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    opened = {**whole, "content": [], **dict.fromkeys(stop), "usage": {**usage, "output_tokens": 0}}
     yield _event("message_start", {"message": opened})
     for index, block in enumerate(content):
-        if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            arguments = json.dumps(block["input"], ensure_ascii=False)
-            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        empty, deltas = _deltas(block)
         yield _event("content_block_start", {"index": index, "content_block": empty})
-        yield _event("content_block_delta", {"index": index, "delta": delta})
+        for delta in deltas:
+            yield _event("content_block_delta", {"index": index, "delta": delta})
         yield _event("content_block_stop", {"index": index})
     yield _event("message_delta", {"delta": stop, "usage": {"output_tokens": usage["output_tokens"]}})
     yield _event("message_stop", {})
+
+
+def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Split a block into an empty one and the deltas that fill it."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        thought = {"type": "thinking_delta", "thinking": block["thinking"]}
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": "", "signature": ""}, [thought, signed]
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def _event(kind: str, data: dict[str, Any]) -> str:

@@ -1,23 +1,25 @@
 """Calls of agents in a form shared by all protocols, and their rejection."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 
 from slime_like.agents.messages import Message, Tool
+
+MODEL = "policy"
+"""Model name that agents are given. Calls may use any other name."""
 
 _SHOWN_CHARS = 80
 
 _LABELS = {"user", "metadata", "store", "safety_identifier", "prompt_cache_key"}
 """Bookkeeping fields of a service. They don't change what the model samples."""
 _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "functions",
-            "continue_final_message", "prompt_logprobs", "top_logprobs"}  # fmt: skip
+            "continue_final_message", "prompt_logprobs", "top_logprobs", "previous_response_id", "conversation",
+            "background"}  # fmt: skip
 """Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
-
-FORCED = "tool_choice"
-"""Forced tool choice: recorded but ignored, like sampling settings. Training needs freely sampled tokens."""
 
 
 class CallRejected(Exception):
@@ -46,7 +48,9 @@ class Call:
         model: name that the client gave; the answer repeats it.
         stream: whether to answer with a stream of server-sent events.
         usage_chunk: whether an OpenAI-protocol stream ends with token counts.
+        stop: texts that end the turn. They are sampled, but not part of the answer.
         ignored: settings that the client asked for; the run's settings apply instead.
+        id: random part of the answer's id.
     """
 
     messages: tuple[Message, ...]
@@ -54,7 +58,24 @@ class Call:
     model: str = ""
     stream: bool = False
     usage_chunk: bool = False
+    stop: tuple[str, ...] = ()
     ignored: Mapping[str, Any] = field(default_factory=dict)
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+
+class Text(BaseModel):
+    """A part of a message's content. A refusal is text, too."""
+
+    type: Literal["text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
+
+
+Content = str | list[Text]
+
+
+def text_of(content: Content | None) -> str:
+    """Join the text of a message's parts, one per line."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 def parse(model: type[BaseModel], body: Any) -> Any:
@@ -64,16 +85,21 @@ def parse(model: type[BaseModel], body: Any) -> Any:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False, include_context=False)
         # Report the best-fitting alternative of a union. Its class name and "str" are not part of the field's name.
-        first = max(errors, key=lambda each: len(each["loc"]))
-        names = (str(part) for part in first["loc"])
-        field_name = ".".join(name for name in names if "[" not in name and name != "str") or "body"
-        raise CallRejected(400, "invalid_request", f"{field_name}: {first['msg']}") from error
+        first = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+        names = [str(part) for part in first["loc"] if "[" not in str(part) and part != "str"]
+        problem, kind = first["msg"], first.get("ctx", {}).get("tag")
+        if first["type"] == "literal_error" and names[-1] == "type":
+            kind = names[-1] = str(first["input"])[:_SHOWN_CHARS]
+        elif kind:
+            names.append(kind)
+        if kind:  # Claude Code reads the path and this wording, and sends the message again without the image
+            problem = "images are not supported" if "image" in kind else f"{kind} is not supported"
+        raise CallRejected(400, "invalid_request", f"{'.'.join(names) or 'body'}: {problem}") from error
 
 
-def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
-    """Return requested settings that this endpoint does not read, shortened. ``forced`` is a forced tool choice.
+def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
+    """Return requested settings that this endpoint does not read, shortened. ``choice`` is the tool choice.
 
     Raises:
         CallRejected: a setting would change what the model samples.
@@ -83,9 +109,13 @@ def wishes(request: BaseModel, forced: Any = None) -> dict[str, Any]:
         if given[name]:
             raise unsupported(name, given[name])
     found = {name: value for name, value in given.items() if name not in _LABELS | _SHAPING}
-    if forced is not None:
-        found[FORCED] = forced
-    return {name: value if isinstance(value, int) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
+    if choice not in (None, "auto", "none"):
+        found["tool_choice"] = choice  # training needs freely sampled tokens
+    whole = "chat_template_kwargs"  # compared with the run's
+    return {
+        name: value if isinstance(value, int) or name == whole else str(value)[:_SHOWN_CHARS]
+        for name, value in found.items()
+    }
 
 
 def unsupported(setting: str, value: Any) -> CallRejected:

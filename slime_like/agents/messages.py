@@ -21,6 +21,10 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] | str
 
+    def function(self, as_text: bool) -> dict[str, Any]:
+        is_written = as_text and not isinstance(self.arguments, str)
+        return {"name": self.name, "arguments": json.dumps(self.arguments) if is_written else self.arguments}
+
 
 @dataclass(frozen=True)
 class Message:
@@ -46,14 +50,16 @@ class Message:
         calls = [[call.name, call.arguments] for call in self.tool_calls]
         return json.dumps([self.role, self.content, calls], sort_keys=True)
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message in the form that Hugging Face chat templates accept."""
+    def for_template(self, text_arguments: bool = False) -> dict[str, Any]:
+        """Return the message in the form that Hugging Face chat templates accept, with arguments as JSON if asked."""
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
-            shown["reasoning_content"] = self.reasoning
+            shown |= dict.fromkeys(("reasoning_content", "reasoning"), self.reasoning)
+            if not (self.content and self.tool_calls):  # gpt-oss rejects all three together
+                shown["thinking"] = self.reasoning
         if self.tool_calls:
             shown["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
+                {"type": "function", "id": f"functions.{call.name}:{index}", "function": call.function(text_arguments)}
+                for index, call in enumerate(self.tool_calls)
             ]
         return shown

@@ -8,16 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, parse, unsupported, wishes
+from slime_like.agents.calls import Call, CallRejected, Content, parse, text_of, unsupported, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
 _FINISH = {"stop": "stop", "length": "length"}
-
-
-class _Part(BaseModel):
-    type: Literal["text"]
-    text: str
 
 
 class _CalledFunction(BaseModel):
@@ -29,16 +24,20 @@ class _ToolCall(BaseModel):
     function: _CalledFunction
 
 
-class _Message(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
     tool_calls: list[_ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def canonical(self) -> Message:
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        calls = tuple(ToolCall(c.function.name, _arguments(c.function.arguments)) for c in self.tool_calls or ())
-        return Message("system" if self.role == "developer" else self.role, text, calls)
+        calls = tuple(ToolCall(c.function.name, arguments(c.function.arguments)) for c in self.tool_calls or ())
+        reasoning = self.reasoning_content or self.reasoning or ""
+        return Message(_ROLES.get(self.role, self.role), text_of(self.content), calls, reasoning=reasoning)
 
 
 class _Function(BaseModel):
@@ -57,16 +56,16 @@ class _StreamOptions(BaseModel):
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     model: str = ""
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     tools: list[_Tool] | None = None
     tool_choice: Any = None
+    stop: str | list[str] | None = None
     n: int | None = None
     logprobs: bool | None = None
     logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
 
 
 def read_call(body: Any) -> Call:
@@ -80,21 +79,20 @@ def read_call(body: Any) -> Call:
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
-        ignored=wishes(request, None if request.tool_choice in ("auto", "none") else request.tool_choice),
+        stop=tuple(filter(None, [request.stop] if isinstance(request.stop, str) else request.stop or ())),
+        ignored=wishes(request, request.tool_choice),
     )
 
 
 def _require_supported(request: _Request) -> None:
     if request.n not in (None, 1):
         raise unsupported("n", request.n)
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise unsupported("response_format", request.response_format)
     for name in ("logprobs", "logit_bias"):
         if value := getattr(request, name):
             raise unsupported(name, value)
 
 
-def _arguments(text: str) -> dict[str, Any] | str:
+def arguments(text: str) -> dict[str, Any] | str:
     """Parse arguments as a mapping, or return the text unchanged if it is not one."""
     try:
         value = json.loads(text)
@@ -107,7 +105,7 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
     """Build the non-streaming answer."""
     prompt, sampled = len(turn.prompt.token_ids), len(turn.generation.token_ids)
     return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "id": f"chatcmpl-{call.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
@@ -122,6 +120,8 @@ def _finish_reason(turn: Turn) -> str:
 
 def _reply(message: Message) -> dict[str, Any]:
     reply: dict[str, Any] = {"role": "assistant", "content": message.content or None, "refusal": None}
+    if message.reasoning:
+        reply["reasoning_content"] = message.reasoning
     if not message.tool_calls:
         return {**reply, "content": message.content}
     calls = [
@@ -135,7 +135,12 @@ def _reply(message: Message) -> dict[str, Any]:
     return {**reply, "tool_calls": calls}
 
 
-def events(call: Call, turn: Turn) -> Iterator[str]:
+def waiting(call: Call, number: int) -> str:
+    """Return a sign of life, before the answer's events. OpenAI's clients skip comments."""
+    return ": waiting\n\n"
+
+
+def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
     """Yield the answer as server-sent events, in one burst."""
     whole = answer(call, turn)
     (choice,) = whole.pop("choices")
@@ -167,4 +172,10 @@ def error_body(rejected: CallRejected) -> dict[str, Any]:
 
 def model_list(name: str) -> dict[str, Any]:
     """Build the answer of ``/v1/models``, which lists only the policy."""
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "slime-like"}]}
+    return {"object": "list", "data": [model_entry(name)], "has_more": False}
+
+
+def model_entry(name: str) -> dict[str, Any]:
+    """Build the answer of ``/v1/models/NAME``, with the keys of both OpenAI's and Anthropic's protocol."""
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "slime-like"}
+    return {**entry, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

@@ -1,11 +1,12 @@
 """Rendering of messages to text and token ids with the chat template."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from slime_like.agents.messages import Message, Tool
-from slime_like.models.special_tokens import special_token_pattern
+from slime_like.models.special_tokens import special_token_pattern, without_stop
 
 _CUT = "\ufdd0"
 """Mark at which text is cut before encoding. It is a Unicode noncharacter, so text never contains it."""
@@ -39,19 +40,31 @@ class Rendering:
 
 
 class ChatFormat:
-    """A tokenizer with its chat template."""
+    """A tokenizer with its chat template.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        text_arguments: whether the template expects the arguments of calls as JSON text.
+    """
+
+    def __init__(self, tokenizer: Any, text_arguments: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._text_arguments = text_arguments
         self._special = special_token_pattern(tokenizer)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendering:
-        """Render messages up to where the model's next turn begins. Raises ``TemplateFault``."""
-        shown = [m.for_template() if m.is_sampled else self._cut_special(m.for_template()) for m in messages]
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], next_turn: bool = True) -> Rendering:
+        """Render messages up to where the model's next turn begins, or to their end. Raises ``TemplateFault``."""
+        shown = [m.for_template(self._text_arguments) for m in messages]
+        waiting: list[dict[str, Any]] = []
+        for one in shown:  # templates may need to know which call a tool answers
+            waiting = [*one.get("tool_calls", waiting)]
+            if one["role"] == "tool" and waiting:
+                answered = waiting.pop(0)
+                one |= {"tool_call_id": answered["id"], "name": answered["function"]["name"]}
+        shown = [one if m.is_sampled else self._cut_special(one) for m, one in zip(messages, shown, strict=True)]
         described = [self._cut_special(tool) for tool in tools]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                shown, tools=described or None, tokenize=False, add_generation_prompt=True
+                shown, tools=described or None, tokenize=False, add_generation_prompt=next_turn
             )
         except Exception as error:  # templates are programs of the checkpoint and can raise anything
             raise TemplateFault(f"{type(error).__name__}: {error}".replace(_CUT, "")) from error
@@ -89,16 +102,47 @@ class ChatFormat:
             return None
         return [*tokens, *new]
 
-    def continuation(self, before: Sequence[int], tokens: Sequence[int], visible: bool = False) -> str:
-        """Decode the text that ``tokens`` add after ``before``. If ``visible``, special tokens are left out."""
-        context = list(before[-_CONTEXT_TOKENS:])
-        start, whole = self._decode(context, visible), self._decode([*context, *tokens], visible)
-        return whole.removeprefix(start) if whole.startswith(start) else self._decode(tokens, visible)
+    def after_turn(
+        self, messages: Sequence[Message], rendered: str, stop: str, new: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[Rendering, str] | None:
+        """Return what the template writes after a turn that the model wrote in other words, and the whole rendering.
 
-    def _decode(self, tokens: Sequence[int], visible: bool = False) -> str:
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=visible, clean_up_tokenization_spaces=False
-        )
+        Returns ``None`` if the template writes the history or the turn differently because of what follows.
+
+        Args:
+            messages: the history, and the turn as a message.
+            rendered: the turn's prompt as the template wrote it.
+            stop: the stop token that ended the turn, or an empty string if it was cut off.
+        """
+        before, _ = self._without_end(self.render(messages[:-1], tools, next_turn=False))
+        written, end = self._without_end(self.render(messages, tools, next_turn=False))
+        whole = self.render([*messages, *new], tools)
+        if not (rendered.startswith(before) and written.startswith(before) and whole.text.startswith(written)):
+            return None
+        if messages[-1].reasoning not in whole.text and any(message.role == "user" for message in new):
+            return None  # the template drops the thinking of earlier answers
+        for mark in dict.fromkeys((end, stop)) if stop else ():
+            written += mark if whole.text.startswith(written + mark) else ""
+        rest = whole.after(written)
+        return None if rest is None else (rest, whole.text)
+
+    def _without_end(self, rendering: Rendering) -> tuple[str, str]:
+        """Split off the special token that ends a rendering, or an empty string."""
+        end = re.search(rf"(?:{self._special.pattern})?\s*\Z", rendering.text)
+        return (rendering.text[: end.start()], end[0].rstrip()) if end is not None else (rendering.text, "")
+
+    def turn_text(self, before: Sequence[int], tokens: Sequence[int], has_ended: bool) -> str:
+        """Decode a turn without the stop token that ended it, if one did."""
+        return self.continuation(before, without_stop(self._tokenizer, tokens, has_ended))
+
+    def continuation(self, before: Sequence[int], tokens: Sequence[int]) -> str:
+        """Decode the text that ``tokens`` add after ``before``."""
+        context = list(before[-_CONTEXT_TOKENS:])
+        start, whole = self._decode(context), self._decode([*context, *tokens])
+        return whole.removeprefix(start) if whole.startswith(start) else self._decode(tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         return text
 
     def _cut_special(self, value: Any) -> Any:

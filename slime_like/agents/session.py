@@ -3,19 +3,21 @@
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
-from slime_like.agents.calls import Call, CallRejected
+from slime_like.agents.calls import MODEL, Call, CallRejected
 from slime_like.agents.rendering import ChatFormat, TemplateFault
-from slime_like.agents.tool_calls import parse_reply
-from slime_like.agents.turns import Prompt, Turn, TurnTree
+from slime_like.agents.responses import ResponseForm
+from slime_like.agents.turns import Prompt, Row, Turn, TurnTree
+from slime_like.agents.untrained import untrained_turns
+from slime_like.config.rollout import Untrained
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation
 
 _CONCURRENT_CALLS = 16
-"""Limit on the calls of one session that wait for the engine at the same time."""
+"""Limit on the calls of one session that the engine samples at the same time. Further calls wait."""
 
 _CLOSED = CallRejected(401, "session_closed", "the rollout of this key has ended")
 
@@ -28,6 +30,7 @@ class SampleCall:
         number: index of the call in its session, from 0.
         turn: number of assistant turns in its history.
         repeat: number of earlier calls in the session with the same prompt.
+        stop: texts that end the turn, besides the run's.
     """
 
     token_ids: list[int]
@@ -35,6 +38,7 @@ class SampleCall:
     number: int
     turn: int
     repeat: int
+    stop: tuple[str, ...] = ()
 
 
 Sample = Callable[[SampleCall], Awaitable[Generation]]
@@ -54,7 +58,7 @@ class Session:
 
     Args:
         sample: asks the engine; its ``SlimeLikeError`` ends the rollout.
-        parser: name of the tool-call parser.
+        form: form of thinking and tool calls.
 
     Attributes:
         key: the client's API key; cannot be guessed.
@@ -63,7 +67,7 @@ class Session:
         rejections: number of rejected calls, by code.
     """
 
-    def __init__(self, chat: ChatFormat, sample: Sample, parser: str, limits: SessionLimits) -> None:
+    def __init__(self, chat: ChatFormat, sample: Sample, form: ResponseForm, limits: SessionLimits) -> None:
         self.key = secrets.token_urlsafe(32)
         self.tree = TurnTree(chat)
         self.failure: asyncio.Future[SlimeLikeError] = asyncio.get_running_loop().create_future()
@@ -71,10 +75,12 @@ class Session:
         self.rejections: Counter[str] = Counter()
         self._chat = chat
         self._sample = sample
-        self._parser = parser
+        self._form = form
         self._limits = limits
         self._prompts: list[list[int]] = []
         self._running: set[asyncio.Future[Generation]] = set()
+        self._places = asyncio.Semaphore(_CONCURRENT_CALLS)
+        self._others: set[Turn] = set()
         self._closed = False
 
     def close(self) -> None:
@@ -83,29 +89,59 @@ class Session:
         for running in self._running:
             running.cancel()
 
+    def rows(self, untrained: Collection[Untrained] = ()) -> list[Row]:
+        """Return the rows to train on, without the kinds of calls in ``untrained``."""
+        return self.tree.rows(untrained_turns(self.tree.turns, untrained, self._others))
+
+    def count_tokens(self, call: Call) -> int:
+        """Return the length of the call's prompt in tokens. Raises ``CallRejected``."""
+        return len(self._prompt(call).token_ids)
+
     async def call(self, call: Call) -> Turn:
         """Sample and record one turn. A cancelled call is not recorded. Raises ``CallRejected``."""
-        self._require_room()
+        most = self._limits.max_calls
+        if len(self._prompts) >= most:
+            problem = f"the rollout has had rollout.agent.max_calls={most} calls"
+            raise CallRejected(400, "max_calls_exceeded", problem)  # clients take 403 for a wrong key, and repeat 429
+        prompt = self._prompt(call)
+        asked = replace(self._asked(prompt), stop=call.stop)
+        async with self._places:
+            generation = await self._generate(asked)
+        tokens, has_ended = generation.token_ids.tolist(), generation.finish_reason == "stop"
+        text = self._chat.turn_text(prompt.token_ids, tokens, has_ended)
+        stop = self._chat.continuation(prompt.token_ids, tokens).removeprefix(text)
+        text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
+        turn = self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
+        if call.model not in ("", MODEL):
+            self._others.add(turn)
+        return turn
+
+    def _prompt(self, call: Call) -> Prompt:
+        if self._closed:
+            raise _CLOSED
         self.ignored |= call.ignored
         if call.tools and not self._chat.renders_tools:
             self.ignored["tools"] = "the chat template renders none"
+        elif call.tools and not self._form.has_calls:
+            self.ignored["tools"] = "calls in the form of the chat template are not read"
+        if not self._form.shows_thinking and any(message.reasoning for message in call.messages):
+            self.ignored["thinking"] = "the chat template renders none"
+        if call.messages[-1].role == "assistant":
+            self.ignored["prefill"] = "the reply starts a new turn"
         try:
-            prompt = self.tree.prompt(call.messages, call.tools)
+            return self.tree.prompt(call.messages, call.tools)
         except TemplateFault as fault:
-            raise CallRejected(400, "template_rejects_messages", str(fault)) from fault
-        generation = await self._generate(self._asked(prompt))
-        text = self._chat.continuation(prompt.token_ids, generation.token_ids.tolist(), visible=True)
-        return self.tree.record(prompt, generation, parse_reply(self._parser, text, call.tools))
+            refused = "role 'system' is not supported here: " if self._refuses_system(call) else ""
+            raise CallRejected(400, "template_rejects_messages", f"{refused}{fault}") from fault
 
-    def _require_room(self) -> None:
-        if self._closed:
-            raise _CLOSED
-        most = self._limits.max_calls
-        if len(self._prompts) >= most:
-            raise CallRejected(403, "max_calls_exceeded", f"the rollout has had rollout.agent.max_calls={most} calls")
-        if len(self._running) >= _CONCURRENT_CALLS:
-            problem = f"{_CONCURRENT_CALLS} calls of this rollout are already waiting"
-            raise CallRejected(429, "too_many_calls", problem, retry=True)
+    def _refuses_system(self, call: Call) -> bool:
+        """Return whether the template renders a rejected call without its system messages."""
+        others = [message for message in call.messages if message.role != "system"]
+        try:
+            self._chat.render(others, call.tools)
+        except TemplateFault:
+            return False
+        return len(others) < len(call.messages)
 
     def _asked(self, prompt: Prompt) -> SampleCall:
         """Build the engine request. Raises ``CallRejected`` if the prompt leaves no room for a token."""
@@ -122,6 +158,8 @@ class Session:
         return SampleCall(prompt.token_ids, min(room, self._limits.max_new_tokens), number, turn, repeat)
 
     async def _generate(self, asked: SampleCall) -> Generation:
+        if self._closed:  # while the call waited for its place
+            raise _CLOSED
         running = asyncio.ensure_future(self._sample(asked))
         self._running.add(running)
         try:

@@ -5,13 +5,14 @@ turn's ids are reused unchanged and only the rest is encoded. Otherwise the call
 the prompt of another row. Sampled ids are never encoded again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from slime_like.agents.messages import Message, Tool
-from slime_like.agents.rendering import ChatFormat, TemplateFault
+from slime_like.agents.rendering import ChatFormat, Rendering, TemplateFault
 from slime_like.interfaces import Generation, Segment, Supports
 
 
@@ -23,6 +24,7 @@ class Prompt:
         text: text that the ids decode to.
         messages: messages as rendered.
         keys: keys of the messages that the client sent.
+        rendered: the template's text of the messages. Sampled turns may be written otherwise in ``text``.
         parent: turn whose ids the prompt starts with.
     """
 
@@ -30,6 +32,7 @@ class Prompt:
     text: str
     messages: tuple[Message, ...]
     keys: tuple[str, ...]
+    rendered: str
     parent: "Turn | None" = None
 
 
@@ -75,18 +78,19 @@ class TurnTree:
         """Build the prompt of a call. Raises ``TemplateFault`` if the messages cannot be rendered."""
         keys = tuple(message.key for message in messages)
         for turn in self._longest(keys):
-            for reply in turn.forms:
+            sent, sampled = turn.forms
+            for reply, extend in ((sent, self._extended), (sent, self._continued), (sampled, self._extended)):
                 shown = (*turn.prompt.messages, reply, *messages[len(turn.keys) :])
-                if (extended := self._extended(turn, shown, keys, tools)) is not None:
-                    return extended
+                with suppress(TemplateFault):  # only in this form; the client's own messages are rendered in any case
+                    if (extended := extend(turn, shown, keys, tools)) is not None:
+                        return extended
         rendering = self._chat.render(messages, tools)
-        return Prompt(self._chat.encode(rendering), rendering.text, tuple(messages), keys)
+        return Prompt(self._chat.encode(rendering), rendering.text, tuple(messages), keys, rendering.text)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add a turn. The client receives ``reply``."""
         tokens = generation.token_ids.tolist()
-        ended = not self._chat.continuation([], tokens[-1:], visible=True)  # the end token is not part of the message
-        sampled = self._chat.continuation(prompt.token_ids, tokens[:-1] if ended else tokens)
+        sampled = self._chat.turn_text(prompt.token_ids, tokens, generation.finish_reason == "stop")
         turn = Turn(
             prompt,
             generation,
@@ -98,11 +102,15 @@ class TurnTree:
         self.turns.append(turn)
         return turn
 
-    def rows(self) -> list[Row]:
-        """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row."""
-        parents = {turn.prompt.parent for turn in self.turns}
-        trained: set[Turn] = set()
-        return [_row(leaf, trained) for leaf in self.turns if leaf not in parents]
+    def rows(self, untrained: Collection[Turn] = ()) -> list[Row]:
+        """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row.
+
+        Turns in ``untrained`` carry none, and no row ends with one.
+        """
+        kept = [turn for turn in self.turns if turn not in untrained]
+        parents = {parent for turn in kept for parent in _branch(turn.prompt.parent)}
+        trained = set(untrained)
+        return [_row(leaf, trained) for leaf in kept if leaf not in parents]
 
     def _longest(self, keys: tuple[str, ...]) -> list[Turn]:
         """Return the turns with the longest matching history, latest first."""
@@ -113,12 +121,22 @@ class TurnTree:
     def _extended(
         self, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
     ) -> Prompt | None:
-        try:
-            rendering = self._chat.render(shown, tools)
-        except TemplateFault:  # this form of the reply fails; the client's own messages are rendered in any case
-            return None
+        rendering = self._chat.render(shown, tools)
         tokens = self._chat.extend(turn.token_ids, turn.text, rendering)
-        return None if tokens is None else Prompt(tokens, rendering.text, shown, keys, turn)
+        return None if tokens is None else Prompt(tokens, rendering.text, shown, keys, rendering.text, turn)
+
+    def _continued(
+        self, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
+    ) -> Prompt | None:
+        """Extend a turn that the template writes in other words, by what the template writes after it."""
+        ended = len(turn.prompt.messages) + 1
+        stop = turn.text.removeprefix(turn.prompt.text)[len(turn.forms[1].content) :]
+        found = self._chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
+        if found is None:
+            return None
+        whole = Rendering([turn.text, *found[0].pieces])
+        tokens = self._chat.extend(turn.token_ids, turn.text, whole)
+        return None if tokens is None else Prompt(tokens, whole.text, shown, keys, found[1], turn)
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Row:
@@ -146,8 +164,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, leaf.generation.finish_reason), tuple(turns))
 
 
-def _branch(leaf: Turn) -> Iterator[Turn]:
-    turn: Turn | None = leaf
+def _branch(turn: Turn | None) -> Iterator[Turn]:
     while turn is not None:
         yield turn
         turn = turn.prompt.parent

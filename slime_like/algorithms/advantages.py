@@ -17,6 +17,7 @@ from torch import Tensor
 from slime_like.plugins.resolve import resolve
 
 Scope = Literal["group", "batch"]
+Level = Literal["sample", "turn", "token"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +25,25 @@ class AdvantageEstimator:
     """An estimator of advantages.
 
     Attributes:
-        compute: ``(rewards (N,) float64, groups, **options) -> (N,)``.
+        compute: ``(rewards (E,) float64, groups, **options) -> (E,)``, an entry per sample. Of a lower level: an entry
+            per turn or token that carries loss, a sample's reward at its last one, and the option ``lengths``, (N,)
+            entries of each sample.
         scope: "group" if completed groups suffice, "batch" if the whole batch is needed, which rules out streaming.
+        level: "sample", "turn" or "token": the unit with one advantage, which is spread over its tokens.
 
     Raises:
-        ValueError: an unknown scope.
+        ValueError: an unknown scope or level.
     """
 
     compute: Callable[..., Tensor]
     scope: Scope
+    level: Level = "sample"
 
     def __post_init__(self) -> None:
-        if self.scope not in get_args(Scope):
-            raise ValueError(f"scope={self.scope!r}: unknown for an advantage estimator; use 'group' or 'batch'")
-
-    def __call__(self, rewards: Tensor, groups: Groups, **options: Any) -> Tensor:
-        return self.compute(rewards, groups, **options)
+        for name, known in (("scope", get_args(Scope)), ("level", get_args(Level))):
+            if getattr(self, name) not in known:
+                problem = f"{name}={getattr(self, name)!r}: unknown for an advantage estimator"
+                raise ValueError(f"{problem}; use {' or '.join(map(repr, known))}")
 
 
 class Groups:
@@ -101,9 +105,13 @@ def _integer_ids(group_ids: Sequence[int] | Tensor) -> Tensor:
 
 
 def compute_advantages(
-    rewards: Tensor, group_ids: Sequence[int] | Tensor, estimator: str = "grpo", **options: Any
+    rewards: Tensor,
+    group_ids: Sequence[int] | Tensor,
+    estimator: str = "grpo",
+    lengths: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
-    """Compute one advantage per sample.
+    """Compute one advantage per sample, or per turn or token if that is the estimator's level.
 
     ==================== ===== ================================================================================
     estimator            scope formula
@@ -122,6 +130,7 @@ def compute_advantages(
         group_ids: (N,) integers, the group of every sample. Groups must be complete, but may be uneven and in any
             order.
         estimator: registered name or `package.module:name` of an ``AdvantageEstimator``.
+        lengths: (N,) turns or tokens of every sample, which ``rewards`` has one after the other.
         options: ``eps``, the largest spread of rewards that counts as none (default 1e-6), and ``ddof`` of the standard
             deviation (default 1, the sample standard deviation).
 
@@ -136,16 +145,18 @@ def compute_advantages(
         >>> compute_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), [7, 7, 9, 9])
         tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     """
-    groups = Groups(group_ids, rewards.device)
-    if rewards.ndim != 1 or rewards.shape != groups.index.shape:
+    groups, found = Groups(group_ids, rewards.device), find_estimator(estimator)
+    entries = groups.index.numel() if lengths is None else int(lengths.sum())
+    if rewards.ndim != 1 or rewards.numel() != entries:
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)}, group_ids {tuple(groups.index.shape)}; give (N,) of both"
         )
-    found = find_estimator(estimator)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if not rewards.numel():
         return rewards.to(dtype)
-    advantages = found(rewards.double(), groups, **options)
+    if found.level != "sample":
+        options["lengths"] = lengths
+    advantages = found.compute(rewards.double(), groups, **options)
     _check_computed(estimator, advantages, rewards)
     return advantages.to(dtype)
 

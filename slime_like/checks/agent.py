@@ -4,25 +4,36 @@ import re
 import shutil
 from collections.abc import Iterator
 
+from slime_like.config.rollout import NODE
 from slime_like.config.run import RunConfig
 from slime_like.plugins.resolve import import_path_problem
 from slime_like.sandbox.agents.command import PLACES
 from slime_like.sandbox.agents.pool import start_problems
+from slime_like.system.network import interface_of, is_loopback
 
 _PREFIX = "rollout.agent"
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 
 
 def agent_problems(config: RunConfig) -> Iterator[str]:
-    """Check the placeholders in the agent's command."""
-    agent = config.rollout.agent
+    """Check what judges the agent, the placeholders in its command, and that each node can have its address."""
+    agent, judge = config.rollout.agent, config.reward.functions[0].name
+    if agent.is_set and "functions" not in config.reward.model_fields_set:
+        yield f"reward.functions is not set, so {judge} would judge, not the agent; set it, e.g. to [{{name: agent}}]"
     for place in sorted({found for part in agent.command for found in _PLACE.findall(part)} - {*PLACES}):
         yield f"{_PREFIX}.command: {{{place}}} is unknown; use {', '.join(f'{{{name}}}' for name in PLACES)}"
+    host, nodes = f"{_PREFIX}.host={agent.host}", config.cluster.nodes or 1
+    if agent.host == NODE and nodes == 1 and config.cluster.address is None:
+        yield f"{host}: a cluster of one node is on loopback; use an address of this host"
+    if agent.host != NODE and nodes > 1 and not is_loopback(agent.host):
+        yield f"{host} is the address of one node, but cluster.nodes={nodes}; use {NODE}"
 
 
 def custom_agent_problems(config: RunConfig) -> list[str]:
-    """Check that a command's program exists. Have a worker import an agent with its options, if its module is found."""
+    """Check that this host has the endpoint's address and a command's program. Have a worker import a function."""
     agent = config.rollout.agent
+    if agent.host != NODE and (config.cluster.nodes or 1) == 1 and interface_of(agent.host) is None:
+        return [f"{_PREFIX}.host={agent.host} is not an address of this machine; use one of its addresses"]
     if agent.command and shutil.which(agent.command[0]) is None:
         remedy = "give the command as a list, [python, agent.py]" if " " in agent.command[0] else "correct its path"
         return [f"{_PREFIX}.command: {agent.command[0]} is not a program on this machine; {remedy}"]

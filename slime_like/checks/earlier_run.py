@@ -9,8 +9,8 @@ from slime_like.config.run import RunConfig
 from slime_like.data.dump_names import rollouts_name
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 
-BACKEND = "backend"
-"""Key of the backend in a checkpoint's ``state.json``."""
+BACKEND, FINGERPRINT = "backend", "model"
+"""Keys of the backend and of the model's ``fingerprint`` in a checkpoint's ``state.json``."""
 
 
 def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:

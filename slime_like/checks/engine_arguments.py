@@ -1,7 +1,10 @@
-"""Checks of ``rollout.engine_args``. The engine itself rejects arguments that it does not have."""
+"""Checks of ``rollout.engine_args``. SGLang itself rejects arguments that it does not have."""
 
+import ast
 from collections.abc import Collection, Iterator, Mapping
+from importlib.util import find_spec
 from math import inf
+from pathlib import Path
 
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
@@ -80,23 +83,31 @@ def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
 
 
 def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:
-    """Yield one sentence per problem; none for a custom engine.
-
-    Args:
-        engine: the engine's name if it is not ``rollout.engine``.
-    """
+    """Yield one sentence per problem; none for a custom engine. An engine, which runs in ``rollout.python``, gives its
+    name."""
     rollout = config.rollout
-    engine = engine or rollout.engine
+    python, engine = None if engine else rollout.python, engine or rollout.engine
     arguments = rollout.engine_args_of(engine)
-    refused, known = REFUSED.get(engine, {}), KNOWN.get(engine)
+    refused = REFUSED.get(engine, {})
+    known = KNOWN.get(engine) if python is not None or engine != "vllm" else _vllm_arguments()
     for name in arguments:
         if name in refused:
             yield f"rollout.engine_args.{name} is not supported: {refused[name]}"
         elif known is not None and name not in known:
-            yield f"rollout.engine_args.{name} is not an argument of {engine}; use one of: {', '.join(known)}"
+            choices = f"use one of: {', '.join(known)}" if engine in KNOWN else "see `vllm serve --help`"
+            yield f"rollout.engine_args.{name} is not an argument of {engine}; {choices}"
     for name, most in ((SHARES.get(engine, ""), 1.0), (_CACHE_BYTES.get(engine, ""), inf)):
         value = arguments.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")
     if engine == "transformers" and rollout.tensor != 1:
         yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"
+
+
+def _vllm_arguments() -> Collection[str] | None:
+    """Read vLLM's arguments from its source, because its import takes seconds; ``None`` if it is not installed."""
+    if (spec := find_spec("vllm")) is None or spec.origin is None:
+        return None
+    source = Path(spec.origin).with_name("engine").joinpath("arg_utils.py").read_text(encoding="utf-8")
+    parts = [part for node in ast.parse(source).body if isinstance(node, ast.ClassDef) for part in node.body]
+    return {ast.unparse(part.target) for part in parts if isinstance(part, ast.AnnAssign)}

@@ -110,8 +110,8 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     """
     names = enumerate(function.name for function in config.reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
-    row = first_row(config) if found else None
-    sample = None if row is None else RewardItem(row.prompt, row.answer, row.answer)
+    first = first_row(config) if found else None
+    sample = first and RewardItem(first[0].prompt, first[0].answer, first[0].answer, first[1])
     for index in found:
         yield from start_problems(config.reward, index, sample)
 
@@ -137,7 +137,8 @@ def custom_environment_problems(config: RunConfig) -> list[str]:
     environment = config.rollout.environment
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
-    return start_problems_of_environment(environment, first_row(config))
+    first = first_row(config)
+    return start_problems_of_environment(environment, first and first[0])
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:

@@ -1,11 +1,14 @@
 """Checks of data files, and the row for trying custom code. The run reads and checks all rows before Ray starts."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from slime_like.config.run import RunConfig
+from slime_like.data.encoding import answer_text
 from slime_like.data.formats import in_format
+from slime_like.data.messages import read_messages, spells_messages
 from slime_like.data.rows import SUFFIXES, data_files, read_rows
 from slime_like.errors import DataError
 from slime_like.interfaces.environment import Task
@@ -41,16 +44,19 @@ def _file_problems(field: str, paths: Sequence[Path]) -> Iterator[str]:
                 )
 
 
-def first_row(config: RunConfig) -> Task | None:
-    """Return the first row with an answer, with messages joined to a text, or ``None`` if no row can be read."""
+def first_row(config: RunConfig) -> tuple[Task, str] | None:
+    """Return the first row with an answer, with messages joined to a text, and as JSON; ``None`` without any."""
     for data in config.data.parts:
         for file in data.train or config.evaluation.files:
-            with suppress(DataError):
-                for row in (in_format(row, data) for row in read_rows(file)):
+            with suppress(DataError, TypeError, ValueError):
+                for whole in read_rows(file):
+                    row = in_format(whole, data)
                     prompt, answer = row.get(data.prompt_key) or "", row.get(data.answer_key)
                     settings = None if data.environment_key is None else row.get(data.environment_key)
-                    if not isinstance(prompt, str):
-                        prompt = "\n".join(str(one["content"]) for one in prompt if "content" in one)
+                    if not isinstance(prompt, str) or spells_messages(prompt):
+                        messages = read_messages(row, data.prompt_key, "bad-prompt")
+                        prompt = "\n".join(message["content"] for message in messages)
                     if answer is not None:
-                        return Task(prompt, str(answer), settings if isinstance(settings, dict) else {})
+                        task = Task(prompt, answer_text(answer), settings if isinstance(settings, dict) else {})
+                        return task, json.dumps(whole.values, default=str)
     return None

@@ -1,6 +1,6 @@
 """Number of GPUs that a configuration uses, and sizes that fill its cluster."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from slime_like.config.run import RunConfig
@@ -15,18 +15,19 @@ FILLING = (REPLICAS, ENGINES)
 
 @dataclass(frozen=True, slots=True)
 class GpusNeeded:
-    """GPUs of trainer ranks, of engines that do not share them, and of reference workers."""
+    """GPUs of trainer ranks, of engines that do not share them, and of roles' workers."""
 
     trainers: int
     engines: int
-    references: int
+    workers: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        return self.trainers + self.engines + self.references
+        return self.trainers + self.engines + sum(self.workers.values())
 
     def __str__(self) -> str:
-        parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), (self.references, "reference workers"))
+        workers = ((count, f"{role} workers") for role, count in self.workers.items())
+        parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), *workers)
         named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
         return f"{counted(self.total, 'GPU')} ({named})"
 
@@ -34,12 +35,12 @@ class GpusNeeded:
 def gpus_needed(config: RunConfig) -> GpusNeeded:
     """Count the GPUs that a training run uses."""
     engines = config.rollout.num_engines * config.rollout.tensor if has_own_engines(config) else 0
-    references = config.reference_workers * config.reference.parallel.world_size
-    return GpusNeeded(config.trainer.parallel.world_size, engines, references)
+    workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.with_workers}
+    return GpusNeeded(config.trainer.parallel.world_size, engines, workers)
 
 
 def nodes_needed(config: RunConfig) -> int:
-    """Count the nodes that hold every trainer rank, engine and reference rank."""
+    """Count the nodes that hold every trainer rank, engine and worker rank."""
     return -(-gpus_needed(config).total // config.cluster.gpus_per_node)
 
 
@@ -51,8 +52,8 @@ def has_own_engines(config: RunConfig) -> bool:
 def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     """Replace these fields with the largest sizes that fit the cluster, at least 1.
 
-    Replicas get the GPUs that separate engines and reference workers leave. Separate engines get the GPUs that the
-    trainer and the reference workers leave; colocated engines get those of the trainer.
+    Replicas get the GPUs that separate engines and workers leave. Separate engines get the GPUs that the trainer and
+    workers leave; colocated engines get those of the trainer.
 
     Raises:
         ConfigError: the cluster's size is not given, or both separate engines and replicas are ``auto``.
@@ -61,14 +62,14 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
     if REPLICAS in names:
         needed, parallel = gpus_needed(config), trainer.parallel
-        left = (cluster.nodes or 0) * cluster.gpus_per_node - needed.engines - needed.references
+        left = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - needed.trainers)
         data = max(1, left // (parallel.world_size // parallel.data))
         trainer = trainer.model_copy(update={"parallel": parallel.model_copy(update={"data": data})})
         config = config.model_copy(update={"trainer": trainer})
     if ENGINES in names:
         needed, gpus = gpus_needed(config), trainer.parallel.world_size
         if has_own_engines(config):
-            gpus = (cluster.nodes or 0) * cluster.gpus_per_node - needed.trainers - needed.references
+            gpus = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - needed.engines)
         rollout = rollout.model_copy(update={"num_engines": max(1, gpus // rollout.tensor)})
         config = config.model_copy(update={"rollout": rollout})
     return config

@@ -1,6 +1,9 @@
 """Sections of sampling, rewards and weight sync."""
 
+import ipaddress
 from collections.abc import Iterator
+from contextlib import suppress
+from os.path import exists, isfile  # unlike Path's, they accept any text
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +23,14 @@ MIN_TEMPERATURE = 0.01
 ENGINES = ("vllm", "sglang", "transformers")
 """Engines of this distribution. ``rollout.engine_args`` may have a section for each."""
 
+NODE = "node"
+"""``rollout.agent.host`` of each node's own address in the cluster."""
+
 ENVIRONMENT, AGENT = "environment", "agent"
 """Names of the rewards that ``rollout.environment`` and ``rollout.agent`` return during generation."""
+
+Untrained = Literal["other_models", "side_chains", "discarded"]
+"""Kinds of an agent's calls that can be excluded from training."""
 
 
 class EnvironmentConfig(Section):
@@ -39,7 +48,7 @@ class EnvironmentConfig(Section):
     max_observation_tokens: int = Field(256, ge=1)
     """Token limit of an observation, which is cut."""
     template: str | None = None
-    """Text between two turns, with {observation}; none: the chat template's role `tool`."""
+    """Text between two turns, with {observation}; none: the template's role `tool` or `user`."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(10.0, gt=0)
@@ -54,7 +63,7 @@ class EnvironmentConfig(Section):
 
 
 class AgentConfig(Section):
-    """Agents that call the model themselves, through an endpoint with OpenAI's and Anthropic's protocols.
+    """Agents that call the model through an endpoint with OpenAI's and Anthropic's protocols.
 
     `rollout.max_new_tokens` bounds one turn, and `rollout.max_model_len` its prompt and the turn together.
     """
@@ -63,17 +72,45 @@ class AgentConfig(Section):
     """Custom code, an `async def`."""
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
     command: tuple[str, ...] = ()
-    """Program with arguments such as {base_url}, {key}, {task_file} and {result_file}, instead of `name`."""
+    """Program with arguments such as {base_url}, {key}, {model}, {prompt}, {task_file} and {result_file}, instead of
+    `name`."""
+    host: str = "127.0.0.1"
+    """Address of the endpoint, for agents on other hosts; node: each node's."""
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
-    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder"] = "auto"
-    """Format of tool calls; auto: the chat template's."""
+    tool_parser: str = "auto"
+    """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
+    untrained: tuple[Untrained, ...] = ()
+    """Calls without loss: other_models (not named `policy`), side_chains (outside the longest history), discarded
+    (repeated, then continued)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(600.0, gt=0)
     """Timeout of one rollout. The sample then gets reward 0."""
-    memory_mb: int = Field(4096, ge=128, description="Memory limit of a worker.")
+    memory_mb: int = Field(4096, ge=128, description="Resident memory limit of a worker with its children.")
 
     _absolute = field_validator("name")(absolute_code)
+
+    @field_validator("command")
+    @classmethod
+    def _absolute_files(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Make paths absolute, because a program has another working directory. PATH has a first part without "/"."""
+        return tuple(
+            str(Path(part).absolute()) if exists(part) and ("/" in part or (at and isfile(part))) else part  # noqa: PTH110, PTH113
+            for at, part in enumerate(command)
+        )
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host: str) -> str:
+        with suppress(ValueError):
+            if host == NODE or not ipaddress.ip_address(host).is_unspecified:
+                return host
+        raise ValueError(f"{host!r} is not the address of one host; use {NODE}, or an address such as 10.0.0.5")
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _absolute_file(cls, form: str) -> str:
+        return str(Path(form).absolute()) if form.endswith(".json") else form
 
     @property
     def is_set(self) -> bool:
@@ -113,7 +150,9 @@ class RolloutConfig(Section):
     """Top-k sampling, at most 512; -1: off."""
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Lowest probability of a token, relative to the likeliest token."""
-    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response; []: EOS.")
+    stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, besides EOS.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a response, and stay in it.")
+    ignore_eos: bool = Field(False, description="EOS does not end a response.")
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence; none: prompt limit plus response limit."""
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
@@ -149,6 +188,10 @@ class RolloutConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._truncation_conflicts()
+        if "" in self.stop:
+            yield "stop has an empty text, which would end every response; remove it"
+        if self.ignore_eos and not self.stop_token_ids and not self.stop:
+            yield "ignore_eos=true: nothing would end a response; set rollout.stop_token_ids or stop, or use false"
         turn = self.environment.max_turn_tokens
         if turn is not None and turn > self.max_new_tokens:
             yield f"environment.max_turn_tokens={turn} exceeds rollout.max_new_tokens={self.max_new_tokens}; lower it"

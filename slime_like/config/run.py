@@ -9,6 +9,7 @@ from pydantic import Field
 
 from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES, AlgorithmConfig
 from slime_like.config.base import Section
+from slime_like.config.roles import POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
     CheckpointConfig,
@@ -62,15 +63,20 @@ class RunConfig(Section):
         return self.algorithm.loss == "sft"
 
     @property
-    def reference_in_trainer(self) -> bool:
-        """Whether trainer ranks hold a reference and score with it."""
-        return self.algorithm.needs_reference and self.reference.placement == "trainer"
+    def roles(self) -> Roles:
+        """Models of the run."""
+        path, layout, fields = self.model.path, self.trainer.parallel, ("old_logprobs", "entropy")
+        scores = self.algorithm.scores_policy and not self.supervised
+        policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
+        frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
+        return Roles({role.name: role for role in (policy, *frozen)})
 
-    @property
-    def reference_workers(self) -> int:
-        """Number of reference workers; 0 if no rollouts are sampled."""
-        in_use = self.algorithm.needs_reference and not self.supervised and self.debug.load_rollouts is None
-        return self.reference.workers if in_use and self.reference.placement == "workers" else 0
+    def for_worker(self, role: ModelRole) -> Self:
+        """Return the configuration of a worker's ranks, whose modules hold the weights of ``role``."""
+        path = {} if role.path is None else {"path": role.path, "weights": None}
+        layout = {"parallel": role.parallel, "rendezvous_port": None}
+        sections = {"model": self.model.model_copy(update=path), "trainer": self.trainer.model_copy(update=layout)}
+        return self.model_copy(update=sections)
 
     def bucket_bytes(self, on_gpus: bool) -> int:
         """Return the largest bucket of a weight sync. Shared GPUs have room, because the KV cache is released."""
@@ -200,8 +206,8 @@ class RunConfig(Section):
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
-        if self.reference_workers:
-            yield from (f"reference.{text}" for text in trainer.layout_conflicts(self.reference.parallel))
+        for role in self.roles.with_workers:
+            yield from (f"{role.name}.{text}" for text in trainer.layout_conflicts(role.parallel))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
             yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
         updates = self.total_updates
@@ -241,10 +247,5 @@ class RunConfig(Section):
         """Yield settings that agents exclude. A rewritten history gives several rows, on different ranks."""
         algorithm = self.algorithm
         yield from algorithm.row_conflicts()
-        if "functions" not in self.reward.model_fields_set:
-            yield (
-                f"reward.functions is not set, so {self.reward.functions[0].name} would judge and the agent's reward "
-                "would not count; set it, e.g. to [{name: agent}]"
-            )
         if algorithm.overlong_buffer is not None:
             yield f"algorithm.overlong_buffer={algorithm.overlong_buffer} does not apply to rollout.agent; remove it"

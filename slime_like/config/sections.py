@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
+from slime_like.config.roles import ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.trainer import ParallelConfig
 
@@ -36,6 +37,22 @@ class ReferenceConfig(Section):
     max_worker_restarts: int = Field(2, ge=0)
     """Restarts of failed workers in a run."""
 
+    def role(self, name: str, *fields: str) -> ModelRole:
+        """Return the role of a frozen model with these settings."""
+        separate = self.placement == "workers"
+        return ModelRole(
+            name=name,
+            path=self.path,
+            fields=fields,
+            scores=not separate,
+            placement=self.placement,
+            parallel=self.parallel,
+            workers=self.workers if separate else 0,
+            max_restarts=self.max_worker_restarts,
+        )
+
+
+_TEMPLATE_INPUTS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
 
 DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
 
@@ -70,6 +87,7 @@ class DataConfig(Section):
     environment_key: str | None = None
     """Row key of a mapping for the environment or agent."""
     apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables of the chat template.")
     allow_special_tokens: bool = False
     """Accept text that spells special tokens."""
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
@@ -86,6 +104,8 @@ class DataConfig(Section):
             yield f"{field} and data.response_key={self.response_key}: demonstrations have only one; remove the other"
         if self.messages_key is not None and not self.apply_chat_template:
             yield f"{field} needs the chat template; set data.apply_chat_template: true"
+        if taken := sorted(_TEMPLATE_INPUTS & self.chat_template_kwargs.keys()):
+            yield f"chat_template_kwargs: {taken[0]} is set for each row; remove it"
         if self.system_prompt is not None and not self.apply_chat_template:
             yield "system_prompt needs the chat template; set data.apply_chat_template: true, or remove it"
         for name, is_set in (("system_prompt", self.system_prompt is not None), ("format", self.format != "keys")):
@@ -118,7 +138,7 @@ class EvaluationConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.every > 0 and not self.files:
-            yield f"every={self.every} needs evaluation.files, which is empty; give held-out files, or use every: 0"
+            yield f"files=[] is empty, so every={self.every} has nothing to evaluate; give held-out files, or every: 0"
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield f"temperature={self.temperature} is too low for engines; use 0 (greedy) or at least {MIN_TEMPERATURE}"
         if self.temperature == 0 and self.samples_per_prompt > 1:

@@ -1,34 +1,38 @@
 """Encoding of rows to token ids."""
 
+import copy
 import json
-import math
 import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from slime_like.config import DataConfig
 from slime_like.data.formats import fitting_format, in_format
-from slime_like.data.messages import read_conversation, role_problem
+from slime_like.data.message_keys import fold_keys
+from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row
 from slime_like.data.spans import ConversationEncoder, SpanFault
-from slime_like.data.tokenizer import template_fault
+from slime_like.data.tokenizer import template_fault, with_template_variables
 from slime_like.models.special_tokens import special_token_pattern
 
 _SHOWN = 10
 """Limit on the keys named in an error about a row without a prompt."""
+_TEMPLATE_REMEDY = "set data.apply_chat_template: true"
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of a prompt, with its answer, settings for an environment, and chat messages as JSON if they are kept.
-    Ids are machine integers: Python integers for a million prompts would fill the memory.
+    """Token ids of a prompt, with its answer, settings for an environment, and, if they are kept, its chat messages and
+    its whole row as JSON. Ids are machine integers: Python integers for a million prompts would fill the memory.
 
     Attributes:
         response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
+        forks: indices in ``response_tokens`` at which another training row of the conversation begins.
     """
 
     tokens: Sequence[int]
@@ -36,11 +40,15 @@ class EncodedRow:
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
     spans: tuple[tuple[int, int], ...] | None = None
+    forks: tuple[int, ...] = ()
     messages: str | None = None
+    row: str | None = None
 
     @property
     def total_len(self) -> int:
-        return len(self.tokens) + len(self.response_tokens or ())
+        """Number of tokens of the longest training row."""
+        borders = pairwise((-len(self.tokens), *self.forks, len(self.response_tokens or ())))
+        return max(end - start for start, end in borders)
 
 
 class RowEncoder:
@@ -50,6 +58,8 @@ class RowEncoder:
         need_response: whether all rows must have a demonstration: a response, or with ``messages_key`` a conversation.
         stop_token_ids: tokens that may end an assistant turn; by default, the tokenizer's EOS token.
         keep_messages: whether rows keep their chat messages, for agents.
+        need_answer: whether all rows must have an answer.
+        keep_row: whether rows are kept whole, for reward functions. Values that JSON lacks become text.
     """
 
     def __init__(
@@ -59,11 +69,15 @@ class RowEncoder:
         need_response: bool,
         stop_token_ids: Sequence[int] = (),
         keep_messages: bool = False,
+        need_answer: bool = False,
+        keep_row: bool = False,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
         self._config = config
         self._need_response = need_response
         self._keep_messages = keep_messages
+        self._need_answer = need_answer and not need_response
+        self._keep_row = keep_row
         self._vocab_size = len(tokenizer)
         self._system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         self._special = special_token_pattern(tokenizer)
@@ -72,43 +86,60 @@ class RowEncoder:
     def encode(self, row: Row) -> EncodedRow:
         if self._need_response and self._config.messages_key is not None:
             return self._encode_conversation(row, self._config.messages_key)
+        whole = json.dumps(row.values, default=str) if self._keep_row else None
         row = in_format(row, self._config)
-        tokens = self._prompt_tokens(row)
+        ids, prompt = row.get(self._config.token_ids_key), None
+        if ids is not None:
+            tokens = row.token_ids(self._config.token_ids_key, ids, self._vocab_size, "tokenizer")
+        else:
+            prompt = self._read_prompt(row)
+            tokens = self._render(row, prompt)
         if not tokens:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
-        messages = self._messages(row) if self._keep_messages else None
-        environment = self._environment(row)
-        return EncodedRow(array("i", tokens), answer, response and array("i", response), environment, messages=messages)
+        messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
+        given = (answer, response and array("i", response), self._environment(row))
+        return EncodedRow(array("i", tokens), *given, messages=messages, row=whole)
 
-    def _messages(self, row: Row) -> str | None:
-        """Return the messages as JSON, or ``None`` if the row only has token ids."""
-        if row.get(self._config.token_ids_key) is not None:
-            return None
-        return json.dumps(self._as_messages(row, row.get(self._config.prompt_key)))
-
-    def _as_messages(self, row: Row, prompt: Any) -> Any:
-        """Return the chat messages of a prompt, with the system prompt in front if one is set."""
-        messages, system = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, self._system
-        if not system or not isinstance(messages, list):
-            return messages
-        if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
-            problem = f"{self._config.prompt_key!r} has a system message, and data.system_prompt is set"
+    def _read_prompt(self, row: Row) -> str | Messages:
+        """Return the prompt: a text for the tokenizer, or messages for the chat template, the system prompt first."""
+        key = self._config.prompt_key
+        given = row.get(key)
+        if given is None:
+            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}; its keys: {_present(row)}"
+            raise row.fault("no-prompt", problem, f"set data.prompt_key to its key{_or_format(row)}")
+        if given == "":
+            raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")
+        self._require_text(row, key, given)
+        if not isinstance(given, str) or spells_messages(given):
+            messages = read_messages(row, key, "bad-prompt")
+            self._require_text(row, key, messages)
+        elif not self._config.apply_chat_template:
+            return given
+        else:
+            messages = [{"role": "user", "content": given}]
+        if self._system and any(message["role"] == "system" for message in messages):
+            problem = f"{key!r} has a system message, and data.system_prompt is set"
             raise row.fault("two-system-prompts", problem, "remove one")
-        return [*system, *messages]
+        return [*self._system, *messages]
 
     def _encode_conversation(self, row: Row, key: str) -> EncodedRow:
         messages, tools = read_conversation(row, key)
         self._require_text(row, key, [messages, tools])
         try:
-            tokens, found = self._conversations.encode(messages, tools)
+            rows = self._conversations.encode(fold_keys(row, key, messages), tools)
         except SpanFault as fault:
             raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
-        first, last = found[0][0], found[-1][1]
-        prompt, response = array("i", tokens[:first]), array("i", tokens[first:last])
-        spans = tuple((start - first, end - first) for start, end in found)
-        return EncodedRow(prompt, self._answer(row), response, self._environment(row), spans)
+        first = rows[0][1][0][0]
+        prompt, response = array("i", rows[0][0][:first]), array("i")
+        spans, starts = list[tuple[int, int]](), list[int]()
+        for tokens, found in rows:
+            starts.append(len(response) - (0 if starts else first))
+            spans += [(starts[-1] + start, starts[-1] + end) for start, end in found]
+            response.extend(tokens if starts[1:] else tokens[first:])
+        answer, environment = self._answer(row), self._environment(row)
+        return EncodedRow(prompt, answer, response, environment, tuple(spans), forks=tuple(starts[1:]))
 
     @cached_property
     def _conversations(self) -> ConversationEncoder:
@@ -126,65 +157,52 @@ class RowEncoder:
             raise row.fault("environment-settings", problem, "correct it, or set data.environment_key") from error
         return value
 
-    def _prompt_tokens(self, row: Row) -> list[int]:
-        given = row.get(self._config.token_ids_key)
-        if given is not None:
-            return row.token_ids(self._config.token_ids_key, given, self._vocab_size, "tokenizer")
-        key = self._config.prompt_key
-        prompt = row.get(key)
-        if prompt is None:
-            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}; its keys: {_present(row)}"
-            raise row.fault("no-prompt", problem, f"set data.prompt_key to its key{_or_format(row)}")
-        if isinstance(prompt, str) and not prompt:
-            raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")
-        self._require_text(row, key, prompt)
-        if isinstance(prompt, str) and not self._config.apply_chat_template:
-            return self._tokenizer.encode(prompt, add_special_tokens=True)
-        return self._render(row, self._as_messages(row, prompt))
-
-    def _render(self, row: Row, messages: Any) -> list[int]:
-        key = self._config.prompt_key
-        fits = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
-        if not fits:
-            problem = f"{key!r} is neither text nor a list of messages with text in `role` and `content`"
-            raise row.fault("bad-prompt", problem)
-        for unlikely in filter(None, (role_problem(message["role"]) for message in messages)):
-            raise row.fault("bad-prompt", f"{key!r}: {unlikely}")
-        if messages[-1]["role"] == "assistant":
+    def _render(self, row: Row, prompt: str | Messages) -> list[int]:
+        key, tools = self._config.prompt_key, read_tools(row)
+        self._require_text(row, TOOLS_KEY, tools)
+        if isinstance(prompt, str):
+            if tools:
+                raise row.fault("tools-not-rendered", f"{key!r} is text without {TOOLS_KEY!r}", _TEMPLATE_REMEDY)
+            return _without_eos(self._tokenizer, prompt)
+        if prompt[-1]["role"] == "assistant":
             problem = f"{key!r} ends with a message of the assistant, and the model would start another one"
             raise row.fault("bad-prompt", problem, "remove that message, or set data.messages_key for demonstrations")
         if not self._config.apply_chat_template:
-            remedy = "set data.apply_chat_template: true, or give text"
-            raise row.fault("template-needed", f"{key!r} is a list of messages", remedy)
+            raise row.fault("template-needed", f"{key!r} is a list of messages", f"{_TEMPLATE_REMEDY}, or give text")
         if self._tokenizer.chat_template is None:
             remedy = "set data.apply_chat_template: false, or give it one"
             raise row.fault("no-chat-template", "the tokenizer has no chat template", remedy)
+        text = self._rendered(row, prompt, tools)
+        if tools and text == self._rendered(row, prompt, None):
+            problem, remedy = f"the template does not render {TOOLS_KEY!r}", "remove them, or give another template"
+            raise row.fault("tools-not-rendered", problem, remedy)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _rendered(self, row: Row, messages: Messages, tools: list[dict[str, Any]] | None) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # templates are programs of the checkpoint and can raise anything
             said, remedy = template_fault(error)
-            raise row.fault("template-failed", f"the chat template rejects {key!r} ({said})", remedy) from error
-        return self._tokenizer.encode(text, add_special_tokens=False)
+            problem = f"the chat template rejects {self._config.prompt_key!r} ({said})"
+            raise row.fault("template-failed", problem, remedy) from error
+        return text
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:
         if not self._config.allow_special_tokens:
             require_text(row, key, value, self._special)
 
     def _answer(self, row: Row) -> str:
-        """Return the answer as text. Only demonstrations may have none."""
         value = row.get(self._config.answer_key)
-        if value is None and self._need_response:
-            return ""
-        if value is None:
+        if value is None and self._need_answer:
             problem = f"has no answer {self._config.answer_key!r}; its keys: {_present(row)}"
             raise row.fault("bad-answer", problem, f"set data.answer_key to its key{_or_format(row)}")
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            problem = f"the answer {self._config.answer_key!r} {_found(value)}"
-            raise row.fault("bad-answer", problem, "give text or a number, or set data.answer_key")
-        if isinstance(value, float) and not math.isfinite(value):
-            problem = f"the answer {self._config.answer_key!r} is {value}, which no response can equal"
-            raise row.fault("bad-answer", problem, "correct it")
-        return str(value)
+        try:
+            return answer_text(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            problem = f"the answer {self._config.answer_key!r} cannot be used ({error})"
+            raise row.fault("bad-answer", problem, "correct it, or set data.answer_key") from error
 
     def _response_tokens(self, row: Row) -> list[int] | None:
         """Encode the response separately from the prompt, so the boundary is the same as in a rollout. EOS ends it."""
@@ -201,6 +219,40 @@ class RowEncoder:
             problem = "the tokenizer has no EOS token to end the demonstration with"
             raise row.fault("no-eos", problem, "set eos_token in its files")
         return [*self._tokenizer.encode(value, add_special_tokens=False), eos]
+
+
+def _for_agents(prompt: str | Messages) -> str:
+    """Return messages as JSON in the form of OpenAI's protocol, in which arguments of tool calls are JSON text."""
+    messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt)
+    for function in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return json.dumps(messages)
+
+
+def answer_text(value: Any) -> str:
+    """Return a row's answer as reward functions get it: text and numbers as text, no answer as an empty text.
+
+    Several right answers become a JSON list of texts, a mapping and a truth value JSON.
+
+    Raises:
+        TypeError, ValueError: JSON cannot express it, or no response can equal it.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        value = [answer_text(item) for item in value]
+    if value in ([], {}):
+        raise ValueError("it is empty")
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if isinstance(value, bool | list | dict) else str(value)
+
+
+def _without_eos(tokenizer: Any, prompt: str) -> list[int]:
+    """Encode a text with the tokenizer's special tokens in front, but without an EOS that it adds at the end."""
+    tokens: list[int] = tokenizer.encode(prompt, add_special_tokens=True)
+    plain = tokenizer.encode(prompt, add_special_tokens=False)
+    is_added = tokens[-1:] == [tokenizer.eos_token_id] and tokens[-len(plain) :] != plain
+    return tokens[:-1] if is_added else tokens
 
 
 def require_text(row: Row, key: str, value: Any, special: re.Pattern[str]) -> None:
@@ -239,9 +291,3 @@ def _present(row: Row) -> str:
 def _or_format(row: Row) -> str:
     form = fitting_format(row)
     return f", or data.format to {form}, which this row fits" if form is not None else ""
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-    )

@@ -1,17 +1,19 @@
-"""Conversations of rows, as chat messages in one form for all kinds of files."""
+"""Prompts and conversations of rows, as chat messages in one form for all kinds of files."""
 
-import json
+import re
 from difflib import get_close_matches
 from typing import Any
 
-from slime_like.data.rows import Row
+from slime_like.data.rows import Row, strict_json
 
 TOOLS_KEY = "tools"
-"""Row key of a conversation's tool definitions."""
+"""Row key of the tool definitions of a prompt or a conversation."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _ELSEWHERE = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant"}
 """Role names that other files use."""
+_SPELLED = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join((*_ROLES, *_ELSEWHERE))})['"]""")
+"""A message's role in text that spells a list of messages, as JSON or otherwise."""
 
 Message = dict[str, Any]
 Messages = list[Message]
@@ -20,47 +22,74 @@ Messages = list[Message]
 def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]] | None]:
     """Return the messages under ``key``, and the row's tools if it has any.
 
-    ShareGPT messages, with ``from`` and ``value``, are converted to ``role`` and ``content``. Keys without a value are
-    dropped, since Parquet gives every message the keys of all others. Tools and tool-call arguments in JSON are parsed.
-
     Raises:
         DataError: there is no list of messages, or it has no assistant message.
     """
-    given = row.get(key)
-    if given is None:
+    if row.get(key) is None:
         remedy = "give every row one; train on demonstrations under data.response_key in another run"
         raise row.fault("no-conversation", f"has no {key!r}", remedy)
-    if not isinstance(given, list) or not given:
-        raise row.fault("bad-messages", f"{key!r} must be a list of chat messages")
-    messages = [_message(row, f"{key!r}, message {number}", each) for number, each in enumerate(given, start=1)]
+    messages = read_messages(row, key, "bad-messages")
     if all(message["role"] != "assistant" for message in messages):
         roles = ", ".join(sorted({message["role"] for message in messages}))
         problem = f"{key!r} has no message of the assistant; its roles: {roles}"
         raise row.fault("no-assistant-turn", problem, "correct the roles, or remove the row")
-    return messages, _tools(row)
+    return messages, read_tools(row)
 
 
-def _message(row: Row, where: str, given: Any) -> Message:
+def spells_messages(text: str) -> bool:
+    """Return whether a text is a written list of messages. A model would be asked with its braces and quotes."""
+    text = text.strip()
+    return text[:1] in "[{(" and text[-1:] in "]})" and _SPELLED.search(text) is not None
+
+
+def read_messages(row: Row, key: str, code: str) -> Messages:
+    """Return the messages under ``key``, which may be a list or its JSON.
+
+    ShareGPT messages, with ``from`` and ``value``, are converted to ``role`` and ``content``. Keys without a value are
+    dropped, text parts are joined by line breaks, and tool-call arguments in JSON are parsed.
+
+    Raises:
+        DataError: with this ``code``; there is no list of messages.
+    """
+    given = _parsed(row.get(key))
+    if not isinstance(given, list) or not given:
+        raise row.fault(code, f"{key!r} must be a list of chat messages, or its JSON")
+    return [_message(row, code, f"{key!r}, message {number}", each) for number, each in enumerate(given, start=1)]
+
+
+def _message(row: Row, code: str, where: str, given: Any) -> Message:
     message = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
         message = {"role": _ELSEWHERE.get(role, role), "content": message.pop("value"), **message}
     if not isinstance(message.get("role"), str):
-        raise row.fault("bad-messages", f"{where} must be a mapping with a `role`")
-    if problem := role_problem(message["role"]):
-        raise row.fault("bad-messages", f"{where}: {problem}")
+        raise row.fault(code, f"{where} must be a mapping with a `role`")
+    if problem := _role_problem(message["role"]):
+        raise row.fault(code, f"{where}: {problem}")
     if message.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(row, where, message["tool_calls"])
+        message["tool_calls"] = _tool_calls(row, code, where, message["tool_calls"])
     else:
         message.pop("tool_calls", None)
     silent = message["role"] == "assistant" and "tool_calls" in message
-    content = message.setdefault("content", "" if silent else None)
-    if not isinstance(content, str):
-        raise row.fault("bad-messages", f"{where} must have text in `content`")
+    message["content"] = _text(row, code, where, message.get("content", "" if silent else None))
     return message
 
 
-def role_problem(role: str) -> str | None:
+def _text(row: Row, code: str, where: str, content: Any) -> str:
+    """Return the text of a message's content: a text, or a list of text parts."""
+    texts = [content] if isinstance(content, str) else []
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            problem = f"{where} has a part in `content` (type {kind!r}) that is not text"
+            raise row.fault(code, problem, "models are trained on text only; remove the part or the row")
+        texts.append(part["text"])
+    if not texts:
+        raise row.fault(code, f"{where} must have text in `content`")
+    return "\n".join(texts)
+
+
+def _role_problem(role: str) -> str | None:
     """Describe a role that is probably misspelled or another project's name. Templates render any role, and the model
     would learn it. Other roles are up to the template."""
     near = get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.75)
@@ -68,21 +97,21 @@ def role_problem(role: str) -> str | None:
     return None if role == meant else f"the role {role!r} is unknown; did you mean {meant!r}?"
 
 
-def _tool_calls(row: Row, where: str, given: Any) -> list[dict[str, Any]]:
+def _tool_calls(row: Row, code: str, where: str, given: Any) -> list[dict[str, Any]]:
     calls = []
     for call in given if isinstance(given, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise row.fault("bad-messages", f"{where}: each of `tool_calls` must have a `function` with a `name`")
+            raise row.fault(code, f"{where}: each of `tool_calls` must have a `function` with a `name`")
         arguments = _parsed(function.get("arguments", {}))
         if not isinstance(arguments, dict):
-            problem = f"{where}: `arguments` of {function['name']!r} must be a mapping, or its JSON"
-            raise row.fault("bad-messages", problem)
+            raise row.fault(code, f"{where}: `arguments` of {function['name']!r} must be a mapping, or its JSON")
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
 
-def _tools(row: Row) -> list[dict[str, Any]] | None:
+def read_tools(row: Row) -> list[dict[str, Any]] | None:
+    """Return the row's tool definitions, which may be in JSON, or ``None`` if it has none."""
     tools = _parsed(row.get(TOOLS_KEY))
     if not tools and isinstance(tools, list | None):
         return None
@@ -96,6 +125,6 @@ def _parsed(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError:
+        return strict_json(value)
+    except (ValueError, RecursionError):
         return value

@@ -29,8 +29,9 @@ class Prompt:
         epoch, row: epoch of the prompt's source; index among the source's usable rows, in file order.
         response_tokens: the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
+        forks: indices in ``response_tokens`` at which another training row of the conversation begins, if any.
         environment: the row's settings for an environment, expressible in JSON.
-        messages: the row's chat messages, if they are kept.
+        messages, whole_row: the row's chat messages, and the row as JSON, if they are kept.
     """
 
     tokens: tuple[int, ...]
@@ -41,7 +42,9 @@ class Prompt:
     response_tokens: tuple[int, ...] | None = None
     environment: dict[str, Any] | None = None
     spans: tuple[tuple[int, int], ...] | None = None
+    forks: tuple[int, ...] | None = None
     messages: list[dict[str, Any]] | None = None
+    whole_row: str | None = None
 
 
 class _Rows:
@@ -89,8 +92,8 @@ class PromptSource:
         stop_token_ids: tokens that may end a turn of a demonstrated conversation; by default, the tokenizer's EOS
             token.
         excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
-        keep_messages: whether prompts keep their chat messages, for agents.
         may_change: whether a state of other data is accepted. Every source then begins a new epoch.
+        needs: further arguments of ``RowEncoder``.
 
     Attributes:
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
@@ -109,8 +112,8 @@ class PromptSource:
         need_responses: bool = False,
         stop_token_ids: Sequence[int] = (),
         excess: Callable[[int], str | None] = lambda _: None,
-        keep_messages: bool = False,
         may_change: bool = False,
+        **needs: bool,
     ) -> None:
         self._may_change = may_change
         parts = [config.model_copy(update={"train": tuple(files), "mixture": ()})] if files else config.parts
@@ -123,7 +126,7 @@ class PromptSource:
         self._seed = seed
         self._sources = []
         for number, part in enumerate(parts):
-            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, keep_messages))
+            rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, **needs))
             order = [seed, number] if self._names else [seed]
             self._sources.append(_Rows(rows, order if config.shuffle else None))
         self._issued = array("H")  # source of every prompt, by group id
@@ -212,7 +215,9 @@ class PromptSource:
             response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
             environment=row.environment,
             spans=row.spans,
+            forks=row.forks or None,
             messages=None if row.messages is None else json.loads(row.messages),
+            whole_row=row.row,
         )
 
     def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:

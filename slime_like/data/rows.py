@@ -148,9 +148,7 @@ def _read_jsonl(path: Path, bad: BadRows | None) -> Iterator[Row]:
 
 def _jsonl_row(row: Row, line: bytes) -> Row:
     try:
-        values = _DECODER.decode(line.decode("utf-8"))
-        if b"\\ud" in line.lower():
-            _refuse_lone_surrogates(values)
+        values = strict_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         remedy = "write the file as uncompressed text in UTF-8"
         raise row.fault("not-utf8", "this is not UTF-8 text", remedy) from error
@@ -183,6 +181,14 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_co
 """Shared decoder. With these arguments, ``json.loads`` would build a new one per call."""
 
 
+def strict_json(text: str) -> Any:
+    """Parse JSON that other readers read alike. Raises ``ValueError`` or ``RecursionError``."""
+    values = _DECODER.decode(text)
+    if "\\ud" in text.lower():
+        _refuse_lone_surrogates(values)
+    return values
+
+
 def _refuse_lone_surrogates(values: Any) -> None:
     r"""Reject escapes of half a character, such as ``\ud800``, which no tokenizer accepts."""
     try:
@@ -193,7 +199,10 @@ def _refuse_lone_surrogates(values: Any) -> None:
 
 
 def _read_table(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file or an Arrow stream."""
+    """Yield the rows of a Parquet file or an Arrow stream, without nulls in the mappings of their columns.
+
+    A table gives such a mapping the keys of all rows.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -208,10 +217,19 @@ def _read_table(path: Path) -> Iterator[Row]:
             for batch in batches:
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(path, number, values)
+                    yield Row(path, number, {key: _without_nulls(value) for key, value in values.items()})
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # not one of pyarrow's
             raise
         problem = f"is damaged{' after this row' if number else ''} ({error})"
         who = f"{path}:{number}" if number else str(path)
         raise DataError(problem, code=f"damaged-{path.suffix[1:]}", who=who, remedy="write it again") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the null values of mappings at every depth. Lists keep theirs, which are the row's own."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value

@@ -1,24 +1,36 @@
 """Assistant spans of a conversation: the tokens that carry loss.
 
-The chat template renders the conversation once, and the text is encoded once. Renderings of prefixes show where each
-assistant turn begins (after the generation prompt) and ends (at its end-of-turn token). The tokenizer's offsets map
-these characters to tokens.
+The chat template renders every turn as the model will sample it: the generation prompt of the messages in front of it,
+then the turn while it is the last message. The tokenizer's offsets map these characters to tokens.
 """
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
+from slime_like.data.message_keys import THINKING_KEY, THINKING_KEYS, is_trained
 from slime_like.data.messages import Message, Messages
 from slime_like.data.tokenizer import template_fault, token_names
+from slime_like.models.chat_turns import text_after_turn
+from slime_like.models.special_tokens import special_token_pattern
 
 Tools = Sequence[Mapping[str, Any]] | None
 Range = tuple[int, int]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _TEMPLATE = "give model.path a chat template that renders history as it was sampled"
+_ASKED = {"role": "user", "content": "question"}
+_PROBE = "said-by-the-model"
+_CALLS = [
+    [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": arguments}}]
+    for arguments in ({"a": 1}, '{"a": 1}')
+]
 
 
 class SpanFault(Exception):
@@ -29,7 +41,9 @@ class SpanFault(Exception):
         self.code, self.problem, self.remedy = code, problem, remedy
 
 
-class _ChatTemplate:
+class ChatTemplate:
+    """A tokenizer's chat template, asked for the form in which it reads messages."""
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
@@ -46,8 +60,8 @@ class _ChatTemplate:
             raise SpanFault("template-failed", f"the chat template rejects {what} ({said})", remedy) from error
         return text
 
-    def marks(self, messages: Messages, tools: Tools = None) -> list[Range] | None:
-        """Return the characters between ``{% generation %}`` markers, adjacent ranges joined; ``None`` without any."""
+    def marked(self, messages: Messages, tools: Tools = None) -> set[int] | None:
+        """Return the characters between ``{% generation %}`` markers; ``None`` without any."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(None, tools)
@@ -59,14 +73,37 @@ class _ChatTemplate:
             chat_template=template,
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
+            **getattr(self._tokenizer, "template_variables", {}),
         )
-        joined: list[Range] = []
-        for start, end in marked:
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], end)
-            elif end > start:
-                joined.append((start, end))
-        return joined
+        return {place for start, end in marked for place in range(start, end)}
+
+    def as_read(self, message: Message) -> Message:
+        """Return a message with its thinking and the arguments of its calls in the form that the template reads."""
+        given = next(filter(message.get, THINKING_KEYS), None)
+        if given is not None and given != self._thinking_key:
+            message = {self._thinking_key if key == given else key: value for key, value in message.items()}
+        if message.get("tool_calls") and self._takes_json:
+            message = {**message, "tool_calls": list(map(_with_json, message["tool_calls"]))}
+        return message
+
+    @cached_property
+    def _thinking_key(self) -> str:
+        """Key under which the template reads thinking. If it reads none, the thinking is found to be left out."""
+        turns = ({"content": "so"}, {"content": "", "tool_calls": _CALLS[0]})
+        shown = (key for key in THINKING_KEYS for turn in turns if _PROBE in self._probe({**turn, key: _PROBE}))
+        return next(shown, THINKING_KEY)
+
+    @cached_property
+    def _takes_json(self) -> bool:
+        """Whether the template takes the arguments of a call only as JSON text."""
+        mapping, text = (self._probe({"content": "", "tool_calls": calls}) for calls in _CALLS)
+        return bool(text and not mapping)
+
+    def _probe(self, turn: Message) -> str:
+        """Render an assistant's turn. Return no text if the template rejects it."""
+        with suppress(SpanFault):
+            return self.render([_ASKED, {"role": "assistant", **turn}])
+        return ""
 
 
 class ConversationEncoder:
@@ -81,7 +118,7 @@ class ConversationEncoder:
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
-        self._template = _ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer)
         if tokenizer.chat_template is None:
             raise SpanFault("no-chat-template", "the tokenizer has no chat template", "give it one")
         eos = tokenizer.eos_token_id
@@ -90,50 +127,88 @@ class ConversationEncoder:
             raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
         self._stop_names = token_names(tokenizer, self._stops)
         self._backend = _untrimmed(tokenizer)
+        self._special = special_token_pattern(tokenizer)
 
-    def encode(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[Range]]:
-        """Render and encode a conversation.
+    def encode(self, messages: Messages, tools: Tools = None) -> list[tuple[list[int], list[Range]]]:
+        """Render and encode a conversation up to its last trained turn.
+
+        A row continues with the next turn if the template leaves the text so far as it is. Otherwise a new row begins,
+        with the earlier turns as the template then shows them.
 
         Returns:
-            Its tokens, and ``[start, end)`` of the parts that carry loss, in order, one per assistant turn.
+            Rows: tokens, and ``[start, end)`` of the turns that carry loss, in order. Every trained turn carries loss
+            in one row.
 
         Raises:
             SpanFault: the template rejects it, or a span cannot be found exactly.
         """
-        text = self._template.render(messages, tools)
-        turns = _find_turns(self._template, text, messages, tools)
-        _require_rendered(self._template, text, turns, messages, tools)
+        messages = [self._template.as_read(message) for message in messages]
+        trained = [index for index, message in enumerate(messages) if is_trained(message)]
+        rows: list[tuple[str, list[Range]]] = []
+        for index in trained:
+            text, start = self._turn(messages, index, tools)
+            spans = rows.pop()[1] if rows and text.startswith(rows[-1][0]) else []
+            rows.append((text, [*spans, (start, len(text))]))
+        _require_tools(self._template, messages[: trained[-1] + 1], tools)
+        return [self._encode_row(*row) for row in rows]
+
+    def _encode_row(self, text: str, turns: Sequence[Range]) -> tuple[list[int], list[Range]]:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        tokens, offsets = encoding.ids, encoding.offsets
-        starts = [start for start, _ in offsets]
-        ends = [self._end_of_turn(text, turn, tokens, offsets, starts) for turn in turns]
-        characters = [(start, end) for (start, _), end in zip(turns, ends, strict=True)]
-        marks = self._template.marks(messages, tools)
-        if marks is not None:
-            _require_agreement(marks, characters, turns)
-            characters = marks
-        spans = [_token_span(span, offsets, starts) for span in characters]
+        starts = [start for start, _ in encoding.offsets]
+        spans = [_token_span(turn, encoding.offsets, starts) for turn in turns]
         if spans[0][0] == 0:
             raise SpanFault("no-prompt", "the conversation starts with the assistant's turn, without any prompt token")
-        return tokens, spans
+        return encoding.ids, spans
 
-    def _end_of_turn(
-        self, text: str, turn: Range, tokens: Sequence[int], offsets: Sequence[Range], starts: Sequence[int]
-    ) -> int:
-        """Return the index of the character after the stop token that ends a turn."""
-        for index in range(bisect_left(starts, turn[0]), bisect_left(starts, turn[1])):
-            if tokens[index] not in self._stops:
-                continue
-            end = offsets[index][1]
-            if text[end : turn[1]].strip():
-                problem = f"a turn of the assistant continues after a stop token ({text[end : turn[1]]!r:.60})"
-                raise SpanFault("text-after-end", problem)
-            return end
+    def _turn(self, messages: Messages, index: int, tools: Tools) -> tuple[str, int]:
+        """Return the text up to the end of a turn, and the index of its first character."""
+        before, message = messages[:index], messages[index]
+        prompt = self._template.render(before, tools, prompt=True)
+        whole = self._template.render([*before, message], tools)
+        _require_no_header(self._template, prompt, whole, message, before, tools)
+        opened = _OPENED.search(prompt)
+        text = whole if whole.startswith(prompt) else _with_thinking(prompt, opened, whole, message, index + 1)
+        start = len(prompt)
+        _require_rendered(text[opened.start() if opened else start :], message, index + 1)
+        _require_calls(self._template, whole, messages[: index + 1], tools)
+        marked = self._template.marked([*before, message], tools) if text is whole else None
+        following = messages[index + 1 : index + 2] or [_ASKED]
+        text = self._ended(text, start, following, "tool_calls" in message)
+        if marked is not None and not marked.issuperset(range(start, min(len(text), len(whole)))):
+            problem = f"the template's generation markers leave out part of message {index + 1}"
+            raise SpanFault("marks-differ", problem)
+        return text, start
+
+    def _ended(self, text: str, start: int, following: Messages, called: bool) -> str:
+        """Return the text up to and including the stop token that ends the turn that begins at ``start``."""
+        encoding = self._backend.encode(text[start:], add_special_tokens=False)
+        for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token in self._stops:
+                rest = text[start + end :]
+                if self._special.sub("", rest).strip():
+                    problem = f"a turn of the assistant continues after a stop token ({rest!r:.60})"
+                    raise SpanFault("text-after-end", problem)
+                return text[: start + end]
+        return text + self._header(following, called)
+
+    def _header(self, following: Messages, called: bool) -> str:
+        """Return the stop token that begins the header of the message after a turn that has no end of its own."""
+        end, header = "", ""
+        with suppress(SpanFault):
+            _, end, header = text_after_turn(self._template.render, following, self._special, called)
+        encoding = self._backend.encode(header, add_special_tokens=False)
+        if not end and encoding.ids and encoding.ids[0] in self._stops:
+            return header[: encoding.offsets[0][1]]
         raise SpanFault(
             "no-end-of-turn",
             f"a turn of the assistant does not end with a stop token of the model ({self._stop_names})",
             "set rollout.stop_token_ids to the token that ends turns, or give model.path another chat template",
         )
+
+
+def _with_json(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _untrimmed(tokenizer: Any) -> Any:
@@ -150,119 +225,88 @@ def _untrimmed(tokenizer: Any) -> Any:
     return copy
 
 
-def _find_turns(template: _ChatTemplate, text: str, messages: Messages, tools: Tools) -> list[Range]:
-    """Return the characters of each assistant turn, from the end of the generation prompt to the start of the next
-    message.
-
-    Args:
-        text: the whole conversation, rendered.
-
-    Raises:
-        SpanFault: the text of a prefix is not the beginning of ``text``.
-    """
-    turns = []
-    for index, message in enumerate(messages):
-        if not _is_assistant(message):
-            continue
-        start = _turn_start(template, text, messages[:index], message, tools)
-        rendered = text if index + 1 == len(messages) else template.render(messages[: index + 1], tools)
-        if not text.startswith(rendered):
-            raise _changed_turn(index + 1, message, rendered[start:], text[start:])
-        turns.append((start, len(rendered)))
-    return turns
-
-
-def _turn_start(template: _ChatTemplate, text: str, before: Messages, message: Message, tools: Tools) -> int:
-    prompt, number = template.render(before, tools, prompt=True), len(before) + 1
-    if text.startswith(prompt):
-        begins = text[len(prompt) :].lstrip().startswith(message["content"].strip() or "\0")
-        if not begins and template.render(before, tools) == prompt:
-            problem = "the template has no generation prompt, so headers of the assistant's turns would carry loss"
-            raise SpanFault("no-generation-prompt", problem)
-        return len(prompt)
-    plain = template.render(before, tools)
-    if text.startswith(plain):
-        problem = f"the generation prompt ({prompt[len(plain) :]!r:.60}) is not how message {number} begins in history"
+def _with_thinking(prompt: str, opened: re.Match[str] | None, whole: str, message: Message, number: int) -> str:
+    """Return the prompt and a turn that the template writes without the thinking block that its prompt begins."""
+    shown = prompt[: opened.start()] if opened else prompt
+    turn = whole[len(shown) :]
+    block = _THINKING.match(turn)
+    if opened is None or not whole.startswith(shown) or (opened[1] and block and block[1].strip()):
+        problem = f"the prompt of message {number} (it ends with {prompt[-40:]!r}) is not how its rendering begins"
         raise SpanFault("generation-prompt", problem)
-    what = f"the first {len(before)} messages are" if len(before) > 1 else "the first message is"
-    raise SpanFault("prefix-changed", f"{what} rendered differently when others follow")
+    if opened[1]:  # the prompt closes the block, too
+        return prompt + turn[block.end() if block else 0 :]
+    if block:  # only white space differs
+        return prompt + turn[block.start(1) :].lstrip()
+    written = _THINKING.match(message["content"])
+    thinking = message.get(THINKING_KEY) or (written[1].strip() if written else "")
+    closing = "" if turn.lstrip().startswith("</think>") else "\n</think>\n\n"
+    return f"{prompt}{thinking}{closing}{turn}"
 
 
-def _changed_turn(number: int, message: Message, alone: str, followed: str) -> SpanFault:
-    """Build the fault of a changed turn. ``alone`` and ``followed`` start after the generation prompt."""
-    block = _THINKING.search(alone)
-    thinking = block[0] if block else message.get("reasoning_content", "").strip()
-    if thinking and thinking not in followed[: len(alone)]:
-        problem = f"the template drops the thinking of message {number} when other messages follow"
-        return SpanFault("thinking-dropped", problem)
-    return SpanFault("turn-changed", f"message {number} is rendered differently when other messages follow")
-
-
-def _require_rendered(
-    template: _ChatTemplate, text: str, turns: Sequence[Range], messages: Messages, tools: Tools
+def _require_no_header(
+    template: ChatTemplate, prompt: str, whole: str, message: Message, before: Messages, tools: Tools
 ) -> None:
-    """Reject templates that leave something out. The model would learn other turns, or answers to what it never saw."""
-    assistant = [(number, message) for number, message in enumerate(messages, start=1) if _is_assistant(message)]
-    behind = 0  # text that a generation prompt anticipates, such as "<think>", is in front of the turn
-    for (_, end), (number, message) in zip(turns, assistant, strict=True):
-        rendered = _squeezed(text[behind:end])
-        for part in (message["content"], message.get("reasoning_content", "")):
-            if _squeezed(part) not in rendered:
-                problem = f"the template leaves out part of message {number} ({part.strip()!r:.60})"
-                raise SpanFault("message-dropped", problem)
-        behind = end
-    for number, what, others in _without_calls(messages):
-        if _is_rendered_as(template, text, others, tools):
-            raise SpanFault("message-dropped", f"the template leaves out {what} of message {number}")
+    """Reject templates that ignore ``add_generation_prompt`` and write a header, which would carry loss."""
+    begins = whole[len(prompt) :].lstrip().startswith(message["content"].strip() or "\0")
+    if begins or template.render(before, tools) != prompt:
+        return
+    plain = template.render([*before, {"role": "assistant", "content": _PROBE}], tools)
+    if not plain[len(prompt) :].lstrip().startswith(_PROBE):
+        problem = "the template has no generation prompt, so headers of the assistant's turns would carry loss"
+        raise SpanFault("no-generation-prompt", problem)
+
+
+def _require_rendered(turn: str, message: Message, number: int) -> None:
+    """Reject templates that leave out part of a turn. The model would learn another one."""
+    rendered = "".join(turn.split())
+    for key in ("content", *THINKING_KEYS):
+        part = message.get(key) or ""
+        if "".join(part.split()) not in rendered:
+            problem = f"the template leaves out part of message {number}'s {key} ({part.strip()!r:.60})"
+            raise SpanFault("message-dropped", problem)
+
+
+def _require_calls(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> None:
+    """Reject templates that leave out part of the last message's calls."""
+    *before, last = messages
+    for what, other in _without_calls(last):
+        if _is_rendered_as(template, text, [*before, other], tools):
+            raise SpanFault("message-dropped", f"the template leaves out {what} of message {len(messages)}")
+
+
+def _require_tools(template: ChatTemplate, messages: Messages, tools: Tools) -> None:
+    """Reject templates that leave out tools or what they answer. The model would answer what it never saw."""
+    others = [each | {"content": each["content"] + "-"} if each["role"] == "tool" else each for each in messages]
+    if not tools and others == messages:
+        return
+    text = template.render(messages, tools)
     if tools and _is_rendered_as(template, text, messages, None):
         raise SpanFault("tools-not-rendered", "the template does not render `tools`")
-    others = [each | {"content": each["content"] + "-"} if each["role"] == "tool" else each for each in messages]
     if others != messages and _is_rendered_as(template, text, others, tools):
         raise SpanFault("tools-not-rendered", "the template does not render messages of tools")
 
 
-def _without_calls(messages: Messages) -> Iterator[tuple[int, str, Messages]]:
-    """Yield conversations that lack one part of a tool call: (message number, missing part, messages). Names and
-    arguments may occur elsewhere in the text, so a search proves nothing."""
-    for index, message in enumerate(messages):
-        calls = message.get("tool_calls", [])
-        for place, call in enumerate(calls):
-            function = call["function"]
-            changes: list[tuple[str, dict[str, Any]]] = [("the name", {"name": f"{function['name']}_"})]
-            changes += [("the arguments", {"arguments": {}})] if function.get("arguments") else []
-            for what, changed in changes:
-                other = [*calls[:place], {**call, "function": {**function, **changed}}, *calls[place + 1 :]]
-                whole = [*messages[:index], {**message, "tool_calls": other}, *messages[index + 1 :]]
-                yield index + 1, f"{what} of the call of {function['name']!r}", whole
-        if _is_assistant(message) and message.get("function_call"):
-            bare = {key: value for key, value in message.items() if key != "function_call"}
-            yield index + 1, "`function_call`", [*messages[:index], bare, *messages[index + 1 :]]
+def _without_calls(message: Message) -> Iterator[tuple[str, Message]]:
+    """Yield messages that lack one part of a tool call: (missing part, message). Names and arguments may occur
+    elsewhere in the text, so a search proves nothing."""
+    calls = message.get("tool_calls", [])
+    for place, call in enumerate(calls):
+        function = call["function"]
+        arguments = function.get("arguments")
+        changes: list[tuple[str, dict[str, Any]]] = [("the name", {"name": f"{function['name']}_"})]
+        changes += [("the arguments", {"arguments": type(arguments)()})] if arguments not in (None, {}, "{}") else []
+        for what, changed in changes:
+            other = [*calls[:place], {**call, "function": {**function, **changed}}, *calls[place + 1 :]]
+            yield f"{what} of the call of {function['name']!r}", {**message, "tool_calls": other}
+    if message.get("function_call"):
+        yield "`function_call`", {key: value for key, value in message.items() if key != "function_call"}
 
 
-def _is_rendered_as(template: _ChatTemplate, text: str, messages: Messages, tools: Tools) -> bool:
+def _is_rendered_as(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> bool:
     try:
         return template.render(messages, tools) == text
     except SpanFault:
         return False
-
-
-def _is_assistant(message: Message) -> bool:
-    return bool(message["role"] == "assistant")
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def _require_agreement(marks: Sequence[Range], found: Sequence[Range], turns: Sequence[Range]) -> None:
-    """Reject ``{% generation %}`` markers that start elsewhere than the turn or end before its stop token."""
-    agree = len(marks) == len(found) and all(
-        mark[0] == span[0] and span[1] <= mark[1] <= turn[1]
-        for mark, span, turn in zip(marks, found, turns, strict=True)
-    )
-    if not agree:
-        problem = f"the template's generation markers ({list(marks)!r:.60}) are not the turns ({list(found)!r:.60})"
-        raise SpanFault("marks-differ", problem)
 
 
 def _token_span(span: Range, offsets: Sequence[Range], starts: Sequence[int]) -> Range:

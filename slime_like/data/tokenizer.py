@@ -1,7 +1,9 @@
 """Loading of a checkpoint's tokenizer."""
 
+import copy
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,16 @@ def token_names(tokenizer: Any, ids: Collection[int]) -> str:
     """List the tokens' spellings in order. An id that the tokenizer does not have is shown as a number."""
     known = zip(sorted(ids), tokenizer.convert_ids_to_tokens(sorted(ids)), strict=True)
     return ", ".join(str(token) if name is None else repr(name) for token, name in known)
+
+
+def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
+    """Return the tokenizer, or a copy of it that gives its chat template these variables in every rendering."""
+    if not variables:
+        return tokenizer
+    copied = copy.copy(tokenizer)
+    copied.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
+    copied.template_variables = dict(variables)
+    return copied
 
 
 def template_fault(error: Exception) -> tuple[str, str]:

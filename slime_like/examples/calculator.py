@@ -49,6 +49,7 @@ class Calculator:
         return {"answer": task.answer, "calls": 0}
 
     def step(self, state: Any, response: str) -> Step:
+        response = response.rpartition("</think>")[2].partition("<think>")[0]  # expressions in thinking are drafts
         _, opened, after = response.rpartition(self._opening)
         expression, closed, _ = after.partition(self._closing)
         calls = state["calls"]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from slime_like.interfaces.trainer import Planner as Planner
     from slime_like.interfaces.trainer import RankCoordinates as RankCoordinates
     from slime_like.interfaces.trainer import RankPlacement as RankPlacement
-    from slime_like.interfaces.trainer import ScoredLogprobs as ScoredLogprobs
+    from slime_like.interfaces.trainer import Scores as Scores
     from slime_like.interfaces.trainer import TrainerBackend as TrainerBackend
     from slime_like.interfaces.trainer import load_backend as load_backend
     from slime_like.interfaces.weights import BucketMetadata as BucketMetadata

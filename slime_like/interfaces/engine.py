@@ -25,7 +25,9 @@ class SamplingParams:
         likeliest token. With ``training``, other values require an adapter that returns the supports and logprobs over
         them.
         max_new_tokens: length limit of the response.
-        stop_token_ids: sampling one of these ends the response, which includes it (EOS, too).
+        stop_token_ids: sampling one of these ends the response, which includes it. So does the model's EOS.
+        stop: texts that end the response, which keeps them and all of the token that completes one.
+        ignore_eos: EOS does not end the response.
         training: True for rollouts that will be trained on.
     """
 
@@ -34,6 +36,8 @@ class SamplingParams:
     top_k: int = -1
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     training: bool = True
     min_p: float = 0.0
 
@@ -68,7 +72,7 @@ class GenerationRequest:
     """A prompt's token ids and how to sample ``num_samples`` generations from them.
 
     Attributes:
-        request_id: unique within the run; names the request in ``abort``.
+        request_id: unique within the run; names the request in the engine.
         prompt_tokens: the prompt's ids.
         sampling: sampling parameters.
         num_samples: number of responses.
@@ -151,7 +155,7 @@ class EngineHealth:
     process_ids: tuple[int, ...] = field(default=())
 
 
-PauseMode = Literal["abort", "wait", "keep"]
+PauseMode = Literal["abort", "keep"]
 
 
 class RolloutEngine(Protocol):
@@ -171,11 +175,8 @@ class RolloutEngine(Protocol):
         A canceled call ends its request in the engine.
         """
 
-    async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all. Its ``generate`` returns what was sampled, with finish reason "abort"."""
-
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling. "abort" ends running requests, "wait" lets them finish, "keep" freezes them."""
+        """Stop sampling. "keep" freezes running requests. "abort" ends them: ``generate`` returns what was sampled."""
 
     async def resume(self) -> None:
         """Resume sampling. Requests frozen by "keep" continue under the current weights, with recomputed caches."""

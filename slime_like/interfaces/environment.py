@@ -56,7 +56,7 @@ class Environment(Protocol):
         """Return a conversation's initial state. Tried once before a run starts, with the first row."""
 
     def step(self, state: Any, response: str) -> Step:
-        """Answer the text of one whole turn of the model, without special tokens.
+        """Answer one whole turn of the model: text without its stop token, with thinking in ``<think>...</think>``.
 
         If it has a parameter ``truncated``, the environment also receives turns cut off by a token limit, with
         ``truncated=True``; whole turns get ``False``. The conversation then ends, and the reward counts. Without the

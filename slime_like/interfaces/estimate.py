@@ -83,7 +83,7 @@ class TrainerMemory:
         update_bytes: temporaries of the optimizer's step.
         communication_bytes: permanent buffers of the framework's collectives, and whole weights gathered at training's
             peak.
-        host_optimizer_bytes, host_reference_bytes, host_activation_bytes: kept in host memory instead.
+        host_optimizer_bytes, host_frozen_bytes, host_activation_bytes: kept in host memory instead.
     """
 
     parameters: int
@@ -99,7 +99,7 @@ class TrainerMemory:
     communication_bytes: int = 0
     window_gradient_bytes: int = 0
     host_optimizer_bytes: int = 0
-    host_reference_bytes: int = 0
+    host_frozen_bytes: int = 0
     host_activation_bytes: int = 0
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from slime_like.config import RunConfig
+from slime_like.config.roles import POLICY
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket, WeightExport
 from slime_like.plugins.entry_points import BACKEND_GROUP, load_installed
@@ -20,7 +21,8 @@ class RankPlacement:
 
     ``local_rank`` is the index of its device among the devices its process can see. ``ranks_on_node`` ranks share the
     node's cores; by default all ranks do. If all ranks are on one host, ``store`` is a file for torch's ``FileStore``,
-    so they meet without a port. Their keys' names begin with ``key``, which is random.
+    so they meet without a port. Their keys' names begin with ``key``, which is random. ``role`` is the model whose
+    weights the ranks' modules hold, a key of ``RunConfig.roles``.
     """
 
     rank: int
@@ -31,6 +33,7 @@ class RankPlacement:
     ranks_on_node: int | None = None
     store: Path | None = None
     key: str = ""
+    role: str = POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +48,8 @@ class RankCoordinates:
     data_size: int
 
 
-@dataclass(slots=True)
-class ScoredLogprobs:
-    """(R,) float32 response logprobs and entropies of one pack, in the pack's order."""
-
-    logprobs: Tensor
-    entropy: Tensor
+Scores = dict[str, Tensor]
+"""A model's outputs for one pack, (R,) float32 in the pack's order, by the names of the fields that hold them."""
 
 
 class Planner(Protocol):
@@ -96,7 +95,7 @@ class TrainerBackend(Protocol):
         """Meet the other ranks, build this rank's shard, load ``config.model.path``."""
 
     def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
-        """Set up like ``setup``, but without gradients, optimizer and reference. ``score`` and exports may follow.
+        """Set up like ``setup``, but without gradients, optimizer and other roles. ``score`` and exports may follow.
 
         Args:
             checkpoint: directory written by ``save``, in any layout, to read the weights from; ``config.model.path``
@@ -130,12 +129,11 @@ class TrainerBackend(Protocol):
         Returns the step's metrics on the ranks of the last pipeline stage, ``None`` elsewhere.
         """
 
-    def score(
-        self, micro_batches: Sequence[PackedTrajectory], weights: Literal["policy", "reference"] = "policy"
-    ) -> list[ScoredLogprobs] | None:
-        """Return each pack's response logprobs and entropy, without gradient, at each sequence's temperature.
+    def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores] | None:
+        """Return each pack's scores, without gradient: ``role``'s outputs for every response token.
 
-        The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
+        Logprobs and entropies are at each sequence's temperature. By default, the modules' own role scores
+        (``RankPlacement.role``). The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
         """
 
     def export_weights(self) -> WeightExport:
@@ -168,11 +166,10 @@ class TrainerBackend(Protocol):
     def save_weights(self, directory: Path) -> None:
         """Write only the weights, for ``load_weights`` and ``setup_for_scoring``."""
 
-    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
-        """Read weights written by ``save`` or ``save_weights``, in any layout.
+    def load_weights(self, directory: Path, role: str) -> None:
+        """Read the weights of ``role``, written by ``save`` or ``save_weights``, in any layout.
 
-        "policy" is for a trainer that only scores. "reference" loads what ``score`` uses as the reference and leaves
-        the policy unchanged.
+        The modules' own role is for a trainer that only scores. Others leave the modules' weights unchanged.
         """
 
     def offload(self, keep_weights: bool = False) -> None:

@@ -1,13 +1,14 @@
 """A tokenizer's files, its own code, and its special tokens as text."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from slime_like.models.config_json import read_object
 
 _SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
+_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
 """Patterns of the files that tokenizers of transformers read."""
 
 _OTHER = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx|md|index\.json)|(generation_)?config\.json|\..*")
@@ -15,7 +16,7 @@ _OTHER = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx|md|index\.j
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """List a checkpoint's tokenizer files. The checkpoint's own code may read any file except weights and config."""
-    files = {file for pattern in TOKENIZER_FILES for file in directory.glob(pattern)}
+    files = {file for pattern in _FILES for file in directory.glob(pattern)}
     if own_tokenizer(directory):
         files |= {file for file in directory.iterdir() if not _OTHER.fullmatch(file.name)}
     return sorted(filter(Path.is_file, files))
@@ -39,3 +40,19 @@ def special_token_pattern(tokenizer: Any) -> re.Pattern[str]:
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     spelled = sorted(filter(None, {*tokenizer.all_special_tokens, *added}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, spelled)) or "(?!)")
+
+
+def without_stop(tokenizer: Any, tokens: Iterable[int], has_ended: bool) -> list[int]:
+    """Return a turn's tokens without the stop token that ended it, and without padding.
+
+    Other special tokens are kept, because thinking and tool calls may be marked with them.
+
+    Args:
+        has_ended: whether the model ended the turn, by whichever stop token.
+    """
+    kept, ends = list(map(int, tokens)), {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    if has_ended and kept and not tokenizer.decode(kept[-1:], skip_special_tokens=True):
+        kept.pop()
+    while kept and kept[-1] in ends:
+        kept.pop()
+    return kept

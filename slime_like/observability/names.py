@@ -10,9 +10,9 @@ import numpy as np
 from slime_like.observability.phases import PHASES
 from slime_like.observability.records import (
     EvaluationRecord,
-    ReferenceRecord,
     RewardRecord,
     RolloutRecord,
+    ScoringRecord,
     StepRecord,
     SyncRecord,
 )
@@ -70,8 +70,8 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     if record.rollout is not None:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
     metrics |= source_metrics(record)
-    if record.reference is not None:
-        metrics |= reference_metrics(record.reference)
+    for role, work in record.scoring.items():
+        metrics |= scoring_metrics(role, work)
     if record.sync is not None:
         metrics |= sync_metrics(record.sync)
     if record.probe_gap is not None:
@@ -126,14 +126,14 @@ def source_metrics(record: StepRecord) -> dict[str, float]:
     return metrics
 
 
-def reference_metrics(record: ReferenceRecord) -> dict[str, float]:
-    """Return the performance of the reference workers. Two names are in use for their step time."""
-    prefix = "ref_actor_performance"
+def scoring_metrics(role: str, record: ScoringRecord) -> dict[str, float]:
+    """Return the performance of a frozen role. Two names are in use for its step time."""
+    prefix = f"{'ref_actor' if role == 'reference' else role}_performance"
     return {
         f"{prefix}/time_total_ref_step (s)": record.total_s,
         f"{prefix}/total_rollout_time (s)": record.total_s,
         **_timed(prefix, "model_running", record.model_running_s, record.total_s),
-        **_timed(prefix, "waiting_buffer", record.waiting_s, record.total_s),
+        **_timed(prefix, "waiting_buffer", max(0.0, record.total_s - record.model_running_s), record.total_s),
         f"{prefix}/response_tokens_processed": float(record.response_tokens),
         f"{prefix}/total_tokens_processed": float(record.total_tokens),
         f"{prefix}/tokens_per_second": _ratio(record.response_tokens, record.model_running_s),

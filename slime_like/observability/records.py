@@ -57,13 +57,12 @@ class RolloutRecord:
     rows: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceRecord:
-    """One step of the reference workers: time in total, scoring, and waiting for rollouts; scored tokens."""
+@dataclass(frozen=True, slots=True)
+class ScoringRecord:
+    """One step of a frozen role: total seconds, seconds of scoring (the rest is waiting), and scored tokens."""
 
     total_s: float
     model_running_s: float
-    waiting_s: float
     response_tokens: int
     total_tokens: int
 
@@ -98,6 +97,7 @@ class StepRecord:
         actual_tokens: tokens of sequences among them; shared ones count once.
         shared_tokens: tokens not computed because sequences share them.
         rewards, rollout: ``None`` in supervised mode.
+        scoring: work of frozen roles, by role.
         sources: (N,) source of each response's prompt in the mixture; empty without a mixture.
         replay_buffer_size: trajectories waiting for training.
         weight_gather_s: part of the phase "sync" in which the trainer gathers its weights; ``None`` if not measured.
@@ -117,7 +117,7 @@ class StepRecord:
     rewards: RewardRecord | None = None
     rollout: RolloutRecord | None = None
     sources: Sequence[str] = ()
-    reference: ReferenceRecord | None = None
+    scoring: Mapping[str, ScoringRecord] = field(default_factory=dict)
     replay_buffer_size: int = 0
     weight_gather_s: float | None = None
     probe_gap: float | None = None

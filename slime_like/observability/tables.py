@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,16 +25,6 @@ STEP_COLUMNS = ("loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_
 Decode = Callable[[Sequence[int]], str]
 Row = dict[str, Any]
 """Cells by column, for ``MetricLogger.log_table``."""
-
-
-class _Logprobs(NamedTuple):
-    """Logprobs of one response, float64 (response_len,); ``None`` if the sample has none."""
-
-    pi: np.ndarray
-    generated: np.ndarray | None
-    reference: np.ndarray | None
-    generated_gap: np.ndarray | None
-    reference_gap: np.ndarray | None
 
 
 class HeldOutSample(NamedTuple):
@@ -66,23 +56,18 @@ def held_out_rows(step: int, samples: Sequence[HeldOutSample], decode: Decode) -
     ]
 
 
-def per_sample_rows(
-    step: int,
-    trajectories: Sequence[ScoredTrajectory],
-    pi_logprobs: Sequence[np.ndarray],
-    stats: GRPOStats,
-    decode: Decode,
-) -> list[Row]:
+def per_sample_rows(step: int, trajectories: Sequence[ScoredTrajectory], stats: GRPOStats, decode: Decode) -> list[Row]:
     """Return one row per training row of each sample.
 
-    Reward and success are per reward function, unweighted. "Response Length" counts sampled tokens only. The two mean
-    gaps are |difference of logprobs| over tokens that carry loss, in nats; ``None`` without such logprobs or tokens.
+    The advantage is the mean over tokens. Reward and success are per reward function, unweighted. "Response Length"
+    counts sampled tokens only. The two mean gaps are |difference of logprobs| over tokens that carry loss, in nats;
+    ``None`` without such logprobs or tokens.
     "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or the reason why
     scoring failed. With an environment, two more columns have the number of the model's turns and the conversation.
     If a sample has several training rows, "Rollout ID" is the same in all of them, and so are rewards and advantage.
 
     Args:
-        pi_logprobs: (response_len,) logprobs of each sample under the trainer's policy.
+        trajectories: samples with the trainer's ``old_logprobs``.
         stats: metrics of the optimizer step.
         decode: converts token ids to text, including special tokens.
     """
@@ -94,13 +79,13 @@ def per_sample_rows(
             **({"Rollout ID": sample.rollout_id} if has_rows else {}),
             "Prompt": decode(sample.prompt_tokens.tolist()),
             "Response": decode(sample.response_tokens.tolist()),
-            "Advantages": float(sample.advantages),
+            "Advantages": float(sample.advantages.double().mean()),
             "Response Length": sample.sampled_len,
             "Step": step,
             **_rewards(sample),
             **figures,
-            "Mean Abs Diff Pi-Ref": _masked_mean(tokens.reference_gap, sample.loss_mask),
-            "Mean Abs Diff Pi-Generated": _masked_mean(tokens.generated_gap, sample.loss_mask),
+            "Mean Abs Diff Pi-Ref": _masked_mean(_gap(sample, sample.ref_logprobs), sample.loss_mask),
+            "Mean Abs Diff Pi-Generated": _masked_mean(_gap(sample, sample.logprobs), sample.loss_mask),
             "Answer": sample.answer,
             "Group ID": sample.group_id,
             "Weight Version": None if sample.weight_versions is None else sample.policy_version,
@@ -108,7 +93,7 @@ def per_sample_rows(
             "Reward Metadata": _reward_metadata(sample),
             **(_conversation(sample, decode) if has_turns else {}),
         }
-        for sample, tokens in _with_logprobs(trajectories, pi_logprobs)
+        for sample in trajectories
     ]
 
 
@@ -126,9 +111,7 @@ def reading_order(columns: Sequence[str]) -> list[str]:
     return first + [column for column in columns if column not in {*first, *STEP_COLUMNS}]
 
 
-def per_token_rows(
-    step: int, trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray], decode: Decode
-) -> list[Row]:
+def per_token_rows(step: int, trajectories: Sequence[ScoredTrajectory], decode: Decode) -> list[Row]:
     """Return one row per response token; for the arguments, see ``per_sample_rows``.
 
     Token positions count from 0 at the first response token. Logprobs and gaps are in nats; ``None`` if there is no
@@ -137,18 +120,18 @@ def per_token_rows(
     """
     rows: list[Row] = []
     has_turns = _have_turns(trajectories)
-    for sample, tokens in _with_logprobs(trajectories, pi_logprobs):
+    for sample in trajectories:
         length, token_ids = sample.response_len, sample.response_tokens.tolist()
         columns: dict[str, Sequence[Any]] = {
             "Sequence ID": [sample.sequence_id] * length,
             "Token Position": range(length),
             "Token ID": token_ids,
             "Decoded Token": [decode([token]) for token in token_ids],
-            "Generated Logprob": _sampled_cells(sample, tokens.generated),
-            "Ref Logprob": _cells(tokens.reference, length),
-            "Pi Logprob": _cells(tokens.pi, length),
-            "Abs Diff Pi-Ref": _cells(tokens.reference_gap, length),
-            "Abs Diff Pi-Generated": _sampled_cells(sample, tokens.generated_gap),
+            "Generated Logprob": _sampled_cells(sample, sample.logprobs),
+            "Ref Logprob": _cells(sample.ref_logprobs, length),
+            "Pi Logprob": _cells(sample.old_logprobs, length),
+            "Abs Diff Pi-Ref": _cells(_gap(sample, sample.ref_logprobs), length),
+            "Abs Diff Pi-Generated": _sampled_cells(sample, _gap(sample, sample.logprobs)),
             "Step": [step] * length,
             "Loss Mask": sample.loss_mask.tolist(),
             "Weight Version": _cells(sample.weight_versions, length),
@@ -183,14 +166,11 @@ def _turn_numbers(sample: ScoredTrajectory) -> list[int]:
     return [bisect_right(starts, token) for token in range(sample.response_len)]
 
 
-def _with_logprobs(
-    trajectories: Sequence[ScoredTrajectory], pi_logprobs: Sequence[np.ndarray]
-) -> Iterator[tuple[ScoredTrajectory, _Logprobs]]:
-    for sample, pi in zip(trajectories, pi_logprobs, strict=True):
-        policy = np.asarray(pi, np.float64)
-        others = [None if each is None else each.double().numpy() for each in (sample.logprobs, sample.ref_logprobs)]
-        gaps = [None if each is None else np.abs(policy - each) for each in others]
-        yield sample, _Logprobs(policy, *others, *gaps)
+def _gap(sample: ScoredTrajectory, others: Tensor | None) -> np.ndarray | None:
+    """Return |difference| (response_len,) between the policy's logprobs and ``others``, in float64."""
+    if others is None or sample.old_logprobs is None:
+        return None
+    return (sample.old_logprobs.double() - others.double()).abs().numpy()
 
 
 def _rewards(sample: ScoredTrajectory) -> dict[str, float]:
@@ -213,7 +193,7 @@ def _cells(values: np.ndarray | Tensor | None, length: int) -> list[Any]:
     return [None] * length if values is None else values.tolist()
 
 
-def _sampled_cells(sample: ScoredTrajectory, values: np.ndarray | None) -> list[Any]:
+def _sampled_cells(sample: ScoredTrajectory, values: np.ndarray | Tensor | None) -> list[Any]:
     """Return ``values`` as cells, empty for observations, because no engine sampled them."""
     cells = _cells(values, sample.response_len)
     for (_, end), (start, _) in pairwise(_turns(sample)):

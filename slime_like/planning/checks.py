@@ -37,7 +37,7 @@ def largest_batch_bytes(config: RunConfig) -> int:
     rollout, algorithm, prompt = config.rollout, config.algorithm, config.data.max_prompt_tokens
     samples = rollout.prompts_per_step * (1 if config.supervised else rollout.samples_per_prompt)
     response = config.longest_row - prompt
-    scored = algorithm.needs_reference + algorithm.scores_policy
+    scored = sum(algorithm.scores_policy or not role.trained for role in config.roles.values())
     support = 1 + rollout.bounded_top_k if rollout.bounded_top_k > 0 else 0
     per_token = _RESPONSE_BYTES + 4 * (scored + support)
     return samples * ((prompt + response) * _TOKEN_BYTES + response * per_token)
@@ -66,8 +66,7 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:
         sizes.append(("rollout.tensor", config.rollout.tensor))
-    if needed.references:
-        sizes.append(("reference.parallel.tensor", config.reference.parallel.tensor))
+    sizes += [(f"{role.name}.parallel.tensor", role.parallel.tensor) for role in config.roles.with_workers]
     for field, size in sizes:
         if per_node % size:
             yield (

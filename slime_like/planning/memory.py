@@ -64,8 +64,8 @@ def trainer_phases(
     memory = estimate.memory
     training = replace(memory, gradient_bytes=memory.gradient_bytes + memory.window_gradient_bytes)
     found = {TRAINING: _state(training) | _training(memory) | sleeping}
-    if config.reference_in_trainer or config.algorithm.scores_policy:
-        found["scoring"] = _state(memory) | _scoring(memory, config.reference_in_trainer) | sleeping
+    if config.roles.scoring:
+        found["scoring"] = _state(memory) | _scoring(memory, bool(config.roles.held)) | sleeping
     sync = {"sync buffers": _sending_bytes(run) + (bucket_bytes(run) if shared is not None else 0)}
     if shared is not None:
         awake = {"engine weights": shared.weight_bytes, _ENGINE_RESERVE: shared.reserve_bytes}
@@ -87,10 +87,10 @@ def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
     return PhaseMemory(ENGINES, "generation", items, run.hardware.memory_bytes)
 
 
-def reference_phase(hardware: Hardware, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
-    """Return the contents of a reference worker's GPU: weights and a pass without gradients."""
+def worker_phase(hardware: Hardware, role: str, kind: RankKind, estimate: RankEstimate) -> PhaseMemory:
+    """Return the contents of a GPU of a role's worker: weights and a pass without gradients."""
     items = {"parameters": estimate.memory.parameter_bytes} | _scoring(estimate.memory) | _trainer_reserve(estimate)
-    return PhaseMemory(kind.name, "reference scoring", items, hardware.memory_bytes)
+    return PhaseMemory(kind.name, f"{role} scoring", items, hardware.memory_bytes)
 
 
 def _sending_bytes(run: PlannedRun) -> int:
@@ -168,7 +168,7 @@ def host_memory(
     memories = [estimate.memory for estimate in estimates]
     items = {
         "optimizer state, offloaded": gpus * max(m.host_optimizer_bytes for m in memories),
-        "reference weights": gpus * max(m.host_reference_bytes for m in memories),
+        "frozen weights": gpus * max(m.host_frozen_bytes for m in memories),
         "activations, offloaded": gpus * max(m.host_activation_bytes for m in memories),
     }
     save = "checkpoint save, asynchronous" if config.checkpoint.async_save else "checkpoint save"

@@ -12,19 +12,19 @@ from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.config.filling import gpus_needed, nodes_needed
+from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
-from slime_like.orchestration.reference.config import worker_config
 from slime_like.planning import checks
 from slime_like.planning.engines import plan_engine, predict_generation
-from slime_like.planning.memory import engine_phase, host_memory, reference_phase, trainer_phases
+from slime_like.planning.memory import engine_phase, host_memory, trainer_phases, worker_phase
 from slime_like.planning.planned_run import Note, PlannedRun, estimated_kinds, plannable_backend
 from slime_like.planning.recompute import chosen_recompute
 from slime_like.planning.result import KindPlan, Plan
-from slime_like.planning.step_time import predict, reference_seconds
+from slime_like.planning.step_time import predict, worker_seconds
 from slime_like.planning.units import traffic_text
 from slime_like.system.gpus import local_gpus
 
@@ -119,22 +119,22 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
         except ConfigError as error:
             plan.problems.append(str(error))
-    reference = config.reference.path
-    if config.reference_workers > 0 and (reference is None or (reference / "config.json").is_file()):
-        _work_out_references(plan, config, backend, note)
+    seconds = [_work_out_workers(plan, run, role, backend, note) for role in config.roles.with_workers]
     found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
     estimates = [estimate for _, estimate in found]
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]
     plan.host = host_memory(run, estimates, plan.engine, plan.transport)
-    scoring = reference_seconds(run, [kind.estimate for kind in plan.references])
-    plan.step = predict(run, estimates, plan.engine, plan.transport, scoring)
+    plan.step = predict(run, estimates, plan.engine, plan.transport, max(seconds, default=0.0))
 
 
-def _work_out_references(plan: Plan, config: RunConfig, backend: type[TrainerBackend], note: Note) -> None:
-    """Plan the reference workers, unless their layout has a problem, which is reported already."""
-    worker = worker_config(config)
-    if layout_problems(worker.trainer.parallel, ModelDimensions.from_checkpoint(worker.model.path)):
-        return
-    kinds = [replace(kind, name=f"reference, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
-    for kind, estimate in estimated_kinds(worker, backend, kinds, note):
-        plan.references.append(KindPlan(kind, estimate, (reference_phase(plan.hardware, kind, estimate),)))
+def _work_out_workers(plan: Plan, run: PlannedRun, role: ModelRole, backend: type[TrainerBackend], note: Note) -> float:
+    """Plan a role's workers. Return their seconds, 0 if their model or layout has a problem, reported elsewhere."""
+    worker = run.config.for_worker(role)
+    path = worker.model.path
+    if not (path / "config.json").is_file() or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
+        return 0.0
+    kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
+    found = estimated_kinds(worker, backend, kinds, note)
+    for kind, estimate in found:
+        plan.references.append(KindPlan(kind, estimate, (worker_phase(plan.hardware, role.name, kind, estimate),)))
+    return worker_seconds(run, role, [estimate for _, estimate in found])

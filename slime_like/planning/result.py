@@ -31,8 +31,8 @@ class Plan:
 
     Attributes:
         recompute: recomputed layers of a stage.
-        kinds, references: every kind of rank of the trainer, and of a reference worker; empty without workers, or if
-            the layout itself is rejected.
+        kinds, references: every kind of rank of the trainer, and of roles' workers; empty without workers, or if the
+            layout itself is rejected.
         engine_phase: contents of a separate engine's GPU.
         problems: reasons why the run cannot start on this cluster, each with a remedy.
         notes: facts that could not be checked here, or are worth knowing.

@@ -86,12 +86,12 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
 
 
 def trainer_gpus(config: RunConfig) -> int:
-    """Return how many GPUs of the cluster are left by engines and reference workers, or, if the cluster has no given
-    size, how many the given layout uses."""
+    """Return how many GPUs of the cluster are left by engines and workers, or, if the cluster has no given size, how
+    many the given layout uses."""
     needed, cluster = gpus_needed(config), config.cluster
     if cluster.nodes is None:
         return needed.trainers
-    return cluster.nodes * cluster.gpus_per_node - needed.engines - needed.references
+    return cluster.nodes * cluster.gpus_per_node - (needed.total - needed.trainers)
 
 
 def _layouts(run: PlannedRun) -> Iterator[PlannedRun]:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_like.checks.engine_arguments import copies_weights
+from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
-from slime_like.orchestration.reference.config import worker_config
 from slime_like.orchestration.trainer.scoring import packs_per_request
 from slime_like.planning.engines import EnginePlan, predict_generation
 from slime_like.planning.hardware import HOST_MEMORY_GB_PER_S
@@ -32,7 +32,7 @@ class StepTime:
     Attributes:
         generation, scoring, training, sync: seconds of these phases.
         moving: seconds of moves between colocated GPUs and host memory.
-        references: seconds of reference workers, which score sequences while others are sampled.
+        references: seconds of roles' workers, which score sequences while others are sampled.
         overlapped: sampling runs during training (``rollout.max_staleness``).
         after_last: seconds of scoring and training that cannot begin before the last sample is finished: all of them,
             or, with ``rollout.stream``, the last micro-batch and the update.
@@ -72,7 +72,7 @@ def predict(
     Args:
         estimates: estimates of every kind of rank; the slowest stage decides.
         transport: transport of weights, if there are engines.
-        references: seconds of reference workers.
+        references: seconds of roles' workers.
     """
     config, dimensions, hardware, workload = run.config, run.dimensions, run.hardware, run.workload
     layout, algorithm = config.trainer.parallel, config.algorithm
@@ -82,7 +82,7 @@ def predict(
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
     update = max(sum(_update_parts(run, estimate)) for estimate in estimates)
     training = updates * (slots * slot + update)
-    scores = int(config.reference_in_trainer) + int(algorithm.scores_policy and not config.supervised)
+    scores = len(config.roles.scoring)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
@@ -136,14 +136,10 @@ def _recomputed(estimate: RankEstimate) -> float:
     return max(0.0, (estimate.training.matmul_flops - estimate.training.head_flops) / forward - 3) if forward else 0.0
 
 
-def reference_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
+def worker_seconds(run: PlannedRun, role: ModelRole, estimates: Sequence[RankEstimate]) -> float:
     """Predict the time of each worker's share of a step, in requests that each fill and empty a pipeline."""
-    if not estimates:
-        return 0.0
-    trainer = worker_config(run.config).trainer
-    layout, packs = trainer.parallel, packs_per_request(trainer)
-    replicas = run.config.reference_workers * layout.data
-    micro_batches = math.ceil(run.workload.samples / replicas / run.workload.per_micro_batch)
+    layout, packs = role.parallel, packs_per_request(run.config.for_worker(role).trainer)
+    micro_batches = math.ceil(run.workload.samples / (role.workers * layout.data) / run.workload.per_micro_batch)
     slots = micro_batches * (packs + layout.pipeline - 1) / packs
     return slots * max(pass_seconds(run, one, one.forward) for one in estimates)
 

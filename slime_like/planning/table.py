@@ -160,9 +160,9 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
             f"one: {engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU, "
             f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens"
         )
-    if plan.references:
-        size = counted(config.reference.parallel.world_size, "GPU")
-        yield f"references: {counted(config.reference_workers, 'worker')} of {size}, scoring during generation"
+    for role in config.roles.with_workers if plan.references else ():
+        size = counted(role.parallel.world_size, "GPU")
+        yield f"{role.name}s: {counted(role.workers, 'worker')} of {size}, scoring during generation"
     if work is not None and step is not None:
         yield (
             f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, "

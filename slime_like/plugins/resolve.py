@@ -1,5 +1,6 @@
 """Lookup of the object that a setting names: a registered one, or custom code in a module or a file."""
 
+import ast
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -33,6 +34,18 @@ def import_path_problem(path: str) -> str | None:
         f"cannot be found: there is no module {missing}; install it, start in its directory, or give "
         "`path/to/file.py:name`"
     )
+
+
+def may_have_parameter(path: str, parameter: str) -> bool:
+    """Return False if the source of a custom function shows that it lacks this parameter. Nothing is executed."""
+    module, _, name = path.rpartition(":")
+    spec, _ = find_module(module)
+    try:
+        body = ast.parse(Path((spec and spec.origin) or "").read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # no Python, or reported when it is imported
+        return True
+    found = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return not found or any(isinstance(node, ast.arg) and node.arg == parameter for node in ast.walk(found[-1]))
 
 
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:

@@ -6,12 +6,15 @@ Imports neither torch nor the configuration, because workers that must start qui
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from inspect import unwrap
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+from slime_like.errors import SlimeLikeError
 
 _LONGEST = 300
 
@@ -81,6 +84,18 @@ def format_error(field: str, path: str, error: BaseException, member: str = "__c
     what = f"{type(error).__name__}: {error}".strip()
     first = what.splitlines()[0][:_LONGEST]
     return f"{field}={path} failed with {first} ({named_place(error, path, member)})"
+
+
+@contextmanager
+def naming(error: type[SlimeLikeError], code: str, field: str, path: str, member: str, who: str = "") -> Iterator[None]:
+    """Turn an exception of a custom object into an ``error``. Our own errors are complete, so they pass unchanged."""
+    try:
+        yield
+    except SlimeLikeError:
+        raise
+    except Exception as cause:
+        problem, trace = format_error(field, path, cause, member), full_traceback(cause)
+        raise error(problem, code=code, who=who, remedy="correct it", users_traceback=trace) from cause
 
 
 def full_traceback(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,8 @@ class WorkerPool:
                 if again:
                     continue
                 waiting.popleft()
-                settle({"reason": ended.reason})
+                limit = f"its processes exceeded {self._kind.section}.memory_mb={self._limits.memory_mb}"
+                settle({"reason": ended.reason} | ({"detail": limit} if ended.reason == "memory" else {}))
             except BaseException:  # the caller was cancelled, and the worker is still busy
                 self._replace(worker)
                 raise
@@ -188,13 +190,14 @@ class WorkerPool:
 
     async def _started_worker(self) -> WorkerProcess:
         limits = {"memory_mb": self._limits.memory_mb, "timeout_s": self._limits.timeout_s}
+        deadline = time.monotonic() + self._limits.start_timeout_s  # of all starts together
         for starts in itertools.count(1):
             log = None if self._logs is None else (self._logs[0], f"{self._logs[1]}-{next(self._launched)}")
             worker = WorkerProcess(self._kind.module, log)
             self._workers.append(worker)
             try:
                 await worker.open({**self._kind.setup, **limits})
-                message = await worker.receive(self._limits.start_timeout_s)
+                message = await worker.receive(deadline - time.monotonic())
             except WorkerEnded as ended:
                 if ended.by_signal and starts < _STARTS:
                     self._remove(worker)
@@ -209,7 +212,7 @@ class WorkerPool:
     def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
         section = self._kind.section
         late = f"was not ready within {section}.start_timeout_s={self._limits.start_timeout_s:g} s"
-        what = late if ended.reason == "timeout" else "ended while starting"
+        what = late if ended.reason == "timeout" and not ended.by_signal else "ended or was stopped while starting"
         problem = f"the {section.rpartition('.')[2]} worker {what}: {worker.last_output()}"
         return self._kind.error(problem, code="worker-not-started", who=self._kind.subject)
 

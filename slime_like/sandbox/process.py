@@ -15,20 +15,23 @@ import psutil  # type: ignore[import-untyped]
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.serving import decode, encode
 from slime_like.system.disk import open_log
+from slime_like.system.network import interfaces
 from slime_like.system.processes import descendants
 
 _KILL_TIMEOUT_S = 5.0
 _DEATH_TIMEOUT_S = 1.0
+_LOOK_S = 5.0
+"""Time until a stopped worker is found, so its replacement is ready within the same timeout of a start."""
 
 
 class WorkerEnded(Exception):
-    """A worker ended ("crash", or "cpu" at its CPU limit), or did not answer in time ("timeout").
+    """A worker ended ("crash", or "cpu" at its CPU limit), exceeded its memory, or did not answer in time ("timeout").
 
     Attributes:
         by_signal: SIGKILL ended it, or SIGSTOP stopped it. This package sends neither to busy workers.
     """
 
-    def __init__(self, reason: Literal["timeout", "cpu", "crash"], by_signal: bool = False) -> None:
+    def __init__(self, reason: Literal["timeout", "cpu", "crash", "memory"], by_signal: bool = False) -> None:
         self.reason = reason
         self.by_signal = by_signal
         super().__init__(reason)
@@ -37,7 +40,7 @@ class WorkerEnded(Exception):
 def _environment() -> dict[str, str]:
     """Return this process's environment, with calls to this host that bypass any proxy."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    direct = ",".join(filter(None, (given, "localhost,127.0.0.1,::1")))
+    direct = ",".join(filter(None, (given, "localhost,127.0.0.1,::1", *interfaces())))
     return {**os.environ, "no_proxy": direct, "NO_PROXY": direct}
 
 
@@ -88,15 +91,21 @@ class WorkerProcess:
         self._writer.write(encode(message))
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next message. Raises ``WorkerEnded`` if the worker has ended, or ``timeout_s`` has passed."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                message = decode(await self._replies.readline())
-        except TimeoutError:
-            raise WorkerEnded("timeout", by_signal=self._is_stopped()) from None
+        """Return the next message. Raises ``WorkerEnded`` if the worker is stopped or has ended, or after a timeout."""
+        while True:
+            try:
+                async with asyncio.timeout(min(timeout_s, _LOOK_S)):
+                    message = decode(await self._replies.readline())
+                break
+            except TimeoutError:
+                timeout_s -= _LOOK_S
+                if (stopped := self._is_stopped()) or timeout_s <= 0:
+                    raise WorkerEnded("timeout", by_signal=stopped) from None
         if message is None:
             code = self._exit_code()
             raise WorkerEnded("cpu" if code == -signal.SIGXCPU else "crash", by_signal=code == -signal.SIGKILL)
+        if message.get("ended") == "memory":
+            raise WorkerEnded("memory")
         return message
 
     def _is_stopped(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from threading import Thread
 from types import CodeType
 from typing import Any, BinaryIO
 
@@ -27,8 +28,9 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_LONGEST = 300
+_LONGEST = 1000
 _LONGEST_TRACEBACK = 10_000
+_WATCH_S = 0.5
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -48,13 +50,16 @@ class ItemFailed(Exception):
         self.answer = answer
 
 
-def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -> int:
+def serve(
+    prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]], used_bytes: Callable[[], int] | None = None
+) -> int:
     """Serve until standard input ends. The first command-line argument is the parent's process id.
 
     Args:
         prepare: builds the handler from the first message, and the values that the parent receives with "ready". That
-            message has ``memory_mb``, the address space allowed in addition to what is in use after ``prepare``, and
+            message has ``memory_mb``, the memory allowed in addition to what is in use after ``prepare``, and
             ``timeout_s``, the CPU seconds allowed per item.
+        used_bytes: measures the memory in use. By default, the kernel bounds this process's address space.
 
     Returns:
         Exit code: 0, or 1 if ``prepare`` raised ``ConfigError``. The parent receives its problems.
@@ -70,7 +75,11 @@ def serve(prepare: Callable[[dict[str, Any]], tuple[Handler, dict[str, Any]]]) -
     except ConfigError as error:
         _send(replies, {"problems": list(map(str, error.problems))})
         return 1
-    _limit_memory(int(setup["memory_mb"]) * 2**20)
+    extra_bytes = int(setup["memory_mb"]) * 2**20
+    if used_bytes is None:
+        _limit_memory(extra_bytes)
+    else:
+        Thread(target=_watch_memory, args=(replies, used_bytes, used_bytes() + extra_bytes), daemon=True).start()
     _send(replies, {"ready": os.getpid(), **about})
     while (request := decode(requests.readline())) is not None:
         for item in request["items"]:
@@ -144,6 +153,13 @@ def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def _watch_memory(replies: BinaryIO, used_bytes: Callable[[], int], most: int) -> None:
+    """Ask the pool to end this process and its descendants once they use more than ``most`` bytes."""
+    while used_bytes() <= most:
+        time.sleep(_WATCH_S)
+    _send(replies, {"ended": "memory"})
 
 
 def _limit_memory(extra_bytes: int) -> None:

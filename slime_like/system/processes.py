@@ -1,6 +1,7 @@
 """Descendants of this process, how they are ended, and Python's resource tracker."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -30,6 +31,26 @@ def descendants(process_id: int) -> list[int]:
     except psutil.NoSuchProcess:
         return []
     return [child.pid for child in children if not is_tracker(child)]
+
+
+def resident_bytes() -> int:
+    """Return the resident size of this process and its descendants. Shared pages count once per process."""
+    total = 0
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with suppress(psutil.Error):  # it has ended
+            total += psutil.Process(pid).memory_info().rss
+    return total
+
+
+def end_descendants(keep: Collection[int] = ()) -> None:
+    """Kill all descendants of this process, which adopts orphans, except ``keep`` and their descendants."""
+    while left := set(descendants(os.getpid())).difference(keep, *map(descendants, keep)):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            with suppress(ChildProcessError):  # a grandchild; this process adopts it when its parent has ended
+                os.waitpid(pid, 0)
 
 
 def is_alive(process_id: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slime_like.errors import DataError
-from slime_like.interfaces import ScoredLogprobs
+from slime_like.interfaces import Scores
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import ScoredTrajectory
 
@@ -66,7 +66,7 @@ def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensio
 
 
 def with_frozen_logprobs(
-    sequences: Sequence[ScoredTrajectory], scores: Sequence[ScoredLogprobs], seed: int = 0
+    sequences: Sequence[ScoredTrajectory], scores: Sequence[Scores], seed: int = 0
 ) -> list[ScoredTrajectory]:
     """Add missing logprobs that the loss needs: the policy's logprobs plus noise from ``seed``.
 
@@ -74,9 +74,9 @@ def with_frozen_logprobs(
     """
     generator = torch.Generator().manual_seed(seed)
     frozen = []
-    for sequence, score in zip(sequences, scores, strict=True):
+    for sequence, logprobs in zip(sequences, (score["old_logprobs"] for score in scores), strict=True):
         noisy = {
-            name: score.logprobs + scale * torch.randn(len(score.logprobs), generator=generator)
+            name: logprobs + scale * torch.randn(len(logprobs), generator=generator)
             for name, scale in (("old_logprobs", 0.05), ("logprobs", 0.06), ("ref_logprobs", 0.2))
         }
         missing: dict[str, Any] = {name: values for name, values in noisy.items() if getattr(sequence, name) is None}

@@ -16,7 +16,7 @@ from slime_like.checks.layout import layout_problems
 from slime_like.checks.packages import attention_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
-from slime_like.interfaces import ScoredLogprobs
+from slime_like.interfaces import Scores
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
@@ -243,7 +243,7 @@ def _train(
     trainers: TrainerGroup,
     config: RunConfig,
     batch: Sequence[ScoredTrajectory],
-    scores: Sequence[ScoredLogprobs],
+    scores: Sequence[Scores],
     gradients: Callable[[Mapping[str, Tensor]], None],
 ) -> Measurement:
     """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
@@ -256,7 +256,7 @@ def _train(
         for _ in range(config.steps)
         for index, denominator in enumerate(packed.denominators)
     ]
-    logprobs = [score.logprobs for score in scores]
+    logprobs = [score["old_logprobs"] for score in scores]
     return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 
 

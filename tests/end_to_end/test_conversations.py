@@ -15,6 +15,7 @@ from slime_like.examples.tiny_model import make_calculator_data, make_tiny_model
 from tests.end_to_end.test_train import metrics_of, steps_of
 from tests.support.interpreter import make_interpreter
 from tests.support.processes import Command, succeed
+from tests.support.shared_cluster import train_together
 
 WARM_START_STEPS, BATCH = 160, 20
 
@@ -80,9 +81,12 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
     assert "engine 0 (transformers) was restarted" in finished.stderr
     started = (tmp_path / "other" / "started").read_text().splitlines()
     assert len({line for line in started if "default_worker.py" in line}) == 2
+    assert {path.name for path in (run_dir / "worker_logs").glob("engine-*")} == {"engine-0.log", "engine-0.2.log"}
     audit = audit_run(run_dir)
-    assert audit.holds and audit.trained == 9 * 16, audit.problems
+    assert audit.holds, audit.problems
+    assert (audit.issued, audit.trained, audit.in_flight) == (9 * 16, 9 * 16, ())
     steps = steps_of(run_dir)
+    assert all(row["weights/probe_gap"] < 1e-4 and row["rollout/staleness_max"] <= 1 for row in steps)
     rewards = [row["ref_actor_rewards/rewards_func_math_verify_mean"] for row in steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     # The calculator judges nearly like math-verify, which accepts more answers, such as "1776]".
@@ -107,20 +111,21 @@ def test_an_agent_trains_like_the_environment_that_it_imitates(
     imitator: Path, sampling: list[str], tmp_path: Path
 ) -> None:
     """Rows, masks, supports, rewards, advantages and gradients are the same."""
-    kept: dict[str, list[Any]] = {}
-    metrics: dict[str, list[dict[str, Any]]] = {}
-    for recipe, more in (("calculator", ["--rollout.max_new_tokens", "64"]), ("calculator_agent", [])):
-        run_dir, dump = tmp_path / recipe, tmp_path / f"{recipe}-rollouts"
-        flags = [
-            "train", f"configs/{recipe}.yaml", "--run_dir", str(run_dir), "--model.path", str(imitator),
+    recipes = {"calculator": ["--rollout.max_new_tokens", "64"], "calculator_agent": []}
+    runs = [
+        [
+            "train", f"configs/{recipe}.yaml", "--run_dir", str(tmp_path / recipe), "--model.path", str(imitator),
             "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "2", "--evaluation.files", "[]",
-            "--rollout.prompts_per_step", "8", "--debug.save_rollouts", str(dump), "--trainer.cpu_threads", "1",
-            "--trainer.optimizer.warmup_steps", "0", "--logging.progress", "plain",
-            "--logging.tensorboard", "false",
-        ]  # fmt: skip
-        succeed([*flags, *more, *sampling], tmp_path / f"{recipe}-log")
-        kept[recipe] = [row for step in (1, 2) for row in load_trajectories(dump_path(dump, step))]
-        metrics[recipe] = steps_of(run_dir)
+            "--rollout.prompts_per_step", "8", "--debug.save_rollouts", f"{tmp_path}/{recipe}-rollouts",
+            "--trainer.cpu_threads", "1", "--trainer.optimizer.warmup_steps", "0", "--logging.progress", "plain",
+            "--logging.tensorboard", "false", *more, *sampling,
+        ]
+        for recipe, more in recipes.items()
+    ]  # fmt: skip
+    train_together(runs, tmp_path)
+    dumps = {recipe: [dump_path(tmp_path / f"{recipe}-rollouts", step) for step in (1, 2)] for recipe in recipes}
+    kept = {recipe: [row for dump in dumps[recipe] for row in load_trajectories(dump)] for recipe in recipes}
+    metrics = {recipe: steps_of(tmp_path / recipe) for recipe in recipes}
     assert len(kept["calculator"]) == 2 * 8 * 8
     for one, other in zip(kept["calculator"], kept["calculator_agent"], strict=True):
         assert (one.sequence_id, one.rollout_id) == (other.sequence_id, other.rollout_id)

@@ -9,10 +9,11 @@ import yaml
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.support.processes import succeed
+from tests.support.shared_cluster import train_together
 
 SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
 LAYOUTS = {
+    "one rank": (),
     "eight ranks, three axes": (
         "--trainer.parallel.tensor", "2", "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
         "--trainer.parallel.sequence", "true",
@@ -40,22 +41,27 @@ def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("one-rank")
-    succeed(flags(tiny, root), root / "log")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    train_together([flags(tiny, root / name, *layout) for name, layout in LAYOUTS.items()], root)
     return root
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_does_what_one_rank_does(tiny: Tiny, tmp_path: Path, one_rank: Path, layout: str) -> None:
+@pytest.fixture(scope="module")
+def one_rank(runs: Path) -> Path:
+    return runs / "one rank"
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS][1:])
+def test_a_layout_does_what_one_rank_does(runs: Path, one_rank: Path, layout: str) -> None:
     """Samples and metrics are the same. The run itself verifies its syncs."""
-    succeed(flags(tiny, tmp_path, *LAYOUTS[layout]), tmp_path / "log")
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["trainer"]["recompute"] == "none"
+    run_dir = runs / layout / "run"
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["recompute"] == "none"
     for step in (1, 2):
-        ours, theirs = (load_trajectories(dump_path(root / "rollouts", step)) for root in (tmp_path, one_rank))
+        ours, theirs = (load_trajectories(dump_path(root / "rollouts", step)) for root in (run_dir.parent, one_rank))
         assert [t.sequence_id for t in ours] == [t.sequence_id for t in theirs]
         assert all(torch.equal(a.response_tokens, b.response_tokens) for a, b in zip(ours, theirs, strict=True))
-    for row, expected in zip(steps_of(tmp_path / "run"), steps_of(one_rank / "run"), strict=True):
+    for row, expected in zip(steps_of(run_dir), steps_of(one_rank / "run"), strict=True):
         assert row["weights/probe_gap"] < 1e-4
         assert row["train_actor_training/engine_gap_max"] < 1e-4
         for name in SAME:

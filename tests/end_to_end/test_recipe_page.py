@@ -2,6 +2,8 @@
 
 import math
 import re
+from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ from slime_like.planning.plan import make_plan
 from slime_like.planning.planned_run import PlannedRun
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.support.processes import Command
-from tests.support.shared_cluster import train_all
+from tests.support.shared_cluster import train_together
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -25,8 +26,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     for heading, block in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)
 }
 MOE = "Mixture of experts"
-# Layouts and corrections set different fields, so one run tests two recipes.
-WITH = {"Long context": "TIS", "One GPU": "MIS"}
+# Layouts, losses and corrections set different fields, so one run tests three recipes.
+WITH = {"Long context": ("GSPO", "TIS"), "One GPU": ("CISPO", "MIS")}
 _LIMITS = {
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 8},
     "algorithm": {"constant_length": 8, "overlong_buffer": 4, "minibatches": 2},
@@ -82,16 +83,17 @@ def test_recipe_is_planned_at_its_size(name: str, tmp_path: Path) -> None:
 
 def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "moe", family="qwen3_moe", seed=0)
-    runs = {name: recipe for name, recipe in RECIPES.items() if name not in WITH.values()}
-    for name, other in WITH.items():
-        assert not runs[name].keys() & RECIPES[other].keys()
-        runs[name] = runs[name] | RECIPES[other]
+    runs = {name: recipe for name, recipe in RECIPES.items() if name not in chain(*WITH.values())}
+    for name, others in WITH.items():
+        parts = [RECIPES[part] for part in (name, *others)]
+        fields = [(section, field) for part in parts for section, values in part.items() for field in values]
+        assert len(set(fields)) == len(fields)
+        runs[name] = reduce(merged, parts)
     files = [tmp_path / f"{name}.yaml" for name in runs]
     for file, recipe in zip(files, runs.values(), strict=True):
         model = tmp_path / "moe" if file.stem == MOE else tiny.model
         save_config(RunConfig.model_validate(small(recipe, tiny, model, tmp_path / file.stem)), file)
-    with Command([str(file) for file in files], tmp_path / "log", program=train_all) as command:
-        command.succeed(timeout_s=280.0)
+    train_together([["train", str(file)] for file in files], tmp_path)
     steps = {name: steps_of(tmp_path / name) for name in runs}
     for name, rows in steps.items():
         algorithm = runs[name].get("algorithm", {})

@@ -1,18 +1,23 @@
 """``slime-like rehearse`` finds each fault of a recipe in its stage, and none in a sound recipe."""
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import pytest
 
 from slime_like.commands.main import main
 from slime_like.config.reading.load import load_config
 from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.verification.rehearsal import rehearsal
 from slime_like.verification.rehearsal.small_recipe import RANKS, small_recipe
 from tests.conftest import Tiny
+from tests.support.forked_command import ForkedCommand, worker_server
 
 ROOT = Path(__file__).parents[2]
 REWARD = """
@@ -79,7 +84,14 @@ class Recipe:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """Return the recipe. Its runs are forked, which takes a third of the time."""
+
+    def fork(command: list[str], stderr: IO[bytes], **_: object) -> ForkedCommand:
+        assert command[1:3] == ["-m", "slime_like.commands.child_main"]
+        return ForkedCommand(worker_server(), command[4:], Path(os.devnull), Path(stderr.name))
+
+    monkeypatch.setattr(rehearsal, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork}))
     return Recipe(tmp_path)
 
 

@@ -16,11 +16,14 @@ import psutil
 import pytest
 import torch
 
+from slime_like.checks.earlier_run import FINGERPRINT
 from slime_like.data.dump import dump_path, load_trajectories
+from slime_like.models.weight_files import fingerprint
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.support.other_user import OtherUser, Round, Targets
-from tests.support.processes import Command, run, succeed
+from tests.support.processes import Command, succeed
 
 STEPS, SAVE, REFRESH = 8, 2, 3
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
@@ -135,12 +138,15 @@ def _targets(command: Command, run_dir: Path) -> Targets:
     return Targets(str(run_dir), str(session), listening, [process.pid for process in processes], memory)
 
 
-def test_killed_twice_and_resumed_equals_uninterrupted(resumed: tuple[Path, list[Round]], uninterrupted: Path) -> None:
+def test_killed_twice_and_resumed_equals_uninterrupted(
+    tiny: Tiny, resumed: tuple[Path, list[Round]], uninterrupted: Path
+) -> None:
     root, _ = resumed
     checkpoints = root / "run" / "checkpoints"
     assert [row["step"] for row in steps_of(root / "run")].count(5) >= 2  # one row from each start
     assert_same(root, uninterrupted)
     assert (checkpoints / "latest").readlink() == Path("step-000008") and not list(checkpoints.glob(".partial*"))
+    assert Checkpoint.read(checkpoints / "latest").state[FINGERPRINT] == fingerprint(tiny.model)
 
 
 def test_another_user_obtains_nothing_from_a_living_run(resumed: tuple[Path, list[Round]]) -> None:
@@ -165,11 +171,3 @@ def test_saved_rollouts_train_the_same_with_the_reference_in_the_trainers(
     succeed(flags(tiny, tmp_path, *kept, *resume), tmp_path / "log")
     assert len(steps_of(tmp_path / "run")) == 4
     assert_same_metrics(tmp_path, uninterrupted, range(5, 9), rel=1e-4)
-
-
-def test_a_finished_run_is_not_started_again(tiny: Tiny, tmp_path: Path, uninterrupted: Path) -> None:
-    before = (uninterrupted / "run" / "config.yaml").read_text()
-    again = run(whole_flags(tiny, uninterrupted, "--algorithm.kl_coef", "0.5"), tmp_path / "log", timeout_s=60)
-    assert again.code == 2
-    assert f"steps={STEPS}: the run in" in again.stderr and f"has finished {STEPS} steps" in again.stderr
-    assert (uninterrupted / "run" / "config.yaml").read_text() == before

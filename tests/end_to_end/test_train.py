@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.config.reading.load import load_config
+from slime_like.examples.tiny_model import VOCAB_SIZE
 from tests.conftest import Tiny
 from tests.support.processes import succeed
 
@@ -30,11 +31,16 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in metrics_of(run_dir) if "train_actor_training/loss" in row]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str) -> None:
-    """The KL term is on, so the reference is loaded and scored. With one update per step, the ratio is 1."""
+@pytest.mark.parametrize(
+    ("engine", "cut"), [("vllm", "--rollout.top_p 0.9 --rollout.top_k 40 --rollout.min_p 0.02"), ("sglang", "")]
+)
+def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str, cut: str) -> None:
+    """The KL term is on, so the reference is loaded and scored. With one update per step, the ratio is 1.
+
+    A run with vLLM over the whole vocabulary: test_killed_colocated_engines.py.
+    """
     run_dir = tmp_path / "run"
-    flags = ["--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
+    flags = [*cut.split(), "--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     flags += ["--logging.tensorboard", "true"]
     halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
@@ -46,6 +52,7 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
         assert row["train_actor_training/old_gap_max"] < 1e-6  # the same weights give the same scores
         assert 0 < row["train_actor_training/engine_gap_max"] < 1e-4  # float32: engine and trainer agree
         assert row["weights/probe_gap"] < 1e-4
+        assert 0 < row["train_actor_training/entropy"] < math.log(40 if cut else VOCAB_SIZE)
         assert row["train_actor_training/ratios"] == pytest.approx(1.0, abs=1e-4)
         assert math.isfinite(row["train_actor_training/grad_norm"])
         shares = {name: row[f"sources/{name}/share"] for name in ("train", "sft")}
@@ -150,7 +157,6 @@ _TALKING = f"{_STOPS} --rollout.environment.max_turn_tokens 24 --rollout.max_new
 _TOP = "--rollout.top_k 40"
 _TRUNCATED = {
     "transformers": "",
-    "vllm": f"{_TOP} --rollout.min_p 0.02",
     "vllm-tp2": f"{_TOP} --rollout.tensor 2 --trainer.parallel.tensor 2",
     "sglang-tp2": f"{_TOP} --rollout.tensor 2 --trainer.parallel.tensor 2",
     "transformers-tp2": f"{_TOP} --trainer.parallel.tensor 2 --trainer.share_prefixes prompts {_TALKING} GAME",

@@ -36,7 +36,6 @@ PRECISION: Literal["float32", "bfloat16"] = "bfloat16" if torch.cuda.is_availabl
 """Type that engines compute in. On a GPU, float32 would use other kernels than training."""
 RARE_ID = 263
 """Its logit is always 0, far below the largest, so it is never sampled at a low temperature."""
-NO_STOP = (RARE_ID,)
 
 
 def run_config(

@@ -19,18 +19,19 @@ import torch
 from rollout.transformers.engine import TransformersEngine
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest, PauseMode
+from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.verification.engine.claims import CLAIMS, Claim, truncated_sampling
 from slime_like.verification.engine.reference import Reference
 from slime_like.verification.engine.subject import Subject
 from slime_like.weights.transport import TransportSettings
 from tests.engines.conftest import EOS_IDS
-from tests.engines.harness import NO_STOP, PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
+from tests.engines.harness import PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
 from tests.support.rejections import Rejects
 
+TOKENIZER = byte_tokenizer()
 COLD = 0.05
-"""With ``NO_STOP`` and this temperature, responses end at their length limit."""
+"""Without EOS and at this temperature, responses end at their length limit."""
 
 
 # -------------------------------------------------------------------------------------------------------------- claims
@@ -73,17 +74,38 @@ def test_eos_ends_a_response(engine: EngineUnderTest, prompts: list[list[int]]) 
         check_logprobs(engine.reference, prompts[2], generation)
 
 
-def test_stop_ids_of_the_request_replace_eos(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
+def test_stop_ids_add_to_eos_unless_it_is_ignored(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     stop = tuple(range(100, 130))
-    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, seed=1, stop_token_ids=stop)
-    assert all(g.finish_reason == "stop" and g.token_ids[-1] in stop for g in generations)
-    assert any(set(g.token_ids.tolist()) & set(EOS_IDS) for g in generations)
+    options: dict[str, Any] = {"max_new_tokens": 300, "num_samples": 16, "seed": 1, "stop_token_ids": stop}
+    found = [g.token_ids.tolist() for g in engine.generate(prompts[2], **options)]
+    only = [g.token_ids.tolist() for g in engine.generate(prompts[2], ignore_eos=True, **options)]
+    assert all(ids[-1] in {*stop, *EOS_IDS} and not {*ids[:-1]} & {*stop, *EOS_IDS} for ids in found)
+    assert all(ids[-1] in stop for ids in only) and any(set(ids) & set(EOS_IDS) for ids in only)
+    assert {ids[-1] in stop for ids in found} == {True, False}
+
+
+@pytest.mark.parametrize("characters", [1, 3])
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(
+    engine: EngineUnderTest, prompts: list[list[int]], characters: int
+) -> None:
+    """Next to requests without one. The string and its ids stay."""
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True}
+    for seed in range(4):
+        (free,) = engine.generate(prompts[2], seed=seed, **options)
+        texts = [TOKENIZER.decode(free.token_ids[:end]) for end in range(61)]
+        stop = next(text[-characters:] for text in texts[20:] if text[-characters:].isascii())
+        end = next(end for end, text in enumerate(texts) if stop in text)
+        requests = [engine.request(prompts[2], seed=seed, stop=given, **options) for given in (("never so", stop), ())]
+        (ended,), (other,) = engine.generate_all(requests)
+        assert same_ids(engine.reference, [ended], [replace(free, token_ids=free.token_ids[:end])])
+        assert (ended.finish_reason, other.finish_reason) == ("stop", "length")
+        check_logprobs(engine.reference, prompts[2], ended)
 
 
 def test_the_longest_sequence(engine: EngineUnderTest) -> None:
     """A prompt of 100 and a response of 700 tokens fill the engine to its last position."""
     prompt = [7 + i % 90 for i in range(100)]
-    (generation,) = engine.generate(prompt, max_new_tokens=700, stop_token_ids=NO_STOP, temperature=COLD)
+    (generation,) = engine.generate(prompt, max_new_tokens=700, ignore_eos=True, temperature=COLD)
     assert (generation.finish_reason, len(generation.token_ids)) == ("length", 700)
     check_logprobs(engine.reference, prompt, generation, COLD)
 
@@ -105,7 +127,7 @@ def test_truncated_evaluation(engine: EngineUnderTest, prompts: list[list[int]])
 def test_supports_in_one_batch(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     """Requests without truncation, and with few and many tokens, in one batch."""
     cuts: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_k": 60}, {"top_p": 0.5, "top_k": 512}]
-    options: dict[str, Any] = {"max_new_tokens": 9, "stop_token_ids": NO_STOP, "seed": 2}
+    options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True, "seed": 2}
     together = engine.generate_all([engine.request(prompts[2], **options, **cut) for cut in cuts])
     apart = [engine.generate(prompts[2], **options, **cut)[0] for cut in cuts]
     for cut, (found,), alone in zip(cuts, together, apart, strict=True):
@@ -121,7 +143,7 @@ def test_many_requests_at_once(engine: EngineUnderTest, prompts: list[list[int]]
     chosen = [prompts[i % len(prompts)] for i in range(200)]
     limits = [1 + i % 33 for i in range(200)]
     requests = [
-        engine.request(prompt, max_new_tokens=limit, num_samples=1 + i % 3, stop_token_ids=NO_STOP, temperature=COLD)
+        engine.request(prompt, max_new_tokens=limit, num_samples=1 + i % 3, ignore_eos=True, temperature=COLD)
         for i, (prompt, limit) in enumerate(zip(chosen, limits, strict=True))
     ]
     results = engine.generate_all(requests)
@@ -159,23 +181,21 @@ def long(engine: EngineUnderTest) -> int:
 
 
 def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> GenerationRequest:
-    return engine.request(prompt, max_new_tokens=long(engine), stop_token_ids=NO_STOP, temperature=COLD, **fields)
+    return engine.request(prompt, max_new_tokens=long(engine), ignore_eos=True, temperature=COLD, **fields)
 
 
-@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length")])
-def test_pause(engine: EngineUnderTest, prompts: list[list[int]], mode: PauseMode, finish: str) -> None:
-    """A running request ends immediately, or is awaited."""
+def test_a_pause_ends_running_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
 
     async def scenario() -> Generation:
         task = asyncio.create_task(engine.engine.generate(long_request(engine, prompts[6])))
         await asyncio.sleep(HALFWAY_S)
-        await engine.engine.pause(mode)
+        await engine.engine.pause("abort")
         generations = await asyncio.wait_for(task, ENDS_S)
         await engine.engine.resume()
         return generations[0]
 
     generation = engine.run(scenario())
-    assert generation.finish_reason == finish
+    assert generation.finish_reason == "abort"
     check_logprobs(engine.reference, prompts[6], generation, COLD)
 
 
@@ -188,18 +208,18 @@ def test_requests_wait_while_paused(engine: EngineUnderTest, prompts: list[list[
         await engine.engine.resume()
         return waited, len((await task)[0].token_ids)
 
-    for mode in ("abort", "wait", "keep"):
+    for mode in ("abort", "keep"):
         waited, tokens = engine.run(scenario(mode))
         assert waited and 1 <= tokens <= 3
 
 
 def test_frozen_requests_keep_their_tokens(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     async def scenario(delay_s: float) -> list[Generation]:
-        request = engine.request(prompts[6], max_new_tokens=40, num_samples=4, temperature=COLD, stop_token_ids=NO_STOP)
+        request = engine.request(prompts[6], max_new_tokens=40, num_samples=4, temperature=COLD, ignore_eos=True)
         task = asyncio.create_task(engine.engine.generate(request))
         await asyncio.sleep(delay_s)
         await engine.engine.pause("keep")
-        await engine.engine.abort()
+        await engine.engine.pause("abort")
         generations = await asyncio.wait_for(task, ENDS_S)
         await engine.engine.resume()
         return generations
@@ -308,8 +328,9 @@ def test_health_counts_running_requests(engine: EngineUnderTest, prompts: list[l
         tasks = [asyncio.create_task(engine.engine.generate(long_request(engine, p, num_samples=2))) for p in prompts]
         await asyncio.sleep(HALFWAY_S)
         busy = await engine.engine.health()
-        await engine.engine.abort()
+        await engine.engine.pause("abort")
         ended = await asyncio.gather(*tasks)
+        await engine.engine.resume()
         return busy, await engine.engine.health(), ended
 
     busy, idle, ended = engine.run(scenario())
@@ -408,7 +429,7 @@ def test_conversations_during_a_weight_update(
     before, after = engine.reference, engine.references[1 - engine.current]
 
     def request(prompt: list[int]) -> GenerationRequest:
-        request = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW)
+        request = engine.request(prompt, max_new_tokens=300, num_samples=2, seed=3, stop_token_ids=FEW, ignore_eos=True)
         return replace(request, task=ConversationTask("go", {}))
 
     async def scenario() -> tuple[list[list[Generation]], list[Generation]]:
@@ -454,10 +475,12 @@ def test_agents_sample_the_same_as_environments(
 ) -> None:
     """Turns through the endpoint and turns led by the actor have the same ids and logprobs."""
     environment = {**TALKS["environment"], "template": "<eos><tool>{observation}<assistant>", "max_turn_tokens": 120}
-    prompt = byte_tokenizer().encode("<user>go<assistant>", add_special_tokens=False)
+    prompt = TOKENIZER.encode("<user>go<assistant>", add_special_tokens=False)
 
     async def sampled(actor: engine_actor.EngineActor, limit: int) -> list[Generation]:
-        request = engine.request(prompt, max_new_tokens=limit, num_samples=6, seed=4, stop_token_ids=FEW)
+        request = engine.request(
+            prompt, max_new_tokens=limit, num_samples=6, seed=4, stop_token_ids=FEW, ignore_eos=True
+        )
         await actor.start()
         try:
             return await actor.generate(replace(request, task=ConversationTask("go")))
@@ -486,7 +509,7 @@ def test_death_is_reported(engine: EngineUnderTest) -> None:
     name = {"VllmEngine": "vLLM", "SglangEngine": "SGLang"}[type(engine.engine).__name__]
 
     async def scenario() -> None:
-        doomed = engine.request([3, 4, 5], max_new_tokens=700, temperature=0.05, stop_token_ids=(263,), num_samples=4)
+        doomed = engine.request([3, 4, 5], max_new_tokens=700, temperature=0.05, ignore_eos=True, num_samples=4)
         task = asyncio.create_task(engine.engine.generate(doomed))
         await asyncio.sleep(0.1)
         for pid in processes:

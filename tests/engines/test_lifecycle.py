@@ -1,6 +1,7 @@
 """Rejected starts, and requests that take too long."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,19 @@ import pytest
 from rollout.sglang.engine import SglangEngine
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
+from slime_like.checks.engine_arguments import _vllm_arguments
 from slime_like.errors import CheckpointError, ConfigError, EngineError
 from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
 from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import run_config
 
-LONG = SamplingParams(max_new_tokens=700, temperature=0.05, stop_token_ids=(263,))
+LONG = SamplingParams(max_new_tokens=700, temperature=0.05, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
     ("kind", "rollout", "message"),
     [
-        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument: vLLM has no such argument"),
+        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument is not an argument of vllm"),
         (VllmEngine, {"engine_args": {"dtype": "float16"}}, "set model.dtype instead"),
         (VllmEngine, {"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode is not supported"),
         (VllmEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
@@ -63,3 +65,9 @@ def test_request_timeout(models: list[Path], tmp_path: Path) -> None:
         await engine.stop()
 
     asyncio.run(scenario())
+
+
+def test_vllms_arguments_are_read_from_its_source() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert _vllm_arguments() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}

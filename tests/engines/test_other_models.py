@@ -9,7 +9,6 @@ import torch
 
 from rollout.transformers.engine import TransformersEngine
 from tests.engines.harness import (
-    NO_STOP,
     EngineUnderTest,
     Reference,
     check_gaps,
@@ -26,7 +25,7 @@ LARGEST, MEAN = 0.25, 0.03
 def gaps(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]], temperature: float) -> np.ndarray:
     """Return |engine - judge| of every sampled token's logprob, with all prompts in one batch."""
     requests = [
-        engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2, seed=i, stop_token_ids=NO_STOP)
+        engine.request(p, temperature=temperature, max_new_tokens=24, num_samples=2, seed=i, ignore_eos=True)
         for i, p in enumerate(prompts)
     ]
     answered = zip(prompts, engine.generate_all(requests), strict=True)
@@ -59,7 +58,7 @@ def test_bfloat16(models: list[Path], prompts: list[list[int]], tmp_path: Path) 
 
 def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[list[int]]) -> None:
     """Require that the conformance bounds hold, and that one wrong matrix violates them."""
-    options: dict[str, Any] = {"max_new_tokens": 24, "prompt_logprobs": True, "stop_token_ids": NO_STOP}
+    options: dict[str, Any] = {"max_new_tokens": 24, "prompt_logprobs": True, "ignore_eos": True}
 
     def check(prompt: list[int], temperature: float) -> None:
         (generation,) = engine.generate(prompt, temperature=temperature, **options)
@@ -93,7 +92,7 @@ def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> 
             if which != engine.current:
                 receipt, sent = engine.run(engine.load(which))
                 assert receipt.checksums == sent
-            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, stop_token_ids=NO_STOP)
+            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, ignore_eos=True)
             expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
             assert generation.prompt_logprobs is not None
             check_gaps(engine.reference, generation.prompt_logprobs, expected)

@@ -20,7 +20,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, new_children, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
-from tests.engines.harness import NO_STOP, EngineUnderTest, check_logprobs, run_config, started, tiny_pair
+from tests.engines.harness import EngineUnderTest, check_logprobs, run_config, started, tiny_pair
 
 PROMPTS = [[*range(3, 13)], [*range(200, 245)], [7]]
 
@@ -55,7 +55,7 @@ def own(kind: str, root: Path) -> None:
 def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
     def sample() -> None:
         for prompt in PROMPTS:
-            for generation in two_ranks.generate(prompt, max_new_tokens=16, num_samples=2, stop_token_ids=NO_STOP):
+            for generation in two_ranks.generate(prompt, max_new_tokens=16, num_samples=2, ignore_eos=True):
                 check_logprobs(two_ranks.reference, prompt, generation)
 
     async def damaged() -> None:

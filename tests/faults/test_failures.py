@@ -1,14 +1,11 @@
 """Failures end in one sentence and a nonzero exit code, and leave nothing running."""
 
 import json
-import shutil
 import signal
 import socket
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
@@ -50,19 +47,6 @@ def test_an_engine_that_cannot_update_the_weights_is_rejected_before_engines_sta
     finished = run(tiny.rl_flags(tmp_path / "run", *flags), tmp_path / "log")
     assert finished.code == 1
     assert one_sentence(finished).startswith("slime-like: rollout.engine=vllm: vLLM cannot update the weights of a mix")
-
-
-def test_a_loss_that_is_not_a_number_stops_the_run(tiny: Tiny, tmp_path: Path) -> None:
-    """The forward pass overflows, and no update may follow."""
-    poisoned = tmp_path / "model"
-    shutil.copytree(tiny.model, poisoned)
-    weights = load_file(poisoned / "model.safetensors")
-    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], 3e38)
-    save_file(weights, poisoned / "model.safetensors", metadata={"format": "pt"})
-    finished = run(tiny.sft_flags(tmp_path / "run", "--model.path", str(poisoned)), tmp_path / "log")
-    assert finished.code == 1
-    sentence = one_sentence(finished)
-    assert "trainer rank 0" in sentence and ("nan" in sentence or "inf" in sentence or "finite" in sentence)
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,10 @@ def test_scoring_training_and_offloading(family: str, offload: bool, tmp_path: P
     after = trainer.score([pack])
     trainer.shutdown()
     assert scored is not None and before is not None and after is not None
-    gaps = (scored[0].logprobs.cpu().double() - expected).abs()
+    gaps = (scored[0]["old_logprobs"].cpu().double() - expected).abs()
     assert float(gaps.mean()) < MEAN_BOUND
-    assert not torch.equal(before[0].logprobs, scored[0].logprobs)
-    assert torch.equal(before[0].logprobs, after[0].logprobs)
+    assert not torch.equal(before[0]["old_logprobs"], scored[0]["old_logprobs"])
+    assert torch.equal(before[0]["old_logprobs"], after[0]["old_logprobs"])
     # The difference, because cuBLAS's workspace stays. Each parameter has a main weight and moments.
     parameters = ModelDimensions.from_checkpoint(checkpoint).num_parameters
     assert held - moved >= (0 if offload else 12 * parameters)

@@ -38,5 +38,5 @@ def test_logprobs_are_hugging_faces(family: str, attention: str, tmp_path: Path)
     finally:
         trainer.shutdown()
     assert scored is not None
-    gaps = (scored[0].logprobs.cpu().double() - expected).abs()
+    gaps = (scored[0]["old_logprobs"].cpu().double() - expected).abs()
     assert float(gaps.mean()) < MEAN_BOUND

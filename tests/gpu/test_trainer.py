@@ -86,4 +86,4 @@ def _step(trainer: MegatronTrainer, pack: PackedTrajectory, denominator: float) 
 def _logprobs(trainer: MegatronTrainer, pack: PackedTrajectory) -> torch.Tensor:
     scored = trainer.score([pack])
     assert scored is not None
-    return scored[0].logprobs.cpu()
+    return scored[0]["old_logprobs"].cpu()

@@ -50,8 +50,9 @@ def ended(network: Network, tiny: Tiny) -> Ended:
             for rank, host in enumerate(network.nodes)
         ]
 
+    begin("never", NODES="3", NODES_TIMEOUT_S="45")
+    runs["never"][0].wait_for("is here", 60)  # both have joined before the machine is busy with the others
     begin("killed")
-    begin("never", NODES="3", NODES_TIMEOUT_S="75")  # long enough for both to start Ray
     begin("stopped", NODES="3")
     begin("plan", "--cluster.gpu_memory_gib", "0.001", PLAN="1", ENGINE="transformers", SILENCE_S="10")
     other = network.shared / "other-key"
@@ -76,7 +77,7 @@ def _launcher(run: Running) -> psutil.Process:
 
 def test_a_node_that_never_comes(ended: Ended, network: Network) -> None:
     """Both nodes that joined name the missing one."""
-    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 75 s; start the same "
+    expected = f"slime-like: of 3 nodes, node 2 did not come to {here(network, 0)} within 45 s; start the same "
     assert ended.codes["never"] == [1, 1]
     for line in ended.said["never"]:
         assert line.startswith(expected), ended.output["never"]

@@ -87,5 +87,5 @@ def test_without_a_bug_all_holds() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_bug_is_caught(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):  # ids of another length have no row
         require_all()

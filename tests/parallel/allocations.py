@@ -57,10 +57,12 @@ def allocated_by(run: Callable[[], Any], labels: Mapping[str, str] | None = None
 
 
 def _allocations(events: list[Any]) -> Iterator[Any]:
-    for event in events:
+    left = list(events)
+    while left:
+        event = left.pop()
+        left += event.children
         if event.typed[0] == _EventType.Allocation:
             yield event
-        yield from _allocations(event.children)
 
 
 def _workspaces(events: list[Any]) -> set[int]:

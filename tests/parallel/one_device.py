@@ -77,7 +77,7 @@ def _step(trainer: Trainer, packs: list[PackedTrajectory]) -> None:
 def _logprobs(trainer: Trainer, packs: list[PackedTrajectory], weights: Any = "policy") -> Tensor:
     scored = trainer.score(packs, weights)
     assert scored is not None
-    return torch.cat([each.logprobs.cpu() for each in scored])
+    return torch.cat([next(iter(each.values())).cpu() for each in scored])
 
 
 def _check_step(

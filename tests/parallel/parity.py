@@ -151,11 +151,11 @@ def check_scores(case: Case, results: list[RankResult]) -> None:
     start = 0
     for index, pack in enumerate(case.packs()):
         stop = start + pack.num_sequences
-        for kind in ("logprobs", "entropy"):
+        for kind, name in (("logprobs", "old_logprobs"), ("entropy", "entropy")):
             expected = torch.cat(getattr(case.expected, kind)[start:stop])
             for scored in found[index]:
                 torch.testing.assert_close(
-                    getattr(scored, kind).double(), expected, rtol=0, atol=LOGPROB_BOUND, msg=f"{kind} of pack {index}"
+                    scored[name].double(), expected, rtol=0, atol=LOGPROB_BOUND, msg=f"{kind} of pack {index}"
                 )
         start = stop
 

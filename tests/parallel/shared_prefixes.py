@@ -118,11 +118,7 @@ def balanced_case(directory: Path, coefficient: float) -> Case:
 
 
 def shared_case(
-    family: str,
-    directory: Path,
-    steps: int,
-    kind: type[Case] = SharedCase,
-    sequences: Sequence[ScoredTrajectory] = (),
+    family: str, directory: Path, steps: int, kind: type[Case] = SharedCase, sequences: Sequence[ScoredTrajectory] = ()
 ) -> Case:
     """Make a case of packs that share, expecting the reference's step on the whole sequences."""
     case = case_of(list(sequences) or sharing_sequences(), family, directory, steps)

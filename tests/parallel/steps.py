@@ -19,7 +19,7 @@ from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
-from slime_like.interfaces import RankCoordinates, RankPlacement, ScoredLogprobs
+from slime_like.interfaces import RankCoordinates, RankPlacement, Scores
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 from tests.parallel.assembly import Shards, local_shard
 from tests.parallel.held import Held, held_by
@@ -37,7 +37,7 @@ class RankResult:
 
     coordinates: RankCoordinates
     pack_indices: list[int]
-    scored: list[ScoredLogprobs] | None
+    scored: list[Scores] | None
     gradients: dict[str, Tensor]
     stats: list[GRPOStats | None]
     weights: dict[str, Tensor]
@@ -224,7 +224,7 @@ def by_stage(results: list[RankResult], what: str) -> Shards:
     return shards
 
 
-def scored_packs(results: list[RankResult]) -> dict[int, list[ScoredLogprobs]]:
+def scored_packs(results: list[RankResult]) -> dict[int, list[Scores]]:
     """Map each pack index to the results of all ranks that return it."""
     found: dict[int, list[Any]] = {}
     for result in results:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -211,7 +211,7 @@ def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, sc
         trainer.setup_for_scoring(checkpoint)
         scored = trainer.score([pack_sequences(scored_sequences([(5, 9), (3, 4)]))])
         assert scored is not None
-        found: Any = exported_from(trainer), scored[0].logprobs
+        found: Any = exported_from(trainer), scored[0]["old_logprobs"]
     else:
         trainer.setup()
         found = error_of(trainer.load, checkpoint)
@@ -250,8 +250,8 @@ def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None
     pack = pack_sequences(scored_sequences([(5, 9), (3, 4)]))
     with running(placement, config) as trainer:
 
-        def scored(weights: Literal["policy", "reference"]) -> Any:
-            return trainer.score([pack], weights)[0].logprobs
+        def scored(role: str) -> Any:
+            return next(iter(trainer.score([pack], role)[0].values()))
 
         step_of_four(trainer)
         _shift_biases(trainer)

@@ -68,7 +68,7 @@ def _score(placement: RankPlacement, config: RunConfig) -> tuple[Tensor, dict[st
     with known, running(placement, config, scores=True) as trainer:
         scored = trainer.score([pack_sequences(scored_sequences(LENGTHS))])
         assert scored is not None
-        return scored[0].logprobs, exported_from(trainer)
+        return scored[0]["old_logprobs"], exported_from(trainer)
 
 
 @pytest.mark.parametrize(

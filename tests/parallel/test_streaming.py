@@ -68,7 +68,7 @@ def _streamed(
 ) -> tuple[int, GRPOStats | None]:
     early, denominator = train_windows(rank, batcher, rollouts, replica)
     streamed = rank.finish_stream(denominator)
-    assert 0 < streamed.reference_s < streamed.busy_s
+    assert 0 < streamed.scoring_s["reference"] < streamed.busy_s
     assert sum(not pack.is_filler for pack in rank.packs) >= early  # the rank keeps them for its tables
     return early + 1, streamed.stats
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
+from slime_like.config.roles import Roles
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
@@ -46,7 +48,7 @@ def _trained_once(
         pack.old_logprobs = None
         if config.algorithm.scores_policy:
             scored = trainer.score([pack])
-            pack.old_logprobs = None if scored is None else scored[0].logprobs
+            pack.old_logprobs = None if scored is None else scored[0]["old_logprobs"]
         take_step(trainer, [pack], float(pack.loss_mask.sum()), last=True)
         return weights_of(trainer), pack.old_logprobs
 
@@ -193,7 +195,7 @@ def _score_both(
         restored = _same(before, weights_of(trainer))
     if reference is None or policy is None:
         return None, restored
-    return {"reference": reference[0].logprobs, "policy": policy[0].logprobs}, restored
+    return {"reference": reference[0]["ref_logprobs"], "policy": policy[0]["old_logprobs"]}, restored
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "tensor": 2}])
@@ -211,6 +213,30 @@ def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(
         expected = torch.cat([Reference(path, config.algorithm).score(s)[0].detach() for s in sequences])
         for logprobs in scored:
             torch.testing.assert_close(logprobs[name].double(), expected, rtol=0, atol=1e-5)
+
+
+def _scores_of_three(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory, path: Path) -> dict[str, Any]:
+    teacher = replace(config.roles["reference"], name="teacher", path=path, fields=("scores",))
+    roles = Roles({**config.roles, "teacher": teacher})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunConfig, "roles", property(lambda self: roles))
+        with running(placement, config) as trainer:
+            return {name: trainer.score([pack], name)[0] for name in roles}  # type: ignore[index]
+
+
+def test_a_third_model_needs_only_a_role(qwen3: Path, tmp_path: Path) -> None:
+    """Each model scores with its weights, in any order, under the names of its fields."""
+    others = {seed: save_checkpoint("qwen3", tmp_path / f"model{seed}", seed=seed) for seed in (1, 2)}
+    config = _config(qwen3, tmp_path, reference={"path": others[1]}, algorithm={"kl_coef": 0.1})
+    sequences = scored_sequences(LENGTHS)
+    (found,) = run_ranks(_scores_of_three, 1, tmp_path / "ranks", config, pack_sequences(sequences), others[2])
+    paths = {"policy": qwen3, "reference": others[1], "teacher": others[2]}
+    fields = {"policy": ["old_logprobs", "entropy"], "reference": ["ref_logprobs"], "teacher": ["scores"]}
+    assert {name: [*scores] for name, scores in found.items()} == fields
+    for name, scores in found.items():
+        judge = Reference(paths[name], config.algorithm)
+        expected = torch.cat([judge.score(sequence)[0].detach() for sequence in sequences])
+        torch.testing.assert_close(scores[fields[name][0]].double(), expected, rtol=0, atol=1e-5)
 
 
 def _calls_out_of_order(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> list[str]:

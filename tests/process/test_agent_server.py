@@ -15,9 +15,13 @@ import numpy as np
 import openai
 import pytest
 from anthropic.types import TextBlock, ToolUseBlock
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
+from slime_like.agents.calls import MODEL
 from slime_like.agents.rendering import ChatFormat
-from slime_like.agents.server import MODEL, AgentServer
+from slime_like.agents.responses import response_form
+from slime_like.agents.server import AgentServer
 from slime_like.agents.session import SampleCall, Session, SessionLimits
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation
@@ -80,7 +84,7 @@ class Endpoint:
 async def endpoint(*script: str, **limits: int) -> AsyncIterator[Endpoint]:
     bounds = {"max_calls": 8, "max_new_tokens": 100, "max_model_len": 400, **limits}
     model = Model(list(script))
-    session = Session(ChatFormat(TOKENIZER), model, "hermes", SessionLimits(**bounds))
+    session = Session(ChatFormat(TOKENIZER), model, response_form(TOKENIZER), SessionLimits(**bounds))
     server = AgentServer()
     await server.start()
     server.open_session(session)
@@ -105,7 +109,7 @@ def bounded(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 async def test_openai_streamed_equals_unstreamed(said: str) -> None:
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
     async with endpoint(said, said) as here, here.openai() as client:
-        asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["o"]}
+        asked: Any = {"model": "any", "messages": [USER], "tools": tools, "temperature": 0.3, "stop": ["zz"]}
         asked |= {"tool_choice": "required", "user": "me", "extra_body": {"chat_template_kwargs": {"x": 1}}}
         whole = await client.chat.completions.create(**asked)
         stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -125,8 +129,8 @@ async def test_openai_streamed_equals_unstreamed(said: str) -> None:
         assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
         wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
         assert first.finish_reason == wanted
-        wished = {"temperature": "0.3", "stop": "['o']", "tool_choice": "required"}
-        wished |= {"chat_template_kwargs": "{'x': 1}", "tools": "the chat template renders none"}
+        wished: Any = {"temperature": "0.3", "tool_choice": "required"}
+        wished |= {"chat_template_kwargs": {"x": 1}, "tools": "the chat template renders none"}
         assert here.session.ignored == wished
         assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
@@ -153,6 +157,56 @@ async def test_anthropic_streamed_equals_unstreamed(said: str) -> None:
         assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[0].token_ids)
         assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
         assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("<system>be<user>hi")
+
+
+@pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off...", ""])
+@bounded
+async def test_responses_streamed_equals_unstreamed(said: str) -> None:
+    async with endpoint(said, said) as here, here.openai() as client:
+        tools: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS}, {"type": "web_search"}]
+        asked: Any = {"model": "any", "instructions": "be", "input": "hi", "tools": tools, "store": False}
+        whole = await client.responses.create(**asked, text={"format": JSON})
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        for event in events:  # the client itself is lenient
+            TypeAdapter(ResponseStreamEvent).validate_python(event.model_dump(by_alias=True, warnings=False))
+        first, last = events[0], events[-1]
+        wanted = "incomplete" if said.endswith("...") else "completed"
+        assert (first.type, last.type) == ("response.created", f"response.{wanted}")
+        streamed: Any = last.response  # type: ignore[union-attr]
+        assert first.response.id == streamed.id and streamed.status == whole.status == wanted  # type: ignore[union-attr]
+        calls = [[(o.name, json.loads(o.arguments)) for o in r.output if o.type == "function_call"]
+                 for r in (whole, streamed)]  # fmt: skip
+        assert calls[0] == calls[1] == [("add", {"a": 1, "b": "\u00e9"})] * said.count("<tool_call>")
+        assert whole.output_text == streamed.output_text == said.partition("<tool_call>")[0].strip().removesuffix("...")
+        deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert deltas == whole.output_text
+        assert whole.usage == streamed.usage and whole.usage is not None
+        assert whole.usage.input_tokens == len(here.model.asked[0].token_ids)
+        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("<system>be<user>hi")
+        assert here.session.ignored.keys() == {"hosted_tools", "text", "tools"}
+
+
+@bounded
+async def test_stop_strings_of_a_call_end_its_turn_and_are_not_in_the_answer() -> None:
+    """The next call continues after the ids that were sampled, the string included."""
+    async with endpoint("see </a>", "so </b>", "no stop", "plain") as here:
+        said: list[Any] = [USER]
+        for stop in (["</a>"], "</b>"):
+            client = here.openai()
+            choice = (await client.chat.completions.create(model="m", messages=said, stop=stop)).choices[0]
+            assert choice.finish_reason == "stop" and choice.message.content in ("see ", "so ")
+            said += [{"role": "assistant", "content": choice.message.content}, USER]
+        asked: Any = {"model": "m", "max_tokens": 9, "stop_sequences": ["stop", "</c>"]}
+        reply = await here.anthropic().messages.create(messages=[USER], **asked)
+        assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "stop")
+        assert [each.text for each in reply.content] == ["no "]
+        plain = await here.anthropic().messages.create(messages=[USER], **asked)
+        assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
+        assert [each.stop for each in here.model.asked] == [("</a>",), ("</b>",), *[("stop", "</c>")] * 2]
+        assert not here.session.ignored.keys() & {"stop", "stop_sequences"}
+        sampled = [*here.model.asked[0].token_ids, *ids("see </a>")]
+        assert here.model.asked[1].token_ids[: len(sampled)] == sampled
 
 
 @bounded
@@ -208,20 +262,20 @@ async def test_clients_understand_rejections() -> None:
             tell = other.messages.create(model="m", max_tokens=1, messages=[long])
             assert await rejected(tell) == (400, "context_length_exceeded")
             settings: list[dict[str, Any]] = [{"n": 2}, {"logit_bias": {"7": 1}}, {"logprobs": True}]
-            settings += [{"response_format": JSON}, {"extra_body": {"guided_json": JSON}}]
+            settings += [{"extra_body": {"guided_json": JSON}}]
             for setting in settings:
                 asked: Any = {"model": "m", "messages": [USER], **setting}
                 assert await rejected(ask(**asked)) == (400, "unsupported_parameter")
             image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-            assert await rejected(ask(model="m", messages=[image])) == (400, "invalid_request")
-            with pytest.raises(openai.APIStatusError, match=r"messages\.0\.content\.0\.type: .*'text'"):
+            with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.0\.image_url: images are not sup"):
                 await ask(model="m", messages=[image])
-            prefilled: Any = [USER, {"role": "assistant", "content": "So"}]
-            tell = other.messages.create(model="m", max_tokens=1, messages=prefilled)
-            assert await rejected(tell) == (400, "unsupported_parameter")
+            again = one.responses.create(model="m", input="hi", previous_response_id="resp_1")
+            assert await rejected(again) == (400, "unsupported_parameter")
             assert [model.id async for model in await one.models.list()] == [MODEL]
             await ask(model="m", messages=[USER])
-            assert await rejected(ask(model="m", messages=[USER])) == (403, "max_calls_exceeded")
+            assert (await one.models.retrieve(MODEL)).id == (await other.models.retrieve(MODEL)).id == MODEL
+            assert await rejected(ask(model="m", messages=[USER])) == (400, "max_calls_exceeded")
+            assert here.session.rejections["max_calls_exceeded"] == 1
         async with here.openai("wrong") as one, here.anthropic("wrong") as other:
             assert await rejected(one.models.list()) == (401, "invalid_api_key")  # type: ignore[arg-type]
             tell = other.messages.create(model="m", max_tokens=1, messages=[USER])
@@ -243,17 +297,103 @@ async def test_a_disconnect_cancels_the_call_and_a_retry_is_recorded_once() -> N
 
 
 @bounded
-async def test_concurrent_calls_of_a_rollout_are_bounded_and_end_with_it() -> None:
-    async with endpoint(*["wait"] * 16, max_calls=99) as here, here.openai(max_retries=0) as client:
+async def test_a_disconnect_from_a_stream_cancels_the_call() -> None:
+    async with endpoint("wait") as here, here.openai() as client:
+        stream = await client.responses.create(model="m", input="hi", stream=True)
+        assert (await anext(aiter(stream))).type == "response.created"
+        await stream.close()
+        await until(lambda: here.model.cancelled == 1)
+        assert here.session.tree.turns == []
+
+
+@bounded
+async def test_the_seventeenth_call_waits_for_a_place() -> None:
+    async with endpoint(*["wait"] * 16, "a", "wait", max_calls=99) as here, here.openai(max_retries=0) as client:
         ask = client.chat.completions.create
         calls = [asyncio.ensure_future(ask(model="m", messages=[USER])) for _ in range(16)]
-        while len(here.model.asked) < 16:
-            await asyncio.sleep(0.01)
-        assert await rejected(ask(model="m", messages=[USER])) == (429, "too_many_calls")
-        assert sorted(asked.repeat for asked in here.model.asked) == list(range(16))
+        await until(lambda: len(here.model.asked) == 16)
+        waiting = asyncio.ensure_future(ask(model="m", messages=[USER], temperature=0.5))
+        await until(lambda: "temperature" in here.session.ignored)
+        assert len(here.model.asked) == 16 and not waiting.done()
+        calls.pop().cancel()
+        assert (await waiting).choices[0].message.content == "a"
+        calls.append(asyncio.ensure_future(ask(model="m", messages=[USER])))
+        await until(lambda: len(here.model.asked) == 18)
+        calls.append(asyncio.ensure_future(ask(model="m", messages=[USER], seed=1)))
+        await until(lambda: "seed" in here.session.ignored)
         here.server.close_session(here.session.key)
         assert {await rejected(call) for call in calls} == {(401, "session_closed")}
-        assert here.model.cancelled == 16 and here.session.tree.turns == []
+        assert sorted(asked.repeat for asked in here.model.asked) == list(range(18))
+        assert here.model.cancelled == 17 and len(here.session.tree.turns) == 1
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+STREAMED = [
+    ("chat/completions", {"messages": [USER]}),
+    ("messages", {"messages": [USER]}),
+    ("responses", {"input": "hi"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED)
+@bounded
+async def test_a_stream_shows_signs_of_life_and_then_an_error(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime_like.agents.server._PING_S", 0.01)
+    async with endpoint("wait") as here, aiohttp.ClientSession(headers={"x-api-key": here.session.key}) as client:
+        async with client.post(f"{here.server.base_url}/v1/{path}", json={**body, "stream": True}) as answer:
+            assert (answer.status, answer.content_type) == (200, "text/event-stream")
+            signs = [await answer.content.readuntil(b"\n\n") for _ in range(3)]
+            here.server.close_session(here.session.key)
+            last = (await answer.content.read()).decode().strip().split("\n\n")[-1]
+        kinds = {"messages": "event: ping", "responses": "event: response.in_progress"}
+        assert all(sign.decode().startswith(kinds.get(path, ": ")) for sign in signs[1:])
+        assert last.startswith("event: error\ndata: ")
+        error = json.loads(last.partition("data: ")[2])
+        assert error["type"] == "error" and "has ended" in error["error"]["message"]
+        assert here.session.rejections == {"session_closed": 1} and here.model.cancelled == 1
+
+
+@bounded
+async def test_clients_raise_an_error_in_a_stream() -> None:
+    async with endpoint("die", "die", "die") as here, here.openai() as one, here.anthropic() as other:
+        for create, text in (
+            (one.chat.completions.create, {"messages": [USER]}),
+            (one.responses.create, {"input": "hi"}),
+        ):
+            with pytest.raises(openai.APIError, match="the engine failed"):
+                async for _ in await create(model="m", stream=True, **text):
+                    pass
+        with pytest.raises(anthropic.APIError, match="engine_failed"):
+            async for _ in await other.messages.create(model="m", max_tokens=9, messages=[USER], stream=True):
+                pass
+
+
+@bounded
+async def test_a_stream_rejects_what_is_known_before_sampling_by_status() -> None:
+    async with endpoint(max_model_len=40) as here, here.openai() as one:
+        long: Any = {"role": "user", "content": "x" * 50}
+        asked = one.chat.completions.create(model="m", messages=[long], stream=True)
+        assert await rejected(asked) == (400, "context_length_exceeded")
+
+
+@bounded
+async def test_tokens_are_counted_without_a_call() -> None:
+    async with endpoint(max_calls=1) as here, here.anthropic() as client:
+        counted = await client.messages.count_tokens(model="m", system="be", messages=[USER])
+        await client.messages.create(model="m", max_tokens=1, system="be", messages=[USER])
+        assert counted.input_tokens == len(here.model.asked[0].token_ids)
+
+
+@bounded
+async def test_a_probe_needs_no_key() -> None:
+    async with endpoint() as here, aiohttp.ClientSession() as client, client.head(here.server.base_url) as answer:
+        assert answer.status == 200
 
 
 @bounded

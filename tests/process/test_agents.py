@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tests.process.conftest import wait_until
 from tests.support.rejections import Rejects
 
 AGENT = '''
-import asyncio, json, os, subprocess, sys, threading, time, urllib.request
+import asyncio, json, os, psutil, subprocess, sys, threading, time, urllib.request
 from pathlib import Path
 from slime_like.interfaces import AgentResult
 
@@ -54,8 +53,16 @@ async def solve(task, reward=1.0):
         time.sleep(1000)
     if word == "more":
         call(task, said, {"role": "user", "content": "more"})
+    if word == "own":
+        call(task, said, chat_template_kwargs={"b": 1}, stop=["zz"])
     if word == "fork":
         await asyncio.gather(*(asyncio.to_thread(call, task, {"role": "user", "content": str(i)}) for i in range(2)))
+    if word == "daemon":
+        subprocess.run(f"setsid -f sh -c 'echo $$ > {task.fields['pid']}; exec sleep 1000'", shell=True, check=True)
+        while not Path(task.fields["pid"]).exists():
+            time.sleep(0.01)
+    if word == "title":
+        call(task, {"role": "user", "content": "name it"}, model="small")
     if word == "left":  # a thread that still calls when the rollout has ended
         threading.Thread(target=call, args=[task], daemon=True).start()
         time.sleep(0.3)
@@ -68,6 +75,17 @@ async def broken(task):
     raise LookupError("never")
 
 def plain(task): ...
+
+if "SERVER" in os.environ:  # a process of the module that starts a child when the first rollout asks it to
+    wait = "until [ -e $SERVER ]; do sleep 0.01; done; sleep 1000 & wait"
+    server = subprocess.Popen(["sh", "-c", wait], start_new_session=True)
+
+async def served(task):
+    call(task)
+    Path(os.environ["SERVER"]).touch()
+    while not (pids := [p.pid for p in psutil.Process(server.pid).children() if "1000" in p.cmdline()]):
+        time.sleep(0.01)
+    return AgentResult(1.0, metadata={"pids": [server.pid, *pids]})
 '''
 
 TOKENIZER = byte_tokenizer()
@@ -109,10 +127,10 @@ def agents(user_module: Callable[[str, str], Path]) -> Iterator[None]:
     yield
 
 
-def config(**agent: Any) -> RunConfig:
+def config(data: Any = None, **agent: Any) -> RunConfig:
     settings = {"name": "agents_of_test:solve", "timeout_s": 20.0, "workers": 2, **agent}
     functions = ({"name": "length", "options": {"limit": 99}}, {"name": "agent"})
-    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}}
+    sections: dict[str, Any] = {"rollout": {"agent": settings}, "reward": {"functions": functions}, "data": data or {}}
     return RunConfig(run_dir="run", model={"path": "model"}, **sections)
 
 
@@ -125,10 +143,14 @@ Scenario = Callable[[AgentRollouts], Awaitable[list[Generation]]]
 
 
 def rollouts(
-    engine: Engine, asked: GenerationRequest | Scenario, logs: tuple[Path, str] | None = None, **agent: Any
+    engine: Engine,
+    asked: GenerationRequest | Scenario,
+    logs: tuple[Path, str] | None = None,
+    settings: RunConfig | None = None,
+    **agent: Any,
 ) -> list[Generation]:
     async def run() -> list[Generation]:
-        made = AgentRollouts(config(**agent), TOKENIZER, engine.generate, engine.version, logs)
+        made = AgentRollouts(settings or config(**agent), TOKENIZER, engine.generate, engine.version, logs)
         pids: tuple[int, ...] = ()
         try:
             await made.start()
@@ -176,6 +198,24 @@ def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
 
 
 @pytest.mark.usefixtures("agents")
+def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
+    (generation,) = rollouts(Engine(["title"]), request(1), untrained=("other_models",))
+    assert generation.conversation is not None and generation.segments == ()
+    assert TOKENIZER.decode(generation.token_ids) == "title<eos>"
+    endpoint = generation.conversation.metadata[0]["endpoint"]
+    assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("run", "ignored"), [({"b": 1}, {}), ({"b": 2}, {"chat_template_kwargs": {"b": 1}})])
+def test_a_call_may_repeat_the_run_s_template_variables_and_add_stop_strings(run: Any, ignored: Any) -> None:
+    engine = Engine(["own"])
+    (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": run})
+    assert found.conversation is not None
+    assert found.conversation.metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1", **ignored}
+    assert [asked.sampling.stop for asked in engine.requests] == [(), ("zz",)]
+
+
+@pytest.mark.usefixtures("agents")
 def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
     engine = Engine(["more"], ["fork"], ["raise"])
     generations = rollouts(engine, request(3))
@@ -187,7 +227,7 @@ def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
         scored = scorer.scored([rewarded], step=1)
     assert rewarded.rewards[:, 1].tolist() == [1.0, 1.0, 0.0]
     assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2", "7-2"]
-    advantages = [float(row.advantages) for row in scored]
+    advantages = [float(row.advantages.unique()) for row in scored]
     assert advantages[1] == advantages[2] == advantages[3] > advantages[4]
 
 
@@ -221,6 +261,30 @@ def test_a_killed_worker_ends_only_its_rollout_and_its_children(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("agents")
+def test_a_rollout_leaves_no_daemons(tmp_path: Path) -> None:
+    """They are ended before the next rollout of the worker."""
+    pid_file = tmp_path / "pid"
+
+    async def scenario(made: AgentRollouts) -> list[Generation]:
+        found = await made.run(request(1, pid=str(pid_file)))
+        assert not is_alive(int(pid_file.read_text()))
+        return found
+
+    (generation,) = rollouts(Engine(["daemon"]), scenario, workers=1)
+    assert failure(generation) is None
+
+
+@pytest.mark.usefixtures("agents")
+def test_a_process_of_the_module_stays_until_the_worker_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER", str(tmp_path / "asked"))
+    found = rollouts(Engine([], []), request(2), name="agents_of_test:served", workers=1)
+    results = [generation.conversation for generation in found]
+    assert [failure(generation) for generation in found] == [None, None]
+    first, second = (result.metadata[0]["pids"] for result in results if result)
+    assert first == second and len(first) == 2 and not any(map(is_alive, first))
+
+
+@pytest.mark.usefixtures("agents")
 def test_a_canceled_request_ends_its_agents_and_their_calls() -> None:
     engine = Engine(["more", "wait"], ["wait"])
 
@@ -236,6 +300,37 @@ def test_a_canceled_request_ends_its_agents_and_their_calls() -> None:
         return []
 
     rollouts(engine, scenario)
+
+
+@pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize(("host", "expected"), [({}, "127.0.0.1"), ({"host": "node"}, "127.0.0.2")])
+def test_the_endpoint_listens_on_loopback_or_the_nodes_address(
+    host: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime_like.orchestration.rollout.agents.node_address", lambda: "127.0.0.2")
+
+    async def scenario(made: AgentRollouts) -> list[Generation]:
+        assert made._server.base_url.startswith(f"http://{expected}:")
+        return await made.run(request(1))
+
+    (generation,) = rollouts(Engine(["more"]), scenario, **host)
+    assert failure(generation) is None
+
+
+@pytest.mark.usefixtures("agents")
+def test_the_endpoint_listens_on_the_given_address(rejects: Rejects) -> None:
+    """A Linux host has all of 127.0.0.0/8, and no host has an address for documentation."""
+    listening: set[str] = set()
+
+    async def scenario(made: AgentRollouts) -> list[Generation]:
+        listening.update(c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN")
+        assert made._server.base_url.startswith("http://127.0.0.2:")
+        return await made.run(request(1))
+
+    (generation,) = rollouts(Engine(["more"]), scenario, host="127.0.0.2")
+    assert failure(generation) is None and listening == {"127.0.0.2"}
+    with rejects(AgentFailure, "agent-host"):
+        rollouts(Engine(), request(1), host="198.51.100.7")
 
 
 @pytest.mark.usefixtures("agents")
@@ -257,59 +352,3 @@ def test_an_unusable_agent_is_rejected_at_the_start(agent: dict[str, Any], rejec
 def test_an_agent_that_always_fails_ends_the_run(rejects: Rejects) -> None:
     with rejects(AgentFailure, "agent-fails"):
         rollouts(Engine(), request(8), name="agents_of_test:broken", workers=1)
-
-
-COMMAND = """
-import json, os, subprocess, sys, urllib.request
-url, key, task_file, result_file = sys.argv[1:]
-task = json.load(open(task_file))
-assert os.environ["OPENAI_BASE_URL"] == url + "/v1" and os.environ["ANTHROPIC_API_KEY"] == key == task["key"]
-body = json.dumps({"messages": task["messages"], "max_tokens": 5}).encode()
-answer = json.load(urllib.request.urlopen(urllib.request.Request(url + "/v1/messages", body, {"x-api-key": key})))
-word = answer["content"][0]["text"]
-print("the program heard", word, flush=True)
-child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-with open(sys.argv[0] + ".pids", "a") as pids:
-    pids.write(f"{child.pid}\\n")
-if word == "fail":
-    sys.exit("went wrong")
-if word != "nothing":
-    result = {"reward": 0.5, "success": True, "metadata": {"said": word}}
-    json.dump(result if word == "ok" else [], open(result_file, "w"))
-"""
-
-
-def test_a_command_is_an_agent(tmp_path: Path) -> None:
-    """A program gets its task in a file and writes its result to another. The worker's log has its output."""
-    (tmp_path / "agent.py").write_text(COMMAND)
-    command = ["python", str(tmp_path / "agent.py"), "{base_url}", "{key}", "{task_file}", "{result_file}"]
-
-    class Saying(Engine):
-        async def generate(self, request: GenerationRequest) -> list[Generation]:
-            return [made(("ok", "fail", "nothing", "odd")[int(request.request_id.split("/")[1])])]
-
-    (tmp_path / "logs").mkdir()
-    good, *bad = rollouts(Saying(), request(4), (tmp_path / "logs", "agent"), name=None, command=command)
-    assert good.conversation is not None and good.conversation.failure is None
-    assert (good.conversation.reward, good.conversation.success) == (0.5, True)
-    assert [failure(generation) for generation in bad] == ["error"] * 3
-    details = [g.conversation.failure["detail"] for g in bad if g.conversation and g.conversation.failure]
-    assert details[0] == "CommandFailed: exit code 1: went wrong"
-    assert details[1] == "CommandFailed: it wrote no result file"
-    printed = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
-    assert all(f"the program heard {word}" in printed for word in ("ok", "fail", "nothing", "odd"))
-    left = list(map(int, (tmp_path / "agent.py.pids").read_text().split()))
-    assert len(left) == 4 and not any(map(is_alive, left))
-
-
-def test_the_example_program_solves_a_task() -> None:
-    program = Path(__file__).parents[2] / "docs" / "examples" / "agents" / "calculator_program.py"
-    command = [sys.executable, str(program), "{task_file}", "{result_file}"]
-    asked = GenerationRequest(
-        "r", PROMPT, SamplingParams(max_new_tokens=50), 1, task=ConversationTask("408", {}, MESSAGES)
-    )
-    engine = Engine(["[12*34]", "408"])
-    (generation,) = rollouts(engine, asked, name=None, command=command, workers=1)
-    assert generation.conversation is not None and generation.conversation.failure is None
-    assert (generation.conversation.reward, generation.conversation.success) == (1.0, True)
-    assert TOKENIZER.decode(generation.token_ids) == "[12*34]<eos><user>408<assistant>408<eos>"

@@ -29,7 +29,7 @@ def value_types(data: Any) -> Any:
 )
 @example(entries={"a": "${steps}", "b": "\\${x}", "c": "${", "d": "\\\\${x}${y}", "e": "1:30"})
 def test_what_is_written_reads_back_equal(entries: dict[str, Any], tmp_path_factory: Any) -> None:
-    path: Path = tmp_path_factory.mktemp("round") / "config.yaml"
+    path: Path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     save_config(RunConfig.model_validate(MINIMAL | {"rollout": {"engine_args": entries}}), path)
     found = load_config(path).rollout.engine_args
     assert found == entries

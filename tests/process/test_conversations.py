@@ -11,13 +11,12 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardConfig
 from slime_like.data.prompts import Prompt
-from slime_like.errors import ConfigError, EngineError, EnvironmentFailure
+from slime_like.errors import EngineError, EnvironmentFailure
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
 from slime_like.orchestration.rollout.conversations import Conversations
 from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.rewards.pool import RewardPool
 from tests.support.rejections import Rejects
 
@@ -141,19 +140,19 @@ def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEvent
     tokens = generation.token_ids.tolist()
     first, second = ids("<tool>"), ids("<assistant>")
     assert tokens[: len(odd)] == odd
-    assert [r.prompt_tokens for r in engine.requests] == [PROMPT, PROMPT + tokens[:16], PROMPT + tokens[:29]]
-    assert tokens[4:16] == [*first, *ids("H\ufffd "), *tokens[10:15], *second]
+    assert [r.prompt_tokens for r in engine.requests] == [PROMPT, PROMPT + tokens[:22], PROMPT + tokens[:35]]
+    assert tokens[4:22] == [*first, *ids("H\ufffd<USER> "), *tokens[16:21], *second]  # the mark is text for the tool
     assert tokens.count(EOS) == 3  # only sampled ones: the tool's "<eos>" is five letters
-    assert TOKENIZER.decode(tokens[19:29]) == "<tool>ON <eos><assistant>"
+    assert TOKENIZER.decode(tokens[25:35]) == "<tool>ON <eos><assistant>"
     assert generation.conversation is not None
-    assert generation.conversation.turns == ((0, 4), (16, 19), (29, 33))
+    assert generation.conversation.turns == ((0, 4), (22, 25), (35, 39))
     observed = np.ones(len(tokens), bool)
     for start, end in generation.conversation.turns:
         observed[start:end] = False
     assert (generation.logprobs[observed] == 0).all() and (generation.logprobs[~observed] < 0).all()
-    assert generation.weight_versions.tolist() == [3] * 29 + [4] * 4
+    assert generation.weight_versions.tolist() == [3] * 35 + [4] * 4
     assert (generation.finish_reason, generation.conversation.success) == ("stop", True)
-    assert [step["said"][-1] for step in generation.conversation.metadata] == ["h\ufffd", "on", "bye"]
+    assert [step["said"][-1] for step in generation.conversation.metadata] == ["h\ufffd<user>", "on", "bye"]
     state = generation.conversation.metadata[-1]["state"]
     assert (state["prompt"], state["answer"], state["extra"]) == ("<user>hello<assistant>", "bye", "<eos>")
 
@@ -305,17 +304,6 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asynci
     assert rewarded.metadata[1]["reason"] == "error" and "no such thing" in rewarded.metadata[1]["detail"]
     assert scored[0].reward_metadata["conversation"]["turns"] == [[0, 8], [18, 22]]
     assert scored[0].loss_mask.tolist() == first.loss_mask.tolist()
-
-
-def test_an_observation_template_is_given_or_derived_from_the_chat_template(rejects: Rejects) -> None:
-    given = ObservationEncoder(TOKENIZER, "|{observation}>", 10)
-    assert given.encode("x")[0] == ids("|x>")
-    silent = byte_tokenizer()
-    silent.chat_template = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
-    for template in (silent.chat_template, None):
-        silent.chat_template = template
-        with rejects(ConfigError, "config"):
-            ObservationEncoder(silent, None, 10)
 
 
 def test_a_canceled_request_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:

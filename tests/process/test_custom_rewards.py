@@ -33,6 +33,7 @@ def problems_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Problems:
     ("source", "found"),
     [
         ("def f(prompt, response, answer): return response == answer", []),
+        ("def f(prompt, response, answer, row): return float(row['prompt'] in prompt)", []),
         ("def f(prompt, response): ...", [""]),
         ("def f(prompt, response, answer): ...\nraise SystemExit('I will not')", [""]),
         ("def f(prompt, response, answer): import os; os._exit(3)", [""]),

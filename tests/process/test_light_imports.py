@@ -12,8 +12,6 @@ import pytest
 import slime_like
 from tests.process.conftest import python
 
-CONFIGURATION = ("config", "config.reading.load", "checks.check", "commands.main")
-BESIDE_RAY = ("orchestration.cluster.orphan_reaper", "orchestration.cluster.ray_node")
 # Log readers and progress. No import may choose a plotting backend for the user.
 OBSERVABILITY = tuple(
     f"observability.{name}" for name in ("phases", "records", "names", "metrics", "progress", "curve")
@@ -24,8 +22,8 @@ LOGS = {"torch", "ray", "matplotlib", "tensorboard", "wandb"}
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        *((module, {"torch", "ray", "transformers"}) for module in CONFIGURATION),
-        *((module, {"torch"}) for module in BESIDE_RAY),
+        ("config config.reading.load checks.check commands.main", {"torch", "ray", "transformers"}),
+        ("orchestration.cluster.orphan_reaper orchestration.cluster.ray_node", {"torch"}),
         ("commands.report observability.report.console", LOGS | {"transformers"}),
         (" ".join(OBSERVABILITY), LOGS | {"rich"}),
     ],

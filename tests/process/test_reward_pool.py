@@ -14,6 +14,7 @@ import uvloop
 from slime_like.config import RewardConfig
 from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
+from slime_like.sandbox import process
 from slime_like.sandbox.process import WorkerProcess
 from slime_like.sandbox.rewards import time_budget
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
@@ -321,17 +322,19 @@ def test_a_sample_is_scored_again_if_its_worker_is_stopped_or_killed(user_module
     assert [tries.count(text) for text in ("first", "once", "always", "last")] == [1, 2, 2, 1]
 
 
-def test_a_worker_that_is_killed_while_starting_is_started_again_within_a_bound(
-    user_module: Write, tmp_path: Path, rejects: Rejects
+@pytest.mark.parametrize("sent", ["SIGKILL", "SIGSTOP"])
+def test_a_worker_that_is_killed_or_stopped_while_starting_is_started_again_within_a_bound(
+    user_module: Write, tmp_path: Path, rejects: Rejects, monkeypatch: pytest.MonkeyPatch, sent: str
 ) -> None:
+    monkeypatch.setattr(process, "_LOOK_S", 0.5)
     user_module(
         "dies",
         f"{IMPORTS}starts = Path({str(tmp_path / 'starts')!r})\nstarts.open('a').write('x')\n"
         "if starts.stat().st_size < 3 or Path(starts.with_name('always')).exists():\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"    os.kill(os.getpid(), signal.{sent})\n"
         "def f(prompt, response, answer): return RewardResult(1.0, True)\n",
     )
-    config = RewardConfig(functions=(RewardFunction(name="dies:f"),))
+    config = RewardConfig(functions=(RewardFunction(name="dies:f"),), start_timeout_s=60.0)
     with RewardPool(config) as pool:
         assert pool.score(items("a"))[0].rewards == (1.0,)
     (tmp_path / "always").touch()

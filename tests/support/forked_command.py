@@ -75,7 +75,8 @@ def _serve_workers(path: str, ready: Any) -> None:
 
 
 def _become_worker(connection: socket.socket, length: int, descriptors: list[int]) -> NoReturn:
-    """Run a worker. ``connection`` stays open as long as it lives."""
+    """Run a worker. ``connection`` stays open as long as it lives. Workers that it starts are forked, too."""
+    _start_reward_workers_by(str(Path(connection.getsockname()).with_name("start_worker.py")))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with connection.makefile("rb") as stream:
         request = json.loads(stream.read(length))
@@ -140,6 +141,10 @@ class ForkedCommand:
 
     def poll(self) -> int | None:
         return self._process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

@@ -13,7 +13,7 @@ def cut_into_rows(rollout: ScoredTrajectory, cuts: Sequence[int]) -> list[Scored
     """Rows that begin at 0 and at every one of ``cuts``, positions of the response."""
     every = torch.cat([rollout.prompt_tokens, rollout.response_tokens])
     described = tensor_fields(ScoredTrajectory).items()
-    names = [name for name, each in described if each.over == "response" and each.ndim == 1]
+    names = [name for name, each in described if each.over == "response" and each.entry_ndim == 0]
     rows = []
     for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, rollout.response_len], strict=True)):
         parts = {name: value[start:end] for name in names if (value := getattr(rollout, name)) is not None}

@@ -1,17 +1,28 @@
 """Several runs in one Ray cluster, since its start takes most of a short run's time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from slime_like.checks.check import require_valid
-from slime_like.config.reading.load import load_config
+from slime_like.config.reading.load import load_config, save_config
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.run import opening
 from slime_like.train import train
+from tests.support.processes import Command
+
+
+def train_together(runs: Iterable[Sequence[str]], directory: Path, timeout_s: float = 280.0) -> None:
+    """Run all of these ``slime-like train FILE FLAG...`` in one cluster. They must succeed."""
+    files = []
+    for number, (_, file, *flags) in enumerate(runs):
+        files.append(directory / f"{number}.yaml")
+        save_config(load_config(Path(file), flags), files[-1])
+    with Command([str(file) for file in files], directory / "log", program=train_all) as command:
+        command.succeed(timeout_s)
 
 
 def train_all(files: Sequence[str]) -> int:

@@ -78,6 +78,21 @@ COUNTS = chatml(head="<|im_start|>system\n{{ messages | length }} messages follo
 THINKS_FIRST = chatml(generation="<|im_start|>assistant\n<think>\n")
 """The generation prompt opens a block that history does not have."""
 
+CLOSES_THINKING = chatml(
+    content="{% if message.role == 'assistant' %}</think>{% endif %}{{ message.content }}",
+    generation="<|im_start|>assistant\n<think>",
+)
+"""History closes the block that the generation prompt opens."""
+
+NEVER_THINKS = chatml(generation="<|im_start|>assistant\n<think>\n\n</think>\n\n")
+"""The generation prompt holds a whole block that history does not have."""
+
+EMPTY_BLOCKS = chatml(
+    content="{% if message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}",
+    generation="<|im_start|>assistant\n<think>\n",
+)
+"""History has an empty block, with other white space than the generation prompt."""
+
 NO_PROMPT = chatml(generation="")
 
 DEFAULT_SYSTEM = chatml(
@@ -85,6 +100,12 @@ DEFAULT_SYSTEM = chatml(
 )
 
 NO_END = chatml(end="{% if message.role != 'assistant' %}<|im_end|>{% endif %}")
+
+NO_END_BUT_HEADERS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A turn ends where the next header begins, as GLM writes them."""
 
 LAST_ENDS_TWICE = chatml(end="<|im_end|>{% if loop.last and message.role == 'assistant' %}<|im_end|>{% endif %}")
 

@@ -25,10 +25,7 @@ ROADS: dict[str, Callable[[SlimeLikeError], SlimeLikeError]] = {
 ERRORS: list[SlimeLikeError] = [
     TrainerError("NaN loss", code="loss-nan", who="rank 3", phase="step", remedy="lower lr", users_traceback="Trace"),
     ConfigError("a=1 is wrong"),
-    ConfigError(
-        ["two\nlines", Problem("field-range", "steps=0 is out of range", "steps")],
-        code="plan-rejected",
-    ),
+    ConfigError(["two\nlines", Problem("field-range", "steps=0 is out of range", "steps")], code="plan-rejected"),
 ]
 
 

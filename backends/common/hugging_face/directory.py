@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from backends.common.process.agreement import listed, together
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
-from slime_like.models.special_tokens import TOKENIZER_FILES, tokenizer_files
+from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.weight_files import INDEX
 from slime_like.system.disk import refusal, replace_directory, sync
 
@@ -21,7 +21,6 @@ SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
 
 _DRAFT_LAYERS, _QUANTISATION = "num_nextn_predict_layers", "quantization_config"
-_COPIED = ("config.json", "generation_config.json", "*.py", *TOKENIZER_FILES)
 
 
 def write_hf_directory(
@@ -147,11 +146,10 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None
     Layers for multi-token prediction, which some models store after their other layers, are never read. Weights
     converted back to 16 bits often come with a ``config.json`` that still names 8.
     """
-    named = [file for pattern in _COPIED for file in source_dir.glob(pattern) if file.is_file()]
-    for file in named:
+    named = (file for pattern in ("config.json", "generation_config.json", "*.py") for file in source_dir.glob(pattern))
+    for file in {*filter(Path.is_file, named), *tokenizer_files(source_dir)}:
         if file.suffix == ".json":
             _require_whole(file)
-    for file in {*named, *tokenizer_files(source_dir)}:
         shutil.copyfile(file, partial / file.name)
     path = partial / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

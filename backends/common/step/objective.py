@@ -1,7 +1,8 @@
 """Objective: one pack's share of the step's loss, computed from its logprobs."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -11,13 +12,13 @@ from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, check_terms, find_policy
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.config import AlgorithmConfig, RunConfig
-from slime_like.errors import SlimeLikeError, TrainerError
-from slime_like.plugins.traceback import format_error, full_traceback
+from slime_like.errors import TrainerError
+from slime_like.plugins.traceback import naming
 from slime_like.trajectory import PackedTrajectory
 
 
 class Objective:
-    """The configured loss, and the source of its old logprobs."""
+    """The configured loss of a policy, and the source of its old logprobs."""
 
     def __init__(self, config: RunConfig) -> None:
         self._loss = configured_loss(config.algorithm)
@@ -53,6 +54,10 @@ class Objective:
         return output.loss
 
 
+OBJECTIVES = {"logprob": Objective}
+"""What a trained role minimizes, by its head. An objective's ``add`` gets the head's outputs in their order."""
+
+
 def configured_loss(config: AlgorithmConfig) -> Loss:
     """Build the configured loss, as ``build_loss`` does.
 
@@ -67,23 +72,19 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
 
 
 class _UsersPolicy:
-    """A user's policy term. Our errors pass through unchanged, because they are complete."""
+    """A user's policy term."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._path = config.loss
-        try:
+        with _naming("algorithm.loss", self._path, "__init__"):
             self._policy = find_policy(config.loss)(config)
             self.name = self._policy.name
             self.needs_old, self.needs_advantages = self._policy.needs_old, self._policy.needs_advantages
-        except Exception as error:
-            _raise_named("algorithm.loss", self._path, error, "__init__")
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        try:
+        with _naming("algorithm.loss", self._path, "__call__"):
             terms = self._policy(inputs)
             check_terms(self.name, terms, inputs)
-        except Exception as error:
-            _raise_named("algorithm.loss", self._path, error, "__call__")
         return terms
 
 
@@ -94,26 +95,9 @@ def _users_function(setting: str, path: str, find: Callable[[str], _Part]) -> _P
     """Return a user's function by import path, with errors that name it; ``None`` for a built-in part."""
     if ":" not in path:
         return None
-    try:
+    with _naming(setting, path, ""):
         function = find(path)
-    except Exception as error:
-        _raise_named(setting, path, error, "")
-
-    def named(*given: Any) -> Any:
-        try:
-            return function(*given)
-        except Exception as error:
-            _raise_named(setting, path, error, "")
-
-    return cast("_Part", named)
+    return _naming(setting, path, "")(function)
 
 
-def _raise_named(setting: str, path: str, error: Exception, member: str) -> NoReturn:
-    if isinstance(error, SlimeLikeError):
-        raise error
-    raise TrainerError(
-        format_error(setting, path, error, member),
-        code="custom-loss-failed",
-        remedy="correct it",
-        users_traceback=full_traceback(error),
-    ) from error
+_naming = partial(naming, TrainerError, "custom-loss-failed")

@@ -71,11 +71,10 @@ class MicroBatch:
     shard: ContextShard
     context: dist.ProcessGroup
 
-    def whole(self, part: Tensor) -> tuple[Tensor, Tensor]:
-        """Join this context rank's (2, r) into the pack's (R,) logprobs and entropies; differentiable."""
-        scattered = torch.stack([self.shard.scatter(part[0]), self.shard.scatter(part[1])])
-        logprobs, entropy = join_context_parts(scattered, self.context)
-        return logprobs, entropy
+    def whole(self, part: Tensor) -> tuple[Tensor, ...]:
+        """Join this context rank's part of a head's outputs, (outputs, r), into (R,) each; differentiable."""
+        scattered = torch.stack([self.shard.scatter(row) for row in part.unbind()])
+        return join_context_parts(scattered, self.context).unbind()
 
 
 def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:

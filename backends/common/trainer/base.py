@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,18 @@ from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
-from backends.common.step.objective import Objective
+from backends.common.step.objective import OBJECTIVES
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.state import TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
+from slime_like.config.roles import ModelRole
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import (
     PendingSave,
     RankCoordinates,
     RankPlacement,
-    ScoredLogprobs,
+    Scores,
     TrainerBackend,
     WeightBucket,
     WeightExport,
@@ -69,8 +70,8 @@ class TrainerBase(TrainerBackend):
         self.config = config
         self.placement = placement
         self._started: RankWriting | None = None
-        self._objective = Objective(config)
-        self._reference: list[Tensor] | None = None
+        self._role = config.roles[placement.role]
+        self._objective = OBJECTIVES[self._role.head](config)
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -99,8 +100,8 @@ class TrainerBase(TrainerBackend):
         """Make this rank's gradients the step's gradients: summed over ranks, divided by ``denominator``."""
 
     @abstractmethod
-    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[ScoredLogprobs] | None:
-        """Run ``score`` with the current weights."""
+    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
+        """Return the head's (R,) outputs for each pack, with the current weights."""
 
     # ----------------------------------------------------------------------------------------------------------- phases
     @property
@@ -140,11 +141,12 @@ class TrainerBase(TrainerBackend):
 
     # ------------------------------------------------------------------------------------------------------------ start
     def setup(self) -> RankCoordinates:
-        """Meet the other ranks, build this rank's shard, load the checkpoint and the reference."""
+        """Meet the other ranks, build this rank's shard, load the checkpoint and the frozen roles."""
         with self._phase("setup"):
             self._open()
             self._load_start()
-            self._reference = self._configured_reference()
+            for role in self.config.roles.held:
+                self._freeze(role)
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -177,34 +179,30 @@ class TrainerBase(TrainerBackend):
         else:
             self.state.load_weights(weights / "trainer")
 
-    def _configured_reference(self) -> list[Tensor] | None:
-        """Return host copies of the frozen reference's weights, for the same modules; None if the trainer holds none.
+    def _freeze(self, role: ModelRole) -> None:
+        """Keep the weights of ``role`` for the same modules.
 
         Raises:
-            ConfigError: the reference is a different model.
+            ConfigError: it is a different model.
         """
-        if not self.config.reference_in_trainer:
-            return None
-        path, model = self.config.reference.path, self.config.model
-        if path is None or (path == model.path and model.weights is None):
-            return self.state.reference_copies()
-        if not self.state.is_same_model(path):
+        if role.path is None or (role.path == self.config.model.path and self.config.model.weights is None):
+            self.state.freeze(role.name)
+            return
+        if not self.state.is_same_model(role.path):
             raise ConfigError(
-                f"reference.path={path}: its model has other dimensions, or other settings, than model.path; "
-                "use a model with the same ones, or reference.placement=workers"
+                f"{role.name}.path={role.path}: its model has other dimensions, or other settings, than model.path; "
+                f"use a model with the same ones, or {role.name}.placement=workers"
             )
         with self.state.preserved():
-            self.state.load_hugging_face(path)
-            return self.state.reference_copies()
+            self.state.load_hugging_face(role.path)
+            self.state.freeze(role.name)
 
-    def load_weights(self, directory: Path, weights: Literal["policy", "reference"]) -> None:
-        if weights == "policy":
-            with self._phase("load"):
-                self.state.load_weights(directory)
-            return
-        with self._settled("load"), self.state.preserved():
+    def load_weights(self, directory: Path, role: str) -> None:
+        own = role == self._role.name
+        with self._settled("load"), contextlib.nullcontext() if own else self.state.preserved():
             self.state.load_weights(directory)
-            self._reference = self.state.reference_copies()
+            if not own:
+                self.state.freeze(role)
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
@@ -243,22 +241,20 @@ class TrainerBase(TrainerBackend):
             return self.state.export_gradients(self._bucket_bytes)
 
     # ---------------------------------------------------------------------------------------------------------- scoring
-    def score(
-        self, micro_batches: Sequence[PackedTrajectory], weights: Literal["policy", "reference"] = "policy"
-    ) -> list[ScoredLogprobs] | None:
-        if weights == "policy":
-            return self._score(micro_batches)
-        if self._reference is None:
+    def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores] | None:
+        name = role or self._role.name
+        if name == self._role.name:
+            return _named(self._role, self._score(micro_batches))
+        if name not in self.state.frozen:
             raise rank_error(
                 "score",
-                "no reference is loaded: algorithm.kl_coef and algorithm.kl_reward_coef are 0, or reference.placement "
-                "is workers",
-                code="no-reference",
-                remedy="set one above 0, or placement: trainer",
+                f"no {name} is loaded: the settings have none, or {name}.placement is workers",
+                code=f"no-{name}",
+                remedy="configure one, with placement: trainer",
             )
         self.settle_weights()
-        with self.state.replaced(self._reference):
-            return self._score(micro_batches)
+        with self.state.replaced(name):
+            return _named(self.config.roles[name], self._score(micro_batches))
 
     # ------------------------------------------------------------------------------------------- transfer of the state
     @property
@@ -309,6 +305,13 @@ class TrainerBase(TrainerBackend):
     def shutdown(self) -> None:
         if hasattr(self, "state"):  # set-up may have failed earlier
             self.state.close()
+
+
+def _named(role: ModelRole, scored: list[tuple[Tensor, ...]] | None) -> list[Scores] | None:
+    """Return the outputs that the role's fields hold, in float32."""
+    if scored is None:
+        return None
+    return [{name: values.float() for name, values in zip(role.fields, outputs, strict=False)} for outputs in scored]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class HostMemory:
 class HostCopies:
     """Host copies of tensors. Later copies reuse the same memory.
 
-    A checkpoint's state and a reference's weights keep their size throughout a run, so memory is locked once.
+    A checkpoint's state and frozen weights keep their size throughout a run, so memory is locked once.
     """
 
     def __init__(self) -> None:

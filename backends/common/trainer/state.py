@@ -23,29 +23,32 @@ class TrainerState(ABC):
     Attributes:
         parking: holds the state while it is not on the device.
         snapshot: holds the state until it is written in the background.
-        reference: holds the frozen reference's weights.
+        frozen: host memory with the weights of each frozen role, and the weights.
         activations: holds activations until backward.
     """
 
     def __init__(self) -> None:
         self.parking = Parking()
         self.snapshot = HostCopies()
-        self.reference = HostCopies()
+        self.frozen: dict[str, tuple[HostCopies, list[Tensor]]] = {}
         self.activations = HostPool()
 
     def close(self) -> None:
         """Release all host memory, including parked state. A running save still reads its copies."""
         wait_for_device()
-        for memory in (self.parking, self.snapshot, self.reference, self.activations):
+        for memory in (self.parking, self.snapshot, self.activations):
             memory.close()
+        for copies, _ in self.frozen.values():
+            copies.close()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
         """Return this rank's part of every weight that a checkpoint holds, as the model's memory, not a copy."""
 
-    def reference_copies(self) -> list[Tensor]:
-        """Copy the current weights into the reference's memory."""
-        return self.reference.of(self.weights())
+    def freeze(self, role: str) -> None:
+        """Keep a copy of the current weights as those of ``role``."""
+        copies, _ = self.frozen.get(role, (HostCopies(), []))
+        self.frozen[role] = copies, copies.of(self.weights())
 
     @torch.no_grad()
     def _fill(self, values: Sequence[Tensor]) -> None:
@@ -54,26 +57,20 @@ class TrainerState(ABC):
             weight.copy_(value, non_blocking=True)
 
     @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
+    def preserved(self, on_device: bool = False) -> Iterator[None]:
         """Restore the current weights, bit for bit, after a block that may overwrite them."""
-        saved = [weight.detach().to("cpu", copy=True) for weight in self.weights()]
+        saved = [each.detach().to(each.device if on_device else "cpu", copy=True) for each in self.weights()]
         try:
             yield
         finally:
             self._fill(saved)
 
     @contextlib.contextmanager
-    def replaced(self, frozen: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the model computes with ``frozen`` in its storage; afterwards its weights are restored bit for bit.
-
-        The weights stay on the device meanwhile.
-        """
-        policy = [weight.detach().clone() for weight in self.weights()]
-        self._fill(frozen)
-        try:
+    def replaced(self, role: str) -> Iterator[None]:
+        """Inside, the modules hold the weights of frozen ``role``. Their own weights stay on the device."""
+        with self.preserved(on_device=True):
+            self._fill(self.frozen[role][1])
             yield
-        finally:
-            self._fill(policy)
 
     @abstractmethod
     def is_same_model(self, path: Path) -> bool:

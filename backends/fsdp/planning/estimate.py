@@ -153,7 +153,7 @@ class _Rank:
             update_bytes=0,
             communication_bytes=gathered,
             host_optimizer_bytes=4 * state if on_host else 0,
-            host_reference_bytes=state if self._config.reference_in_trainer else 0,
+            host_frozen_bytes=state * len(self._config.roles.held),
         )
 
 

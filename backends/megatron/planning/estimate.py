@@ -131,7 +131,7 @@ class _Rank:
             forward_bytes=max(chunk.forward_only for found in per_pack for chunk in found),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            host_reference_bytes=held["parameter_bytes"] if self._config.reference_in_trainer else 0,
+            host_frozen_bytes=held["parameter_bytes"] * len(self._config.roles.held),
             host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )
 

@@ -7,7 +7,6 @@ conversions (numbers to bools, fractions to integers), but its message names non
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ def pack_tensors(
             tensors[name] = _per_response(sequences, lengths, name, described)
             _require_finite(sequences, lengths, name, tensors[name], tensors["loss_mask"])
         if isinstance(sequences[0], ScoredTrajectory):
-            tensors |= _score_tensors(sequences, lengths)
+            tensors |= _reward_tensors(sequences)
     return tensors
 
 
@@ -118,15 +117,11 @@ def _require_finite(
         )
 
 
-def _score_tensors(sequences: Sequence[Trajectory], lengths: PackLengths) -> dict[str, Tensor]:
-    # ``tolist`` of a 0-d tensor is a number; other tensors give a list, which ``_column`` rejects.
-    advantages: list[Any] = list(map(Tensor.tolist, map(attrgetter("advantages"), sequences)))
-    column = _column(sequences, advantages, "the advantage", "give a finite one")
+def _reward_tensors(sequences: Sequence[Trajectory]) -> dict[str, Tensor]:
     rewards, successes = _rows(sequences, "rewards"), _rows(sequences, "successes")
     if rewards.shape != successes.shape:
         raise TypeError(f"rewards {tuple(rewards.shape)} and successes {tuple(successes.shape)}")
-    per_token = torch.from_numpy(lengths.per_token(column.astype(np.float32)))
-    return {"rewards": rewards, "successes": successes, "advantages": per_token}
+    return {"rewards": rewards, "successes": successes}
 
 
 def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
@@ -182,8 +177,6 @@ def _column(
 ) -> Array:
     """Return the values as (S,) float64, after checking that they are finite and at least ``least``."""
     found = np.array(values, dtype=np.float64)
-    if found.ndim != 1:
-        raise TypeError(f"{name} of more than one number")
     fits = (found >= least) & (np.abs(found) < np.inf)
     if not fits.all():
         odd = int(fits.argmin())

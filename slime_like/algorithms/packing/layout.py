@@ -25,10 +25,6 @@ class PackLengths:
         self.packed = self.actual if budget is None else budget
         self.padding = self.packed - self.actual
 
-    def per_token(self, per_sequence: Array) -> Array:
-        """Repeat every sequence's value over its response tokens."""
-        return np.repeat(per_sequence, self.response)
-
     def owner(self, response_token: int) -> tuple[int, int]:
         """Return the sequence that a response token of the pack belongs to, and its place in the response."""
         ends = self.response.cumsum()
@@ -74,7 +70,7 @@ def masked_weights(per_sequence: Array, lengths: PackLengths, loss_mask: Array) 
     """Return (R,) each sequence's weight on its tokens, 0 if the mask is False."""
     if bool((per_sequence == per_sequence[0]).all()):  # reduction "tokens": nothing to repeat
         return np.multiply(_as_numbers(loss_mask), per_sequence[0], dtype=np.float64)
-    weights = lengths.per_token(per_sequence)
+    weights = np.repeat(per_sequence, lengths.response)
     weights *= _as_numbers(loss_mask)
     return weights
 

@@ -56,8 +56,8 @@ def pack_sequences(
 
     Raises:
         ValueError: there is nothing to pack, a prompt or response is empty, a tensor doesn't have its stated length,
-            only some sequences have a field, two have the same id, a token id or weight is negative, an advantage, a
-            reward or a loss-carrying logprob isn't finite, a temperature isn't positive, or the budget is too small.
+            only some sequences have a field, two have the same id, a token id or weight is negative, a reward or a
+            loss-carrying entry isn't finite, a temperature isn't positive, or the budget is too small.
         TypeError, RuntimeError: a field has another type or shape than described.
 
     Example:
@@ -247,10 +247,8 @@ def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[s
 
 
 def _score_columns(packed: PackedTrajectory) -> dict[str, Sequence]:
-    assert packed.advantages is not None and packed.rewards is not None and packed.successes is not None
-    firsts = packed.response_lens.cumsum(0) - packed.response_lens
+    assert packed.rewards is not None and packed.successes is not None
     return {
-        "advantages": torch.ops.aten.unbind_copy(packed.advantages[firsts].cpu()),
         "rewards": torch.ops.aten.unbind_copy(packed.rewards.cpu()),
         "successes": torch.ops.aten.unbind_copy(packed.successes.cpu()),
         "reward_metadata": list(packed.reward_metadata or []),

@@ -41,6 +41,7 @@ def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``did you mean X?``, or that the name is to be removed if no known name is near."""
+    name = name.replace("learning_rate", "lr")  # the name in other trainers
     known = [field for field in known if not name.startswith(f"{field}.")]
     leaf = get_close_matches(name.rpartition(".")[2], {field.rpartition(".")[2] for field in known}, n=1, cutoff=0.75)
     near = get_close_matches(name, known, n=1, cutoff=0.75) or [

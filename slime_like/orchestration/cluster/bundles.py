@@ -18,32 +18,33 @@ class Pieces:
         ranks: sizes of groups of consecutive trainer ranks: a tensor-parallel group, or the ranks of a colocated
             engine, which must not be split either.
         engines: ``rollout.tensor`` of each separate engine. Colocated engines use the devices of trainer ranks.
-        references: ranks of the reference workers, by tensor-parallel group.
+        workers: ranks of the workers of all roles, by tensor-parallel group.
     """
 
     ranks: Sequence[int]
     engines: Sequence[int] = ()
-    references: Sequence[int] = ()
+    workers: Sequence[int] = ()
 
     @property
     def bundles(self) -> list[int]:
-        """Devices per bundle: one for each trainer rank, then each engine's, then one for each reference rank."""
-        return [1] * sum(self.ranks) + [*self.engines] + [1] * sum(self.references)
+        """Devices per bundle: one for each trainer rank, then each engine's, then one for each worker rank."""
+        return [1] * sum(self.ranks) + [*self.engines] + [1] * sum(self.workers)
 
 
 def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> Pieces:
     """Compute a run's pieces. Evaluation has no trainers, scoring and verification have no engines."""
-    parallel, group, tensor = config.trainer.parallel, config.reference.parallel.tensor, config.rollout.tensor
+    parallel, tensor = config.trainer.parallel, config.rollout.tensor
     colocated = with_trainers and config.cluster.placement == "colocated"
     samples = with_engines and not config.supervised and not config.debug.load_rollouts
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
-    references = config.reference_workers * config.reference.parallel.world_size
+    layouts = [role.parallel for role in config.roles.with_workers for _ in range(role.workers)]
+    groups = [layout.tensor for layout in layouts for _ in range(layout.world_size // layout.tensor)]
     if with_engines and colocated and not config.supervised:
         size = min(math.lcm(size, tensor), ranks)
     return Pieces(
         [min(size, ranks - start) for start in range(0, ranks, size)],
         [tensor] * config.rollout.num_engines if samples and not colocated else (),
-        [group] * (references // group) if samples and with_trainers else (),
+        groups if samples and with_trainers else (),
     )
 
 
@@ -59,7 +60,7 @@ def assign_nodes(pieces: Pieces, devices: Sequence[int]) -> list[int]:
     """Return the node index of every bundle, given the free devices of every node.
 
     Ranks fill nodes in order and never go back, so neighbors stay together and pipeline stages follow the nodes.
-    Engines take the first remaining room, then groups of reference ranks do.
+    Engines take the first remaining room, then groups of worker ranks do.
 
     Raises:
         NoRoomError: a piece fits nowhere.
@@ -71,7 +72,7 @@ def assign_nodes(pieces: Pieces, devices: Sequence[int]) -> list[int]:
         current = _first_with_room(free, block, start=current)
         free[current] -= block
         places += [current] * block
-    for size, bundles in [*((size, 1) for size in pieces.engines), *((size, size) for size in pieces.references)]:
+    for size, bundles in [*((size, 1) for size in pieces.engines), *((size, size) for size in pieces.workers)]:
         node = _first_with_room(free, size, start=0)
         free[node] -= size
         places += [node] * bundles
@@ -107,8 +108,8 @@ def slots_per_node(config: RunConfig, nodes: int) -> int:
     they must divide its GPUs.
     """
     pieces = pieces_of(config)
-    sizes = [*pieces.ranks, *pieces.engines, *pieces.references]
-    step = math.lcm(config.trainer.parallel.tensor, *pieces.engines, *pieces.references)
+    sizes = [*pieces.ranks, *pieces.engines, *pieces.workers]
+    step = math.lcm(config.trainer.parallel.tensor, *pieces.engines, *pieces.workers)
     slots = step * math.ceil(max(sum(sizes) / nodes, *sizes) / step)
     while not fits_on_nodes(config, [slots] * nodes):
         slots += step

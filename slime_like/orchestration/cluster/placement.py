@@ -35,10 +35,12 @@ class Placement:
     A device is a GPU if the cluster has any, otherwise a CPU slot. Ranks are numbered along nodes, and along devices
     within a node. A tensor-parallel group is always on one node, and so are the ranks that share devices with a
     colocated engine. Nodes are in the order given at the cluster's start, or else in address order.
+    ``workers`` has the role of each worker.
     """
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
         self._config = config
+        self.workers = [role for role in config.roles.with_workers for _ in range(role.workers)]
         self._pieces = pieces_of(config, with_trainers, with_engines)
         self._sizes = self._pieces.bundles
         self._num_ranks = sum(self._pieces.ranks)
@@ -79,12 +81,11 @@ class Placement:
         """Number of nodes in use."""
         return len(set(self._nodes))
 
-    def ranks_on_node(self, rank: int, reference: int | None = None) -> int:
-        """Count the trainer ranks on the node of ``rank``; for a reference worker's rank, all reference ranks there."""
-        trainers, references = self._order[: self._num_ranks], self._order[self._first_reference :]
-        bundle, group = self._order[rank], trainers
-        if reference is not None:
-            bundle, group = self._reference_bundle(reference, rank), references
+    def ranks_on_node(self, rank: int, worker: int | None = None) -> int:
+        """Count the trainer ranks on the node of ``rank``; for a worker's rank, all workers' ranks there."""
+        bundle, group = self._order[rank], self._order[: self._num_ranks]
+        if worker is not None:
+            bundle, group = self._worker_bundle(worker, rank), self._order[self._first_worker :]
         return sum(self._nodes[other] == self._nodes[bundle] for other in group)
 
     def ranks_beside_engine(self, engine: int) -> int:
@@ -107,19 +108,20 @@ class Placement:
         """Return the Ray options of an engine's actor. A colocated engine owns no device: the caller names one."""
         return self._in_bundle(self._engine_bundle(engine), gpus=0 if self._shared else self._config.rollout.tensor)
 
-    def reference_options(self, worker: int, rank: int) -> dict[str, Any]:
-        """Return the Ray options of a rank of a reference worker."""
-        return self._in_bundle(self._reference_bundle(worker, rank), gpus=1)
+    def worker_options(self, worker: int, rank: int) -> dict[str, Any]:
+        """Return the Ray options of a worker's rank."""
+        return self._in_bundle(self._worker_bundle(worker, rank), gpus=1)
 
     def _engine_bundle(self, engine: int) -> int:
         return self._order[self.shared_ranks(engine).start if self._shared else self._num_ranks + engine]
 
     @property
-    def _first_reference(self) -> int:
-        return len(self._sizes) - sum(self._pieces.references)
+    def _first_worker(self) -> int:
+        return len(self._sizes) - sum(self._pieces.workers)
 
-    def _reference_bundle(self, worker: int, rank: int) -> int:
-        return self._order[self._first_reference + worker * self._config.reference.parallel.world_size + rank]
+    def _worker_bundle(self, worker: int, rank: int) -> int:
+        earlier = sum(role.parallel.world_size for role in self.workers[:worker])
+        return self._order[self._first_worker + earlier + rank]
 
     def shared_ranks(self, engine: int) -> range:
         """Return the trainer ranks whose devices a colocated engine uses."""

@@ -23,7 +23,7 @@ _LOOK_EVERY_S = 5.0
 
 _ASK_EVERY_S = 2.0
 
-_ROLE = re.compile(r"(trainer|reference|engine) (?:worker |rank )?(\d+).*")
+_ROLE = re.compile(r"(\w+) (?:worker |rank )?(\d+).*")
 """Pattern of an actor's name in messages. After a restart, its log has a number ("engine-0.2.log")."""
 
 _Error = TypeVar("_Error", bound=SlimeLikeError)

@@ -13,7 +13,7 @@ RAY_DIRECTORY = "r"
 """Name of Ray's directory in the private directory."""
 _LOGS = "logs"
 _RAY_LOGS = "ray"
-_ROLE_LOG = re.compile(r"(trainer|engine|reference|reward|environment|agent)-[\d-]+(\.\d+)?\.log")
+_ROLE_LOG = re.compile(r"[a-z]+-[\d-]+(\.\d+)?\.log")
 """Pattern of the log names that ``disk.open_log`` gives to processes of the run."""
 _REMOVALS = 20
 _MEETING = "vllm_dist_*"
@@ -60,7 +60,7 @@ def link_logs(session: Path, logs: Path) -> None:
 def put_away(session: Path, logs: Path) -> None:
     """End a session: move its logs to the link's place, and remove its directory and shared memory.
 
-    Logs of trainer ranks, engines and reference workers go into ``logs``, Ray's non-empty logs into ``logs/ray``. If
+    Logs of trainer ranks, engines and roles' workers go into ``logs``, Ray's non-empty logs into ``logs/ray``. If
     there is no room, logs and link stay.
     """
     for meeting in session.glob(_MEETING):

@@ -1,18 +1,18 @@
 """The run's reference: refresh from the policy (``reference.update_interval``), handover and resumption."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_like.config import RunConfig
+from slime_like.config.roles import REFERENCE
 from slime_like.interfaces import TrainerBackend
-from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.system.disk import link_tree
 
-REFERENCE = "reference"
-"""Name of the directory in a run's directory and in a checkpoint."""
 _PARTIAL = ".partial"
 _STEP = "reference_step"
 
@@ -25,17 +25,17 @@ class Reference:
     reference does nothing.
 
     Args:
-        trainers: hold the policy, and without a ``pool`` the reference.
+        trainers: hold the policy, and without a pool of workers the reference.
 
     Attributes:
         step: step of the last refresh; ``None`` while the run still has its first reference.
     """
 
-    def __init__(self, config: RunConfig, trainers: TrainerGroup, pool: ReferencePool | None = None) -> None:
+    def __init__(self, config: RunConfig, trainers: TrainerGroup, pools: Sequence[RolePool] = ()) -> None:
         self._interval = config.reference.update_interval
-        self._exists = pool is not None or config.reference_in_trainer
+        self._exists = REFERENCE in config.roles
         self._trainers = trainers
-        self._pool = pool
+        self._pool = next((pool for pool in pools if pool.role == REFERENCE), None)
         self._root = config.run_dir / REFERENCE
         self.step: int | None = None
 
@@ -83,7 +83,7 @@ class Reference:
         written.rename(place)
         kept = {place}
         if self._pool is None:
-            self._trainers.ranks.call("loading the reference weights", TrainerBackend.load_weights, place, "reference")
+            self._trainers.ranks.call("loading the reference weights", TrainerBackend.load_weights, place, REFERENCE)
         else:
             self._pool.weights.use(place)
             kept |= self._pool.weights.in_use()

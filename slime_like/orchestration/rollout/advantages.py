@@ -1,20 +1,22 @@
 """Advantages from rewards: weights, overlong penalty, KL penalty and estimator."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.advantages import compute_advantages, find_estimator
+from slime_like.algorithms.advantages import AdvantageEstimator, Level, compute_advantages, find_estimator
 from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
-from slime_like.orchestration.rollout.rows import rollouts_of
+from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank_training import RankTraining
-from slime_like.orchestration.trainer.scoring import frozen_logprobs
-from slime_like.plugins.traceback import format_error, full_traceback
+from slime_like.orchestration.trainer.scoring import frozen_scores
+from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory
 
 
@@ -38,27 +40,59 @@ def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[in
     return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
 
 
-def step_advantages(config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int) -> Tensor:
-    """Return the (N,) advantages of a step's rollouts. The estimator gets the whole step, whatever its scope.
+def row_advantages(
+    config: RunConfig, rollouts: Sequence[Rollout[Any]], totals: Tensor, group_ids: Sequence[int], step: int
+) -> dict[str, Tensor]:
+    """Return the advantages of every row by sequence id: the rollout's one, or (response_len,) with 0 on observations.
 
     Raises:
-        RewardError: the estimator, possibly a user's, failed or did not return one finite number per rollout.
+        RewardError: see ``step_advantages``.
+    """
+    if (level := configured_estimator(config).level) == "sample":
+        found = step_advantages(config, totals, group_ids, step)
+        return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
+    sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
+    counts = torch.tensor(list(map(len, sizes)))
+    rewards = totals.new_zeros(int(counts.sum()))
+    rewards[counts.cumsum(0)[counts > 0] - 1] = totals[counts > 0]
+    entries = step_advantages(config, rewards, group_ids, step, counts)
+    tokens = entries.repeat_interleave(torch.cat(sizes))
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
+    return {row.sequence_id: tokens.new_zeros(row.response_len).masked_scatter(row.loss_mask, p) for row, p in parts}
+
+
+def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:
+    """Return the number of tokens of each turn, or of each token, that carries loss."""
+    if level == "token":
+        return torch.ones(int(loss_mask.sum()), dtype=torch.int64)
+    return torch.tensor([end - start for start, end in trained_spans(loss_mask)], dtype=torch.int64)
+
+
+def step_advantages(
+    config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int, lengths: Tensor | None = None
+) -> Tensor:
+    """Return a step's advantages, like ``totals``. The estimator gets the whole step, whatever its scope.
+
+    Raises:
+        RewardError: the estimator, possibly a user's, failed or did not return one finite number per entry.
     """
     name = config.algorithm.advantage
-    try:
-        advantages = compute_advantages(totals, group_ids, name, eps=config.algorithm.advantage_eps)
-    except Exception as error:
-        raise RewardError(
-            _format_error(name, error),
-            code="estimator-failed",
-            who=f"step {step}",
-            remedy="correct it",
-            users_traceback=full_traceback(error),
-        ) from error
+    with naming(RewardError, "estimator-failed", "algorithm.advantage", name, "compute", f"step {step}"):
+        advantages = compute_advantages(totals, group_ids, name, lengths, eps=config.algorithm.advantage_eps)
     if config.debug.shuffle_advantages:
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         advantages = advantages[torch.randperm(len(advantages), generator=generator)]
     return advantages
+
+
+def configured_estimator(config: RunConfig) -> AdvantageEstimator:
+    """Return the run's estimator. Raises ``ConfigError`` if it cannot be loaded."""
+    name = config.algorithm.advantage
+    try:
+        return find_estimator(name)
+    except Exception as error:
+        raise ConfigError([f"{format_error('algorithm.advantage', name, error, 'compute')}; correct it"]) from error
 
 
 def require_group_scope(config: RunConfig) -> None:
@@ -67,22 +101,14 @@ def require_group_scope(config: RunConfig) -> None:
     Raises:
         ConfigError: the estimator cannot be loaded or has another scope.
     """
-    name = config.algorithm.advantage
-    try:
-        scope = find_estimator(name).scope
-    except Exception as error:
-        raise ConfigError([f"{_format_error(name, error)}; correct it"]) from error
-    if scope != "group":
+    if (scope := configured_estimator(config).scope) != "group":
         raise ConfigError(
             [
-                f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage={name} "
-                f"declares the scope {scope!r}; use one that compares within groups, or rollout.stream: false"
+                f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage="
+                f"{config.algorithm.advantage} declares the scope {scope!r}; use one that compares within groups, or "
+                "rollout.stream: false"
             ]
         )
-
-
-def _format_error(name: str, error: Exception) -> str:
-    return format_error("algorithm.advantage", name, error, "compute")
 
 
 def penalise_kl(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
@@ -93,28 +119,32 @@ def penalise_kl(config: RunConfig, ranks: RankCalls, trajectories: Sequence[Scor
     the penalty applies to the policy that sampled.
     """
     algorithm = config.algorithm
-    frozen = frozen_logprobs(ranks, [trajectory.sequence_id for trajectory in trajectories])
+    frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs", "ref_logprobs")
+    if any("ref_logprobs" not in scores for scores in frozen.values()):
+        raise TrainerError(
+            "the KL penalty needs reference logprobs, and a sequence has none",
+            code="no-reference-logprobs",
+            remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
+        )
     penalties = {
-        trajectory.sequence_id: kl_penalty(
-            scored.policy,
-            scored.required_reference,
-            trajectory.loss_mask,
-            torch.tensor([trajectory.response_len]),
+        row.sequence_id: kl_penalty(
+            frozen[row.sequence_id]["old_logprobs"],
+            frozen[row.sequence_id]["ref_logprobs"],
+            row.loss_mask,
+            torch.tensor([row.response_len]),
             algorithm.kl_reward_coef,
             algorithm.kl_reward_estimator,
         )[1]
-        for trajectory, scored in ((t, frozen[t.sequence_id]) for t in trajectories)
+        for row in trajectories
     }
     rollouts = rollouts_of(trajectories)
     rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
     totals = total_rewards(config, rewards, [rollout.length for rollout in rollouts])
     totals += torch.stack([torch.stack([penalties[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
-    advantages = step_advantages(config, totals, [rollout.group_id for rollout in rollouts], step)
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        for row in rollout.rows:
-            row.advantages = advantage.clone()
-    replaced = {t.sequence_id: float(t.advantages) for t in trajectories}
-    ranks.call("receiving advantages", RankTraining.set_advantages, replaced)
+    advantages = row_advantages(config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
+    for row in trajectories:
+        row.advantages = advantages[row.sequence_id].expand(row.response_len)
+    ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})
 
 
 def normalise_importance(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory]) -> None:
@@ -125,24 +155,15 @@ def normalise_importance(config: RunConfig, ranks: RankCalls, trajectories: Sequ
     Raises:
         TrainerError: a custom correction failed.
     """
-    frozen = frozen_logprobs(ranks, [trajectory.sequence_id for trajectory in trajectories])
+    frozen = frozen_scores(ranks, [trajectory.sequence_id for trajectory in trajectories], "old_logprobs")
     lengths = torch.tensor([trajectory.response_len for trajectory in trajectories])
     mask = torch.cat([trajectory.loss_mask for trajectory in trajectories])
-    old = torch.cat([frozen[trajectory.sequence_id].policy for trajectory in trajectories])
+    old = torch.cat([frozen[trajectory.sequence_id]["old_logprobs"] for trajectory in trajectories])
     behaviour = torch.cat([t.logprobs for t in trajectories if t.logprobs is not None])  # not None: engines sampled
     name = config.algorithm.importance_correction
-    try:
+    correcting = naming(TrainerError, "custom-loss-failed", "algorithm.importance_correction", name, "")
+    with correcting if ":" in name else nullcontext():
         weights = configured_weights(config.algorithm, old, behaviour, mask, lengths).weights
-    except Exception as error:
-        if ":" not in name:
-            raise
-        raise TrainerError(
-            format_error("algorithm.importance_correction", name, error, ""),
-            code="custom-loss-failed",
-            remedy="correct it",
-            users_traceback=full_traceback(error),
-        ) from error
     per_sequence = torch.tensor([trajectory.token_weight for trajectory in trajectories], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
-    replaced = {t.sequence_id: float(t.advantages) / mean for t in trajectories}
-    ranks.call("receiving advantages", RankTraining.set_advantages, replaced)
+    ranks.call("scaling advantages", RankTraining.divide_advantages, mean)

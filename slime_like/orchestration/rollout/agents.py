@@ -2,20 +2,24 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.responses import require_calls, response_form
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
-from slime_like.agents.tool_calls import parser_of_template
+from slime_like.agents.turns import Row
 from slime_like.config import RunConfig
+from slime_like.config.rollout import AGENT, NODE
+from slime_like.data.tokenizer import with_template_variables
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.agents.pool import AgentPool
 from slime_like.sandbox.failure_budget import FailureBudget
@@ -55,13 +59,14 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
-        self._chat = ChatFormat(tokenizer)
+        tokenizer = with_template_variables(tokenizer, config.data.chat_template_kwargs)
+        self._form = response_form(tokenizer, self._agent.tool_parser)
+        self._chat = ChatFormat(tokenizer, self._form.text_arguments)
         self._generate = generate
         self._version = version
-        self._parser: str = self._agent.tool_parser
         self._reported: set[str] = set()
-        self._server = AgentServer()
-        self._pool = AgentPool(self._agent, logs)
+        self._server = AgentServer(node_address() if self._agent.host == NODE else self._agent.host)
+        self._pool = AgentPool(self._agent, logs, needs_result=AGENT in (f.name for f in config.reward.functions))
         self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS, first_only=True)
 
     async def start(self) -> None:
@@ -70,9 +75,12 @@ class AgentRollouts:
         if not isinstance(template, str):
             problem = "the tokenizer has no chat template, which rollout.agent needs"
             raise AgentFailure(problem, code="no-chat-template", who=f"model.path={self._config.model.path}")
-        if self._parser == "auto":
-            self._parser = parser_of_template(template)
-        await self._server.start()
+        require_calls(self._tokenizer, self._config)
+        try:
+            await self._server.start()
+        except OSError as error:
+            who, remedy = f"rollout.agent.host={self._agent.host}", "use node, or an address of the engine's host"
+            raise AgentFailure(f"cannot listen there: {error}", code="agent-host", who=who, remedy=remedy) from error
         await self._pool.start()
 
     async def close(self) -> None:
@@ -90,39 +98,43 @@ class AgentRollouts:
 
     async def _rollout(self, request: GenerationRequest, index: int) -> Generation:
         limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
-        session = Session(self._chat, self._sampler(request, index), self._parser, limits)
+        session = Session(self._chat, self._sampler(request, index), self._form, limits)
         self._server.open_session(session)
         try:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
+        if session.ignored.get("chat_template_kwargs") == self._config.data.chat_template_kwargs:
+            del session.ignored["chat_template_kwargs"]
         self._report(session.ignored)
+        rows = session.rows(self._agent.untrained)
         if outcome.failure is None:  # the pool counts failures
-            self._require_calls(bool(session.tree.turns))
-        if not session.tree.turns:
-            return _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome)
-        return _generation(request, session, outcome)
+            self._require_calls(bool(rows), outcome.result)
+        if not rows:
+            return _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome, session)
+        return _generation(request, session, rows, outcome)
 
-    def _require_calls(self, has_called: bool) -> None:
+    def _require_calls(self, has_called: bool, result: AgentResult) -> None:
         """Reject an agent that repeatedly ends without calling the model, since it yields nothing to train on."""
         self._silent.record(has_called)
         if self._silent.exhausted:
             raise AgentFailure(
-                f"made no recorded call to the model in any of its first {self._silent.limit} rollouts",
+                f"made no call to train on in any of its first {self._silent.limit} rollouts"
+                + (f", and reported {dict(result.metadata)}" if result.metadata else ""),
                 code="agent-silent",
                 who="rollout.agent",
-                remedy="make it call task.base_url with task.key, and wait for the answer",
+                remedy="make it call task.base_url with task.key and task.model, and wait for the answer",
             )
 
     def _report(self, ignored: Mapping[str, Any]) -> None:
-        """Log each sampling setting that an agent asks for, once."""
+        """Log each setting that an agent asks for and does not get, once."""
         for name in sorted(ignored.keys() - self._reported):
-            print(f"an agent asked for {name}={ignored[name]!r}; the run's setting is used instead", flush=True)
+            print(f"an agent's {name} has no effect: {ignored[name]!r}", flush=True)
             self._reported.add(name)
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None
-        prompt = self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False)
+        prompt = self._tokenizer.decode(list(request.prompt_tokens), clean_up_tokenization_spaces=False)
         task = request.task
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 
@@ -145,45 +157,48 @@ class AgentRollouts:
         async def sample(asked: SampleCall) -> Generation:
             turn = (index, asked.turn, asked.repeat) if asked.repeat else (index, asked.turn)
             name = f"{index}/{asked.number}"
+            stop = (*request.sampling.stop, *asked.stop)
+            stopping = replace(request, sampling=replace(request.sampling, stop=stop))
             (generation,) = await self._generate(
-                turn_request(request, name, asked.token_ids, asked.max_new_tokens, turn)
+                turn_request(stopping, name, asked.token_ids, asked.max_new_tokens, turn)
             )
             return generation
 
         return sample
 
 
-def _generation(request: GenerationRequest, session: Session, outcome: _Outcome) -> Generation:
+def _generation(request: GenerationRequest, session: Session, rows: list[Row], outcome: _Outcome) -> Generation:
     """Build the rollout's result from its rows. A single row with the request's own prompt is a plain response."""
-    rows = session.tree.rows()
     last = rows[-1].segment
+    assert last.finish_reason is not None  # each row ends with a turn
     is_plain = len(rows) == 1 and last.prompt_tokens.tolist() == list(request.prompt_tokens)
-    endpoint: dict[str, Any] = {"calls": len(session.tree.turns), "rows": len(rows)}
-    endpoint |= {"rejected": dict(session.rejections)} if session.rejections else {}
-    endpoint |= {"ignored": session.ignored} if session.ignored else {}
     return Generation(
         token_ids=last.token_ids,
         logprobs=last.logprobs,
         weight_versions=last.weight_versions,
         supports=last.supports,
-        finish_reason=session.tree.turns[-1].generation.finish_reason,
-        conversation=_conversation(rows[-1].turns, outcome, {"endpoint": endpoint}),
+        finish_reason=last.finish_reason,
+        conversation=_conversation(rows[-1].turns, outcome, session, len(rows)),
         segments=() if is_plain else tuple(row.segment for row in rows),
     )
 
 
-def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Outcome) -> Generation:
-    """Build a rollout without calls: one token that carries no loss, so its reward counts in the group."""
+def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Outcome, session: Session) -> Generation:
+    """Build a rollout without rows: one token that carries no loss, so its reward counts in the group."""
     return Generation(
         token_ids=np.array([eos], np.int64),
         logprobs=np.zeros(1, np.float32),
         weight_versions=np.array([version], np.int64),
         supports=Supports.whole(1) if request.sampling.wants_supports else None,
         finish_reason="stop",
-        conversation=_conversation((), outcome, {"endpoint": {"calls": 0, "rows": 0}}),
+        conversation=_conversation((), outcome, session, 0),
     )
 
 
-def _conversation(turns: tuple[tuple[int, int], ...], outcome: _Outcome, metadata: dict[str, Any]) -> Conversation:
+def _conversation(turns: tuple[tuple[int, int], ...], outcome: _Outcome, session: Session, rows: int) -> Conversation:
     result = outcome.result
-    return Conversation(turns, result.reward, result.success, outcome.failure, ({**result.metadata, **metadata},))
+    endpoint: dict[str, Any] = {"calls": len(session.tree.turns), "rows": rows}
+    endpoint |= {"rejected": dict(session.rejections)} if session.rejections else {}
+    endpoint |= {"ignored": session.ignored} if session.ignored else {}
+    metadata = {**result.metadata, "endpoint": endpoint}
+    return Conversation(turns, result.reward, result.success, outcome.failure, (metadata,))

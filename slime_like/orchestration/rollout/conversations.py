@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
+from slime_like.data.tokenizer import with_template_variables
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
@@ -86,8 +88,10 @@ class Conversations:
     ) -> None:
         self._limits = config.rollout.environment
         self._tokenizer = tokenizer
+        self._form = response_form(tokenizer, config.rollout.agent.tool_parser)
         self._generate = generate
-        self._encoder = ObservationEncoder(tokenizer, self._limits.template, self._limits.max_observation_tokens)
+        rendering = with_template_variables(tokenizer, config.data.chat_template_kwargs)
+        self._encoder = ObservationEncoder(rendering, self._limits.template, self._limits.max_observation_tokens)
         self._pool = EnvironmentPool(self._limits, logs)
 
     async def start(self) -> None:
@@ -110,7 +114,7 @@ class Conversations:
 
     async def _converse(self, request: GenerationRequest, index: int) -> Generation:
         assert request.task is not None
-        prompt = self._tokenizer.decode(list(request.prompt_tokens), skip_special_tokens=False)
+        prompt = self._tokenizer.decode(list(request.prompt_tokens), clean_up_tokenization_spaces=False)
         task = Task(prompt, request.task.answer, dict(request.task.fields))
         response, step = _Response(), Step()
         for turn in range(self._limits.max_turns):
@@ -123,13 +127,14 @@ class Conversations:
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
                 return response.finished("length")
-            text = self._tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+            text = self._form.judged(tokens, generation.token_ids.tolist(), generation.finish_reason == "stop")
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:
                 return response.finished("stop", error.as_failure(str(self._limits.name)))
-            ends = step.done or cut_off
-            observation, cut = self._encoder.encode("" if ends else step.observation)
+            ends, stops = step.done or cut_off, (*request.sampling.stop_token_ids, self._tokenizer.eos_token_id)
+            stop = next((token for token in generation.token_ids[-1:].tolist() if token in stops), None)
+            observation, cut = ([], 0) if ends else self._encoder.encode(step.observation, stop)
             response.stepped(step, cut)
             if ends:
                 return response.finished("length" if cut_off else "stop")

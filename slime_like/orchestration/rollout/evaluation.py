@@ -17,6 +17,7 @@ from slime_like.orchestration.rollout.requests import build_requests, evaluation
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
 from slime_like.orchestration.rollout.scoring import Scorer, failure_text
 from slime_like.sandbox.rewards.pool import RewardOutcome
+from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.system.words import counted
 from slime_like.trajectory import UnscoredTrajectory
 
@@ -106,7 +107,7 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     count = 0
     for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
         data = held_out_settings(config.data, file).model_copy(update={"shuffle": False})
-        source = PromptSource([file], tokenizer, data, seed=0, keep_messages=config.rollout.agent.is_set)
+        source = PromptSource([file], tokenizer, data, seed=0, **required_of_rows(config))
         wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
         datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]
         count += wanted

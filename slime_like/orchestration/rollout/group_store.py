@@ -199,7 +199,8 @@ class GroupStore:
 def _fields(prompt: Prompt) -> dict[str, Any]:
     """Convert a prompt for JSON, without unset fields of agents and demonstrated conversations."""
     fields = asdict(prompt)
-    return {name: value for name, value in fields.items() if name not in ("messages", "spans") or value is not None}
+    optional = ("messages", "spans", "forks", "whole_row")
+    return {name: value for name, value in fields.items() if name not in optional or value is not None}
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:

@@ -14,9 +14,11 @@ from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajector
 
 
 def stop_tokens(config: RunConfig) -> tuple[int, ...]:
-    """Return the ids that end a response: ``rollout.stop_token_ids``, or else the model's EOS ids."""
-    ids = config.rollout.stop_token_ids or ModelDimensions.from_checkpoint(config.model.path).eos_token_ids
-    if not ids:
+    """Return the ids that end a response: ``rollout.stop_token_ids`` and, unless ignored, the model's EOS ids."""
+    rollout = config.rollout
+    eos = () if rollout.ignore_eos else ModelDimensions.from_checkpoint(config.model.path).eos_token_ids
+    ids = tuple(dict.fromkeys((*rollout.stop_token_ids, *eos)))
+    if not ids and not rollout.stop:
         raise ConfigError(
             [f"model.path={config.model.path}: the checkpoint has no EOS token id; set rollout.stop_token_ids"]
         )
@@ -32,6 +34,8 @@ def training_sampling(config: RunConfig) -> SamplingParams:
         min_p=rollout.min_p,
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=stop_tokens(config),
+        stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
     )
 
 
@@ -41,6 +45,8 @@ def evaluation_sampling(config: RunConfig) -> SamplingParams:
         temperature=evaluation.temperature,
         max_new_tokens=evaluation.max_new_tokens or config.rollout.max_new_tokens,
         stop_token_ids=stop_tokens(config),
+        stop=config.rollout.stop,
+        ignore_eos=config.rollout.ignore_eos,
         training=False,
     )
 
@@ -77,7 +83,8 @@ def to_group(prompt: Prompt, generations: Sequence[Generation], temperature: flo
         for row in _rows(prompt, prompt_tokens, generation, f"{prompt.group_id}-{index}", temperature)
     ]
     tokens = sum(row.total_len for row in rows)
-    return GroupedUnscoredTrajectories(rows, prompt.group_id, tokens, torch.from_numpy(prompt_tokens))
+    ids = torch.from_numpy(prompt_tokens)
+    return GroupedUnscoredTrajectories(rows, prompt.group_id, tokens, ids, prompt.whole_row)
 
 
 def _rows(

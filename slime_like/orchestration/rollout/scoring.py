@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT
-from slime_like.interfaces import Conversation
-from slime_like.orchestration.rollout.advantages import step_advantages, total_rewards
+from slime_like.interfaces import Conversation, Scores
+from slime_like.orchestration.rollout.advantages import row_advantages, total_rewards
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
+from slime_like.sandbox.rewards.response_parts import without_opening
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
 
@@ -25,7 +27,7 @@ class RewardedGroup:
         rewards, successes: (N, F) float32 for N rollouts, one column per reward function.
         totals: (N,) float32 rewards that advantages are computed from.
         metadata: metadata of each row.
-        reference: (response_len,) reference logprobs of each row, if a worker has scored them.
+        scores: scores of each row by workers, as far as they have scored it.
     """
 
     group: GroupedUnscoredTrajectories
@@ -33,7 +35,7 @@ class RewardedGroup:
     successes: Tensor
     totals: Tensor
     metadata: list[dict[str, Any]]
-    reference: list[Tensor] | None = None
+    scores: list[Scores]
 
 
 class Scorer:
@@ -43,19 +45,21 @@ class Scorer:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
+        self._form = response_form(tokenizer, config.rollout.agent.tool_parser)
         self._names = [function.label for function in config.reward.functions]
         self._lock = threading.Lock()
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         """Score every rollout with all reward functions, in order. They get the model's last turn."""
-        decode = self._tokenizer.batch_decode
         rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
-        responses = decode([_judged_tokens(rollout) for rollout in rollouts], skip_special_tokens=True)
-        texts = decode([group.prompt_tokens for group in groups], skip_special_tokens=False)
-        prompts = dict(zip((group.group_id for group in groups), texts, strict=True))
+        responses = [self._form.judged(*_judged_tokens(rollout)) for rollout in rollouts]
+        prompt_tokens = [group.prompt_tokens for group in groups]
+        texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
+        prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
         items = [
-            RewardItem(prompt=prompts[rollout.group_id], response=response, answer=rollout.last.answer)
+            RewardItem(prompt, without_opening(response, prompt), rollout.last.answer, row)
             for rollout, response in zip(rollouts, responses, strict=True)
+            for prompt, row in [prompts[rollout.group_id]]
         ]
         with self._lock:
             outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])
@@ -72,26 +76,25 @@ class Scorer:
     def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
         """Return the trajectories of a step's whole batch with advantages, in group order.
 
-        A rollout has one advantage, shared by all its rows.
+        A rollout has one reward, shared by all its rows.
         """
         trajectories = [trajectory for rewarded in groups for trajectory in rewarded.group.trajectories]
         rollouts = rollouts_of(trajectories)
         places = {rollout.last.rollout_id: place for place, rollout in enumerate(rollouts)}
         totals = torch.cat([rewarded.totals for rewarded in groups])
-        advantages = step_advantages(self._config, totals, [rollout.group_id for rollout in rollouts], step)
+        advantages = row_advantages(self._config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
-        unscored = [None] * len(trajectories)
-        references = [logprobs for rewarded in groups for logprobs in rewarded.reference or ()] or unscored
+        scores = [entry for rewarded in groups for entry in rewarded.scores]
         return [
             ScoredTrajectory.of(
                 trajectory,
                 rewards=rewards[place],
                 successes=successes[place],
-                advantages=advantages[place],
+                advantages=advantages[trajectory.sequence_id],
                 reward_metadata=metadata[row],
-                ref_logprobs=references[row],
+                **scores[row],
             )
             for row, trajectory in enumerate(trajectories)
             for place in [places[trajectory.rollout_id]]
@@ -110,7 +113,7 @@ class Scorer:
         totals = total_rewards(self._config, rewards, [rollout.length for rollout in rollouts])
         of_rollout = {rollout.last.rollout_id: outcome for rollout, outcome in zip(rollouts, found, strict=True)}
         metadata = [self._metadata(of_rollout[row.rollout_id], row) for row in group.trajectories]
-        return RewardedGroup(group, rewards, successes, totals, metadata)
+        return RewardedGroup(group, rewards, successes, totals, metadata, [{} for _ in metadata])
 
     def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
         """Insert the reward of the environment or agent. A failed conversation gets only zeros."""
@@ -140,12 +143,17 @@ class Scorer:
         return metadata
 
 
-def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> Tensor:
-    """Return the tokens for reward functions, without observations, which may contain the answer."""
+def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[list[int], list[int], bool]:
+    """Return the tokens before the turn that reward functions get, the turn's, and whether a stop token ended it.
+
+    Observations may contain the answer, and are before the turn.
+    """
     row = rollout.last
     turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
     start, end = turns[-1] if turns else (0, row.response_len)
-    return row.response_tokens[start:end]
+    tokens = [*row.prompt_tokens.tolist(), *row.response_tokens[:end].tolist()]
+    first = len(row.prompt_tokens) + start
+    return tokens[:first], tokens[first:], rollout.finish_reason not in ("length", "abort")
 
 
 def by_reason(reasons: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ from slime_like.orchestration.rollout.advantages import weighted_rewards
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.reference_pool import ReferencePool
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
 from slime_like.system.interrupts import raise_if_interrupted
@@ -29,7 +29,7 @@ class RolloutSource(ABC):
 
     Args:
         supervisor: restarts engines when none is left.
-        references: score groups before they are ready for training; ``None`` if trainers do it.
+        pools: score groups, one pool after the other, before they are ready for training.
 
     Attributes:
         store: groups under way or ready, and the position of the prompts.
@@ -44,7 +44,7 @@ class RolloutSource(ABC):
         turns: Turns,
         ledger: Ledger,
         supervisor: EngineSupervisor,
-        references: ReferencePool | None = None,
+        pools: Sequence[RolePool] = (),
     ) -> None:
         self.store = GroupStore(config.rollout, config.steps, prompts, ledger)
         self._config = config
@@ -54,7 +54,7 @@ class RolloutSource(ABC):
         self._turns = turns
         self._ledger = ledger
         self._supervisor = supervisor
-        self._references = references
+        self._pools = pools
 
     def synced(self, version: int) -> None:
         """Record that the engines serve ``version``. The first call starts the sampling thread, if there is one."""
@@ -114,24 +114,24 @@ class RolloutSource(ABC):
         return groups
 
     def _accept(self, rewarded: Sequence[RewardedGroup], idle_s: float) -> None:
-        """Pass groups that are ready for training to the store; with reference workers, groups that they have scored.
+        """Pass groups that are ready for training to the store; with role workers, groups that they have scored.
 
         Args:
             rewarded: new groups; groups without a training signal are dropped.
-            idle_s: longest wait for the reference workers if nothing is at the engines.
+            idle_s: longest wait for the workers if nothing is at the engines.
         """
         ready = [group for group in rewarded if self._is_useful(group)]
         self.store.drop_without_spread([group.group.group_id for group in rewarded if not self._is_useful(group)])
-        if self._references is not None:
+        for pool in self._pools:
             for group in ready:
-                self._references.submit(group)
-            ready = self._references.poll(0.0 if len(self._client) else idle_s)
+                pool.submit(group)
+            ready = pool.poll(0.0 if len(self._client) else idle_s)
         self.store.add_ready(ready)
 
     @property
-    def _num_referred(self) -> int:
-        """Number of groups at the reference workers."""
-        return len(self._references) if self._references is not None else 0
+    def _num_at_workers(self) -> int:
+        """Number of groups at the workers of roles."""
+        return sum(map(len, self._pools))
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
         """Return whether the group's rewards differ, if ``rollout.drop_zero_spread`` requires it."""
@@ -143,8 +143,8 @@ class RolloutSource(ABC):
         """Abort and drop all groups, wherever they are."""
         self._record_resent()  # an engine may have died since the last answer
         self._client.abort()
-        if self._references is not None:
-            self._references.discard()
+        for pool in self._pools:
+            pool.discard()
         self.store.drop_oversampled()
 
     def _record_resent(self) -> None:
@@ -171,14 +171,14 @@ class SynchronousSource(RolloutSource):
             yield groups
 
     def _advance(self, at_least: int, clock: PhaseClock) -> None:
-        """Collect and reward until ``at_least`` groups are ready or dropped. For one group, or with reference workers,
+        """Collect and reward until ``at_least`` groups are ready or dropped. For one group, or with workers of roles,
         collect once.
 
         Groups are rewarded while others are sampled, but accepted together. So the replacement of dropped groups does
         not depend on which was faster.
         """
         rewarded = self._collect_rewarded(clock)
-        if self._references is None and at_least > 1:
+        if not self._pools and at_least > 1:
             missing = at_least - self.store.sizes()[1]
             while len(rewarded) < missing:
                 rewarded += self._collect_rewarded(clock)
@@ -186,11 +186,11 @@ class SynchronousSource(RolloutSource):
             self._accept(rewarded, _POLL_S)
 
     def _collect_rewarded(self, clock: PhaseClock) -> list[RewardedGroup]:
-        """Reward the next samples, or none after a while. The wait is short if reference workers or streamed trainers
-        may finish first."""
+        """Reward the next samples, or none after a while. The wait is short if workers or streamed trainers may
+        finish first."""
         raise_if_interrupted()
         with clock.phase("generate"):
-            others = self._config.rollout.stream or self._num_referred
+            others = self._config.rollout.stream or self._num_at_workers
             try:
                 groups = self._poll(_SHORT_POLL_S if others else _POLL_S)
             except NoEngineLeft:
@@ -257,7 +257,7 @@ class ThreadedSource(RolloutSource):
         """Return the next samples, or nothing after a while: at the staleness limit, or while no engine is left."""
         try:
             groups = self._poll(_SHORT_POLL_S)
-            is_idle = not groups and not len(self._client) and not self._num_referred
+            is_idle = not groups and not len(self._client) and not self._num_at_workers
         except NoEngineLeft:
             groups, is_idle = [], True
         if is_idle:

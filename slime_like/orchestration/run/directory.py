@@ -6,12 +6,13 @@ from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 
-from slime_like.checks.earlier_run import backend_problem
+from slime_like.checks.earlier_run import FINGERPRINT, backend_problem
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
 from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE
 from slime_like.observability.progress import DRIVER_LOG
 from slime_like.observability.report.report import REPORT_FILE
@@ -53,7 +54,7 @@ def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = Mappi
 
     Raises:
         CheckpointError: the given checkpoint, or every checkpoint of the run, cannot be read or resumed from.
-        ConfigError: the run has finished, or another backend wrote the checkpoint.
+        ConfigError: the run has finished, or the checkpoint is of another backend, model or schedule.
     """
     if config.resume == "never":
         return None
@@ -61,6 +62,7 @@ def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = Mappi
         newest_whole(config.run_dir, found_damaged) if config.resume == "auto" else Checkpoint.read(Path(config.resume))
     )
     if checkpoint is not None:
+        checkpoint.require_whole()
         _require_resumable(checkpoint, config)
     return checkpoint
 
@@ -144,6 +146,10 @@ def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
         checkpoint.data_position()  # raises before anything starts
     if problem := backend_problem(checkpoint.path, config.trainer.backend, "resume"):
         raise ConfigError(problem)
+    wrote = checkpoint.state.get(FINGERPRINT)
+    if wrote is not None and fingerprint(config.model.path) not in (None, wrote):
+        problem = f"{checkpoint.path} was trained from other weights; give those, or set another run_dir"
+        raise ConfigError(f"model.path={config.model.path}: {problem}", code="resume-of-another-model")
     has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
     if has_finished and _lies_in_run_dir(config, checkpoint):
         with_override = " with checkpoint.override: [schedule]" if config.trainer.optimizer.depends_on_length else ""

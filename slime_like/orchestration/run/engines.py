@@ -12,10 +12,10 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
-from slime_like.orchestration.reference.workers import launch_references, reference_pool
+from slime_like.orchestration.reference.workers import launch_workers, role_pools
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
-from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.sandbox.rewards.pool import RewardPool
@@ -55,8 +55,8 @@ def launch_engines(
 
 def start_engines(
     config: RunConfig, stack: ExitStack, placement: Placement, trainers: TrainerGroup, progress: Progress
-) -> tuple[EngineSupervisor, RewardPool, ReferencePool | None, Turns]:
-    """Set up trainers, engines, reward workers and reference workers.
+) -> tuple[EngineSupervisor, RewardPool, list[RolePool], Turns]:
+    """Set up trainers, engines, reward workers and roles' workers.
 
     All import at the same time, and each wait has a separate bound. Colocated engines load while the trainers are off
     the devices, and are asleep on return.
@@ -67,7 +67,7 @@ def start_engines(
     shared_devices = trainers.devices() if colocated else ()
     watch = trainers.liveness().check
     supervisor, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
-    workers = launch_references(config, stack, placement)
+    workers = launch_workers(config, stack, placement)
     with progress.waiting("trainer ranks", len(trainers)) as waiting:
         trainers.setup(waiting.left)
     with progress.waiting("starting reward workers"):
@@ -76,12 +76,12 @@ def start_engines(
         trainers.offload()
     with progress.waiting("engines", len(supervisor.engines)) as waiting:
         supervisor.start(waiting.left)
-    with progress.waiting("reference workers", len(workers)) as waiting:
-        references = reference_pool(config, workers, waiting.left)
-    if references is not None:
-        stack.callback(references.close)
+    with progress.waiting(
+        " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
+    ) as waiting:
+        pools = role_pools(config, stack, workers, waiting.left)
     if not colocated:
-        return supervisor, rewards, references, Turns()
+        return supervisor, rewards, pools, Turns()
     supervisor.sleep(keep_weights=False)  # the first sync follows
     trainers.onload()
-    return supervisor, rewards, references, SharedDevices(trainers, supervisor)
+    return supervisor, rewards, pools, SharedDevices(trainers, supervisor)

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.checks.earlier_run import BACKEND
+from slime_like.checks.earlier_run import BACKEND, FINGERPRINT
 from slime_like.interfaces import TrainerBackend
+from slime_like.models.weight_files import fingerprint
 from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics
@@ -50,6 +51,7 @@ class Milestones:
     def __init__(self, run: Run, recorder: StepRecorder) -> None:
         self._run = run
         self._recorder = recorder
+        self._fingerprint = fingerprint(run.config.model.path)
 
     def before_first(self) -> None:
         """Evaluate the initial weights. A resumed run shows its last measurement if that is still comparable."""
@@ -116,7 +118,7 @@ class Milestones:
         run, config = self._run, self._run.config
         run.devices.training(keep_weights=step < config.steps)
         state = run.rollout.state_dict() | run.reference.state_dict()
-        state |= {BACKEND: config.trainer.backend}
+        state |= {BACKEND: config.trainer.backend, FINGERPRINT: self._fingerprint}
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):
                 saved = run.checkpoints.save(step, state)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slime_like.agents.responses import require_calls
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.data.ledger import FILE_NAME as LEDGER
@@ -43,6 +45,7 @@ from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.system.gpus import local_gpus
 
 
@@ -123,6 +126,7 @@ def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
 def _open_rl(base: _Base) -> Run:
     """Open a run on rollouts sampled by engines."""
     config, stack = base.config, base.stack
+    require_calls(base.tokenizer, config)
     prompts = base.prompts(LEDGER, need_responses=False)
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
@@ -131,7 +135,7 @@ def _open_rl(base: _Base) -> Run:
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
-    supervisor, rewards, pool, devices = start_engines(config, stack, placement, trainers, progress)
+    supervisor, rewards, pools, devices = start_engines(config, stack, placement, trainers, progress)
     texts = prompts.longest(2)
     sync = WeightSync(config, trainers.ranks, supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):
@@ -140,11 +144,11 @@ def _open_rl(base: _Base) -> Run:
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-    source = source_class(config)(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pool)
+    source = source_class(config)(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pools)
     stack.callback(source.close)
     evaluator = Evaluator(config, EngineClient(supervisor), scorer, datasets) if datasets else None
-    side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pool)
-    return placed.run(side, devices, Reference(config, trainers, pool))
+    side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pools)
+    return placed.run(side, devices, Reference(config, trainers, pools))
 
 
 def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> None:
@@ -173,8 +177,8 @@ class _Base:
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
-            keep = self.config.rollout.agent.is_set
-            prompts = PromptSource(data.train, self.tokenizer, data, seed, keep_messages=keep, may_change=change)
+            needs = required_of_rows(self.config)
+            prompts = PromptSource(data.train, self.tokenizer, data, seed, may_change=change, **needs)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:
@@ -232,7 +236,7 @@ class _Placed:
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
-            decode=base.tokenizer.decode,
+            decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
             batcher=ExperienceBatcher(config, self.trainers.ranks.num_replicas, pad_id),
             trainers=self.trainers,

@@ -18,7 +18,7 @@ from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.calls import RankCalls
-from slime_like.orchestration.trainer.scoring import frozen_logprobs
+from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.system.words import counted
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
@@ -68,7 +68,7 @@ class StepRecorder:
                 trainers_busy_s=trained.busy_s,
                 rewards=rewards,
                 rollout=rollout,
-                reference=trained.reference or figures.reference,
+                scoring={**figures.scoring, **trained.scoring},
                 weight_gather_s=figures.gather_s,
                 probe_gap=figures.probe_gap,
                 sync=figures.sync,
@@ -218,12 +218,11 @@ def debug_tables(
     Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
-    logprobs = frozen_logprobs(ranks, [trajectory.sequence_id for trajectory in chosen])
-    samples = [replace(trajectory, ref_logprobs=logprobs[trajectory.sequence_id].reference) for trajectory in chosen]
-    pi = [logprobs[sample.sequence_id].policy.numpy() for sample in samples]
+    frozen: dict[str, Any] = frozen_scores(ranks, [row.sequence_id for row in chosen], "old_logprobs", "ref_logprobs")
+    samples = [replace(row, **frozen[row.sequence_id]) for row in chosen]
     tables = {
-        SAMPLE_TABLE: per_sample_rows(step, samples, pi, stats, decode),
-        TOKEN_TABLE: per_token_rows(step, samples, pi, decode),
+        SAMPLE_TABLE: per_sample_rows(step, samples, stats, decode),
+        TOKEN_TABLE: per_token_rows(step, samples, decode),
     }
     return {name: rows for name, rows in tables.items() if rows}
 

@@ -1,18 +1,18 @@
 """The rollout side of a run: trajectories, weights for engines, and the prompts' state in checkpoints."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.observability.progress import Progress
-from slime_like.observability.records import ReferenceRecord, SyncRecord
+from slime_like.observability.records import ScoringRecord, SyncRecord
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
-from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.sources import ExperienceSource
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ class RolloutFigures:
     probe_gap: float | None = None
     sync: SyncRecord | None = None
     sync_line: str = ""
-    reference: ReferenceRecord | None = None
+    scoring: Mapping[str, ScoringRecord] = field(default_factory=dict)
     notes: Sequence[str] = ()
     source_of: Callable[[int], str | None] = lambda _: None
     """Source of a group's prompt in a mixture."""
@@ -97,7 +97,7 @@ class EngineSide(RolloutSide):
         ledger: Ledger,
         evaluator: Evaluator | None,
         devices: Turns,
-        references: ReferencePool | None,
+        pools: Sequence[RolePool],
     ) -> None:
         super().__init__(source, source.store.state_dict)
         self._prompts = prompts
@@ -106,7 +106,7 @@ class EngineSide(RolloutSide):
         self._ledger = ledger
         self._evaluator = evaluator
         self._devices = devices
-        self._references = references
+        self._pools = pools
         self._dropped_prompts = 0
         self._sync_notes: list[str] = []
 
@@ -138,8 +138,8 @@ class EngineSide(RolloutSide):
     def figures(self, step_s: float) -> RolloutFigures:
         queued, ready = self.source.store.sizes()
         before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
-        reference, notes = _reference_work(self._references, step_s)
-        notes, self._sync_notes = self._sync_notes + notes, []
+        lists = [self._sync_notes, *(pool.news for pool in self._pools)]
+        notes = [sentences.pop(0) for sentences in lists for _ in range(len(sentences))]
         return RolloutFigures(
             queued_groups=queued,
             ready_groups=ready,
@@ -148,23 +148,7 @@ class EngineSide(RolloutSide):
             probe_gap=self._report.probe_gap,
             sync=self._report,
             sync_line=str(self._report),
-            reference=reference,
+            scoring={pool.role: pool.take_work(step_s) for pool in self._pools},
             notes=notes,
             source_of=self._prompts.source_of,
         )
-
-
-def _reference_work(pool: ReferencePool | None, step_s: float) -> tuple[ReferenceRecord | None, list[str]]:
-    """Return the reference workers' work since the last call, and sentences about workers that left or joined."""
-    if pool is None:
-        return None, []
-    work, notes = pool.take_work(), list(pool.news)
-    pool.news.clear()
-    record = ReferenceRecord(
-        total_s=step_s,
-        model_running_s=work.busy_s,
-        waiting_s=max(0.0, step_s - work.busy_s),
-        response_tokens=work.response_tokens,
-        total_tokens=work.total_tokens,
-    )
-    return record, notes

@@ -1,6 +1,7 @@
 """Sources of trajectories without engines: demonstrations, or rollouts of an earlier run."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -38,7 +39,7 @@ class DemonstrationSource(ExperienceSource):
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
         with clock.phase("wait"):
             prompts = self._prompts.next(self._config.rollout.prompts_per_step)
-        return [_demonstration(prompt) for prompt in prompts]
+        return [row for prompt in prompts for row in _demonstration(prompt)]
 
 
 class DumpedSource(ExperienceSource):
@@ -73,26 +74,27 @@ class DumpedSource(ExperienceSource):
             )
 
 
-def _demonstration(prompt: Prompt) -> ScoredTrajectory:
+def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:
+    """Yield the training rows of a demonstration: several if the chat template changes earlier turns."""
     if prompt.response_tokens is None:
         raise DataError(
             f"prompt group {prompt.group_id} has no demonstration, which supervised mode needs",
             code="no-demonstration",
             remedy="give every row the key data.response_key",
         )
-    masks = {} if prompt.spans is None else {"loss_mask": _loss_mask(prompt.spans, len(prompt.response_tokens))}
-    return ScoredTrajectory.unrewarded(
-        f"{prompt.group_id}-0",
-        torch.tensor(prompt.tokens, dtype=torch.int64),
-        torch.tensor(prompt.response_tokens, dtype=torch.int64),
-        group_id=prompt.group_id,
-        answer=prompt.answer,
-        **masks,
-    )
-
-
-def _loss_mask(spans: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
-    mask = torch.zeros(length, dtype=torch.bool)
-    for start, end in spans:
-        mask[start:end] = True
-    return mask
+    tokens = torch.tensor((*prompt.tokens, *prompt.response_tokens), dtype=torch.int64)
+    mask = torch.zeros(len(tokens), dtype=torch.bool)
+    offset, rollout = len(prompt.tokens), f"{prompt.group_id}-0"
+    for start, end in prompt.spans or ((0, len(prompt.response_tokens)),):
+        mask[offset + start : offset + end] = True
+    for row, (start, end) in enumerate(pairwise((0, *(offset + fork for fork in prompt.forks or ()), len(tokens)))):
+        first = start + int(mask[start:end].nonzero()[0])
+        yield ScoredTrajectory.unrewarded(
+            f"{rollout}.{row}" if prompt.forks else rollout,
+            tokens[start:first],
+            tokens[first:end],
+            group_id=prompt.group_id,
+            rollout_id=rollout,
+            answer=prompt.answer,
+            loss_mask=mask[first:end],
+        )

@@ -1,13 +1,13 @@
 """One training step on the trainers: frozen logprobs, then the optimizer steps."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
 
 from slime_like.observability.phases import PhaseClock
-from slime_like.observability.records import ReferenceRecord
+from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.advantages import normalise_importance, penalise_kl
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream
@@ -23,54 +23,50 @@ class TrainedStep:
     Attributes:
         trajectories: its trajectories, in the order of group ids.
         updates: figures of every optimizer step, in order.
-        reference: record of scoring with a reference in the trainers, if any.
+        scoring: work of the frozen roles that trainer ranks hold.
         tokens: number of computed and shared tokens.
         busy_s: seconds that trainer ranks worked on it; ``None`` if the phase "train" measures that.
     """
 
     trajectories: Sequence[ScoredTrajectory]
     updates: Sequence[GRPOStats]
-    reference: ReferenceRecord | None
+    scoring: Mapping[str, ScoringRecord]
     tokens: PackTokens
     busy_s: float | None = None
 
     @classmethod
-    def of_stream(cls, windows: WindowStream, steps: Sequence[StreamedStep], with_reference: bool) -> Self:
+    def of_stream(cls, windows: WindowStream, steps: Sequence[StreamedStep]) -> Self:
         """Build the step from its ``windows`` and what every rank reports. Seconds are means over ranks."""
         trajectories = sorted(windows.trajectories, key=lambda trajectory: trajectory.group_id)
-        reference_s, busy_s = (fmean(times) for times in zip(*((s.reference_s, s.busy_s) for s in steps), strict=True))
-        reference = _reference_record(trajectories, reference_s) if with_reference else None
-        return cls(trajectories, given(s.stats for s in steps)[:1], reference, windows.tokens, busy_s)
+        scoring = {
+            role: _scoring_record(trajectories, fmean(step.scoring_s[role] for step in steps))
+            for role in steps[0].scoring_s
+        }
+        busy_s = fmean(step.busy_s for step in steps)
+        return cls(trajectories, given(s.stats for s in steps)[:1], scoring, windows.tokens, busy_s)
 
 
-def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> ReferenceRecord | None:
-    """Freeze old logprobs if they are needed before the first update. Freeze reference logprobs on the trainers if a KL
-    term in loss or reward needs them and trajectories have none. Supervised steps need neither."""
-    config, ranks, record = run.config, run.trainers.ranks, None
+def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> dict[str, ScoringRecord]:
+    """Freeze the scores of every role that the first update or the KL in the reward needs and trajectories lack."""
+    config, ranks, records = run.config, run.trainers.ranks, dict[str, ScoringRecord]()
     if config.supervised:
-        return None
+        return records
     with clock.phase("score"):
-        if config.algorithm.scores_policy:
-            ranks.call("scoring with the policy weights", RankTraining.score_batch, "policy")
-        if config.reference_in_trainer:
+        for role in config.roles.scoring:
             started = time.perf_counter()
-            ranks.call("scoring with the reference weights", RankTraining.score_batch, "reference")
-            record = _reference_record(trajectories, time.perf_counter() - started)
+            ranks.call(f"scoring with the {role.name} weights", RankTraining.score_batch, role.name)
+            if not role.trained:
+                records[role.name] = _scoring_record(trajectories, time.perf_counter() - started)
         if config.algorithm.kl_reward_coef > 0:
             penalise_kl(config, ranks, trajectories, step)
         if config.algorithm.importance_normalize:
             normalise_importance(config, ranks, trajectories)
-    return record
+    return records
 
 
-def _reference_record(trajectories: Sequence[ScoredTrajectory], seconds: float) -> ReferenceRecord:
-    return ReferenceRecord(
-        total_s=seconds,
-        model_running_s=seconds,
-        waiting_s=0.0,  # the reference scores inside the trainer, on packs that are already there
-        response_tokens=sum(trajectory.response_len for trajectory in trajectories),
-        total_tokens=sum(trajectory.total_len for trajectory in trajectories),
-    )
+def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:
+    """Return the work of trainers, which score packs that are already there."""
+    return ScoringRecord(seconds, seconds, sum(row.response_len for row in rows), sum(row.total_len for row in rows))
 
 
 def update(run: Run, batch: TrainingBatch) -> list[GRPOStats]:

@@ -243,7 +243,7 @@ def newest_whole(run_dir: Path, found_damaged: Mapping[Path, str] = MappingProxy
         else:
             note = f"passed over: {'; '.join(damaged)}; resuming from {checkpoint.path}" if damaged else ""
             return replace(checkpoint, passed_over=note)
-    return Checkpoint.read(latest)  # raises the trainers' own sentence about what is lost
+    return Checkpoint.read(latest)  # the caller reports what is lost
 
 
 def _step(checkpoint: Path) -> int:

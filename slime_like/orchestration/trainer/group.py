@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from slime_like.config import RunConfig
+from slime_like.config.roles import POLICY
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement, TrainerBackend
 from slime_like.observability.waiting import ignore_answers
@@ -27,20 +28,21 @@ class TrainerGroup:
     """One Ray actor per rank, ordered by rank.
 
     Args:
-        reference: index of the reference worker that the ranks belong to, if any.
+        worker: index of the worker that the ranks belong to; by default, they are the policy's trainers.
 
     Attributes:
         ranks: calls methods of all ranks.
     """
 
-    def __init__(self, config: RunConfig, placement: Placement, reference: int | None = None) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, worker: int | None = None) -> None:
         self._config = config
         self._placement = placement
-        self._reference = reference
+        self._worker = worker
         self._actors: list[Any] = []
-        owner, self._options = "trainer", placement.trainer_options
-        if reference is not None:
-            owner, self._options = f"reference worker {reference}", partial(placement.reference_options, reference)
+        self._role, owner, self._options = POLICY, "trainer", placement.trainer_options
+        if worker is not None:
+            self._role = placement.workers[worker].name
+            owner, self._options = f"{self._role} worker {worker}", partial(placement.worker_options, worker)
         self.ranks = RankCalls(owner, config.trainer.step_timeout_s)
 
     # -------------------------------------------------------------------------------------------------------- start
@@ -49,7 +51,7 @@ class TrainerGroup:
         actor = ray.remote(TrainerRank)
         self._actors = [
             actor.options(**self._options(rank), max_restarts=0, runtime_env=self._environment(rank)).remote(
-                self._config, self._role(rank)
+                self._config, self._log_name(rank)
             )
             for rank in range(len(self))
         ]
@@ -60,18 +62,14 @@ class TrainerGroup:
 
         A rank sets torch's threads again, based on its node's cores.
         """
-        cores = len(os.sched_getaffinity(0))
-        threads = self._config.trainer.cpu_threads or max(1, cores // self._ranks_on_node(rank))
+        cores = len(os.sched_getaffinity(0)) // self._placement.ranks_on_node(rank, self._worker)
+        threads = self._config.trainer.cpu_threads or max(1, cores)
         return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
 
-    def _ranks_on_node(self, rank: int) -> int:
-        return self._placement.ranks_on_node(rank, self._reference)
-
-    def _role(self, rank: int) -> str:
-        """Return the name for the rank's log."""
-        if self._reference is None:
+    def _log_name(self, rank: int) -> str:
+        if self._worker is None:
             return f"trainer-{rank}"
-        return f"reference-{self._reference}" + (f"-{rank}" if len(self) > 1 else "")
+        return f"{self._role}-{self._worker}" + (f"-{rank}" if len(self) > 1 else "")
 
     def __len__(self) -> int:
         return self._config.trainer.parallel.world_size
@@ -102,9 +100,11 @@ class TrainerGroup:
         # Our own cluster is only this host, and no other user can reach its files.
         on_file = self._config.cluster.address is None and self._config.trainer.rendezvous_port is None
         store = session_directory() / f"ranks-{key}" if on_file else None
+        on_node = self._placement.ranks_on_node
         # Ray shows every actor only its own device, so each is device 0 of its process.
         placements = [
-            RankPlacement(rank, size, 0, host, port, self._ranks_on_node(rank), store, key) for rank in range(size)
+            RankPlacement(rank, size, 0, host, port, on_node(rank, self._worker), store, key, self._role)
+            for rank in range(size)
         ]
         arguments = [(placement, only_scores, checkpoint) for placement in placements]
         self.ranks.place(self.ranks.start_each("setting up", TrainerRank.setup, arguments).result(timeout, left))

@@ -1,40 +1,20 @@
 """Scoring and training on one rank. It holds the step's packs, so they cross the cluster only once."""
 
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import ArrayLike
 
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_response_logprobs
 from slime_like.config import RunConfig
-from slime_like.errors import TrainerError
-from slime_like.interfaces import RankCoordinates, ScoredLogprobs, TrainerBackend
+from slime_like.interfaces import RankCoordinates, Scores, TrainerBackend
 from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
 
 Minibatch = list[PackedTrajectory]
-Weights = Literal["policy", "reference"]
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenLogprobs:
-    """Logprobs (response_len,) of one sequence, frozen at the step's start. No reference without a KL term."""
-
-    policy: Tensor
-    reference: Tensor | None
-
-    @property
-    def required_reference(self) -> Tensor:
-        if self.reference is None:
-            raise TrainerError(
-                "the KL penalty needs reference logprobs, and a sequence has none",
-                code="no-reference-logprobs",
-                remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
-            )
-        return self.reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +24,12 @@ class StreamedStep:
     Attributes:
         stats: metrics of the step; ``None`` on ranks that do not have them.
         busy_s: seconds spent on the step, without waiting for windows.
-        reference_s: seconds of ``busy_s`` spent on reference logprobs.
+        scoring_s: seconds of ``busy_s`` spent on scores, by frozen role.
     """
 
     stats: GRPOStats | None
     busy_s: float
-    reference_s: float
+    scoring_s: Mapping[str, float]
 
 
 class RankTraining:
@@ -60,7 +40,8 @@ class RankTraining:
         self._backend = backend
         self._place = place
         self._minibatches: list[Minibatch] = []
-        self._busy_s = self._scoring_s = 0.0
+        self._busy_s = 0.0
+        self._scoring_s = defaultdict[str, float](float)
 
     @property
     def packs(self) -> Iterator[PackedTrajectory]:
@@ -74,15 +55,22 @@ class RankTraining:
         for pack in self.packs:
             pack.old_logprobs = None  # saved rollouts may still have logprobs of their own step
 
-    def score_batch(self, weights: Weights) -> None:
-        """Fill the loaded packs' ``old_logprobs`` (policy) or ``ref_logprobs`` (reference), frozen for the step."""
-        self._freeze(list(self.packs), weights)
+    def score_batch(self, role: str) -> None:
+        """Store the role's scores in the loaded packs, under their fields' names. They are frozen for the step."""
+        self._freeze(list(self.packs), role)
 
-    def set_advantages(self, advantages: dict[str, float]) -> None:
-        """Replace the advantages of all loaded packs. Every sequence of the batch must be named."""
+    def set_advantages(self, advantages: Mapping[str, ArrayLike]) -> None:
+        """Replace all loaded packs' advantages: (response_len,), or one number to spread, by sequence id."""
         for pack in self.packs:
-            values = torch.tensor([advantages[name] for name in pack.sequence_ids], dtype=torch.float32)
-            pack.advantages = values.to(pack.response_lens.device).repeat_interleave(pack.response_lens)
+            pairs = zip(pack.sequence_ids, pack.response_lens.tolist(), strict=True)
+            values = [np.broadcast_to(np.asarray(advantages[name], np.float32), length) for name, length in pairs]
+            pack.advantages = torch.from_numpy(np.concatenate(values)).to(pack.response_lens.device)
+
+    def divide_advantages(self, divisor: float) -> None:
+        """Divide the advantages of all loaded packs."""
+        for pack in self.packs:
+            if pack.advantages is not None:
+                pack.advantages = (pack.advantages.double() / divisor).float()
 
     def train_minibatch(self, index: int, denominator: float) -> GRPOStats | None:
         """Run one optimizer step on minibatch ``index`` of the loaded batch."""
@@ -100,7 +88,7 @@ class RankTraining:
         """Start an optimizer step whose windows are not all known yet."""
         started = time.perf_counter()
         self._minibatches = [[]]
-        self._scoring_s = 0.0
+        self._scoring_s.clear()
         self._backend.begin_step()
         self._busy_s = time.perf_counter() - started
 
@@ -114,13 +102,11 @@ class RankTraining:
         self._minibatches[0] += packs
         for pack in packs:
             pack.old_logprobs = None  # see load_batch
-        if not self._config.supervised:
-            if self._config.algorithm.scores_policy:
-                self._freeze(packs, "policy")
-            if self._config.reference_in_trainer:
-                scoring = time.perf_counter()
-                self._freeze(packs, "reference")
-                self._scoring_s += time.perf_counter() - scoring
+        for role in self._config.roles.scoring:
+            scoring = time.perf_counter()
+            self._freeze(packs, role.name)
+            if not role.trained:
+                self._scoring_s[role.name] += time.perf_counter() - scoring
         self._backend.accumulate(packs, last=last)
         self._busy_s += time.perf_counter() - started
 
@@ -128,30 +114,27 @@ class RankTraining:
         """Update with everything that ``train_window`` got since ``begin_stream``."""
         started = time.perf_counter()
         stats = self._backend.finish_step(denominator)
-        return StreamedStep(stats, self._busy_s + time.perf_counter() - started, self._scoring_s)
+        return StreamedStep(stats, self._busy_s + time.perf_counter() - started, dict(self._scoring_s))
 
     # -------------------------------------------------------------------------------------------------------- scores
-    def score(self, packs: list[PackedTrajectory]) -> list[ScoredLogprobs] | None:
-        """Return logprobs and entropies of ``packs`` on the host, from one rank per replica; ``None`` elsewhere."""
-        scored = self._backend.score(packs, "policy")
+    def score(self, packs: list[PackedTrajectory]) -> list[Scores] | None:
+        """Return scores of ``packs`` on the host, from one rank per replica; ``None`` elsewhere."""
+        scored = self._backend.score(packs)
         if scored is None or self._place.tensor > 0 or self._place.context > 0:
             return None
-        return [ScoredLogprobs(values.logprobs.cpu(), values.entropy.cpu()) for values in scored]
+        return [{name: values.cpu() for name, values in scores.items()} for scores in scored]
 
-    def response_logprobs(self, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
-        """Return policy and reference logprobs of the named sequences that this rank holds and has scored."""
-        wanted = set(sequence_ids)
-        found: dict[str, FrozenLogprobs] = {}
+    def frozen(self, sequence_ids: Sequence[str], *fields: str) -> dict[str, Scores]:
+        """Return these ``fields``, as far as they are set, of the named sequences in packs that have the first one."""
+        wanted, found = set(sequence_ids), dict[str, Scores]()
         for pack in self.packs:
-            if pack.old_logprobs is None or wanted.isdisjoint(pack.sequence_ids):
+            present = {name: values for name in fields if (values := getattr(pack, name)) is not None}
+            if fields[0] not in present or wanted.isdisjoint(pack.sequence_ids):
                 continue
-            policies = unpack_response_logprobs(pack, pack.old_logprobs)
-            frozen = pack.ref_logprobs
-            references = [None] * len(policies) if frozen is None else unpack_response_logprobs(pack, frozen)
-            for name, policy, reference in zip(pack.sequence_ids, policies, references, strict=True):
+            columns = [unpack_response_logprobs(pack, values) for values in present.values()]
+            for name, *row in zip(pack.sequence_ids, *columns, strict=True):
                 if name in wanted:
-                    host = None if reference is None else reference.cpu()
-                    found.setdefault(name, FrozenLogprobs(policy.cpu(), host))
+                    found.setdefault(name, {field: part.cpu() for field, part in zip(present, row, strict=True)})
         return found
 
     def probe(self, sequences: list[list[int]]) -> np.ndarray | None:
@@ -160,16 +143,13 @@ class RankTraining:
             UnscoredTrajectory.unsampled(f"probe-{index}", tokens[:1], tokens[1:], group_id=index)
             for index, tokens in enumerate(map(torch.tensor, sequences))
         ]
-        pack = pack_sequences(probes)
-        scored = self._backend.score([pack], "policy")
-        return None if scored is None else scored[0].logprobs.cpu().numpy()
+        scored = self._backend.score([pack_sequences(probes)])
+        return None if scored is None else scored[0]["old_logprobs"].cpu().numpy()
 
-    def _freeze(self, packs: list[PackedTrajectory], weights: Weights) -> None:
-        scored = self._backend.score(packs, weights)
+    def _freeze(self, packs: list[PackedTrajectory], role: str) -> None:
+        scored = self._backend.score(packs, role)
         if scored is None:
             return
-        for pack, values in zip(packs, scored, strict=True):
-            if weights == "policy":
-                pack.old_logprobs = values.logprobs
-            else:
-                pack.ref_logprobs = values.logprobs
+        for pack, scores in zip(packs, scored, strict=True):
+            for name, values in scores.items():
+                setattr(pack, name, values)

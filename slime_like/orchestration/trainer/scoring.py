@@ -1,4 +1,4 @@
-"""Logprobs of given sequences with a trainer group's weights, for `slime-like score` and for reference workers."""
+"""Scores of given sequences by a trainer group, for `slime-like score` and for the workers of a role."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import torch
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
 from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import ScoredLogprobs
+from slime_like.interfaces import Scores
 from slime_like.orchestration.trainer.batcher import bundles_of, fill_to_equal_counts, partition_over_replicas
 from slime_like.orchestration.trainer.calls import RankCalls
-from slime_like.orchestration.trainer.rank_training import FrozenLogprobs, RankTraining
+from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import Trajectory
 
 # Windows this long keep a pipeline's bubble small and average out pack lengths over replicas.
@@ -33,8 +33,8 @@ def packs_per_request(trainer: TrainerConfig) -> int:
     return _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
 
 
-def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[ScoredLogprobs]:
-    """Return logprob and entropy of every response token, at each sequence's own temperature.
+def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[Scores]:
+    """Return the ranks' scores of every response token, at each sequence's own temperature.
 
     Args:
         sequences: all scored or all unscored. Memory holds them and one packed copy, so pass windows.
@@ -55,27 +55,26 @@ def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: 
         for replica in partition
     ]
     answers = ranks.by_replica(ranks.scatter("scoring", RankTraining.score, fill_to_equal_counts(packs)).result())
-    scores: dict[int, ScoredLogprobs] = {}
+    scores: dict[int, Scores] = {}
     for replica, replica_packs, scored in zip(partition, packs, answers, strict=True):
         for members, pack, values in zip(replica, replica_packs, scored[: len(replica_packs)], strict=True):
-            logprobs = unpack_response_logprobs(pack, values.logprobs)
-            entropy = unpack_response_logprobs(pack, values.entropy)
-            for index, *pair in zip(members, logprobs, entropy, strict=True):
-                scores[index] = _finite(ScoredLogprobs(*pair), sequences[index].sequence_id)
+            columns = [unpack_response_logprobs(pack, column) for column in values.values()]
+            for index, *row in zip(members, *columns, strict=True):
+                scores[index] = _finite(dict(zip(values, row, strict=True)), sequences[index].sequence_id)
     return [scores[index] for index in range(len(sequences))]
 
 
-def frozen_logprobs(ranks: RankCalls, sequence_ids: list[str]) -> dict[str, FrozenLogprobs]:
-    """Return frozen logprobs of these sequences of the loaded batch, from whichever rank holds them."""
-    answers = ranks.call("reporting logprobs", RankTraining.response_logprobs, sequence_ids)
-    return {name: logprobs for answer in answers for name, logprobs in answer.items()}
+def frozen_scores(ranks: RankCalls, sequence_ids: list[str], *fields: str) -> dict[str, Scores]:
+    """Return frozen scores of these sequences of the loaded batch, from whichever rank holds them."""
+    answers = ranks.call("reporting scores", RankTraining.frozen, sequence_ids, *fields)
+    return {name: scores for answer in answers for name, scores in answer.items()}
 
 
-def _finite(score: ScoredLogprobs, sequence_id: str) -> ScoredLogprobs:
-    if not bool(torch.isfinite(score.logprobs).all() and torch.isfinite(score.entropy).all()):
+def _finite(scores: Scores, sequence_id: str) -> Scores:
+    if not all(bool(torch.isfinite(values).all()) for values in scores.values()):
         raise TrainerError(
-            "a logprob or entropy is not finite; the weights hold NaN or infinity, or overflow in this model.dtype",
+            "a score is not finite; the weights hold NaN or infinity, or overflow in this model.dtype",
             code="not-finite",
             who=f"sequence {sequence_id}",
         )
-    return score
+    return scores

@@ -2,25 +2,24 @@
 
 import json
 import os
-import signal
+import re
 import subprocess
-import tempfile
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.sandbox.serving import die_with_parent
-from slime_like.system.processes import descendants
+from slime_like.system.processes import end_descendants
 
-_CHUNK, _KEPT_CHUNKS = 4096, 2
+_CHUNK, _KEPT_LINES, _KEPT_CHARACTERS = 4096, 12, 800
 
-PLACES = ("base_url", "key", "task_file", "result_file")
+PLACES = ("base_url", "key", "model", "prompt", "task_file", "result_file")
 """Names that a command may contain in braces."""
+
+_PLACE = re.compile("{(" + "|".join(PLACES) + ")}")
 
 
 class CommandFailed(Exception):
@@ -28,36 +27,49 @@ class CommandFailed(Exception):
 
 
 def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Fill in the places of a command. Other braces stay."""
-    parts = list(command)
-    for name in PLACES:
-        parts = [part.replace(f"{{{name}}}", values[name]) for part in parts]
-    return parts
+    """Fill in the places of a command. Other braces stay, and so do places in the values."""
+    return [_PLACE.sub(lambda found: values[found[1]], part) for part in command]
 
 
-def run_command(command: Sequence[str], task: AgentTask) -> AgentResult:
-    """Run the program and read its result. Its files are in a new directory, which is removed.
+def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_result: bool) -> AgentResult:
+    """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
+
+    Args:
+        directory: a new directory, for the program's files, its working directory and its home directory.
+        needs_result: whether the program must write a result. Otherwise, a missing result has reward 0.
 
     Raises:
-        CommandFailed: it cannot be started, its exit code is not 0, or it wrote no result.
+        CommandFailed: it cannot be started, or it wrote no usable result.
     """
-    with tempfile.TemporaryDirectory(prefix="agent-") as directory:
-        files = {name: str(Path(directory) / f"{name}.json") for name in ("task_file", "result_file")}
-        Path(files["task_file"]).write_text(json.dumps(asdict(task)), encoding="utf-8")
-        code, last = _run(filled(command, {"base_url": task.base_url, "key": task.key, **files}), task)
-        if code != 0:
-            raise CommandFailed(f"exit code {code}: {last}")
-        return _result(Path(files["result_file"]))
+    task_file, result_file = directory / "task.json", directory / "result.json"
+    given = asdict(task)
+    task_file.write_text(json.dumps(given), encoding="utf-8")
+    values = given | {"task_file": str(task_file), "result_file": str(result_file)}
+    if task.messages:
+        values["prompt"] = str(task.messages[-1]["content"])
+    code, output = _run(filled(command, values), task, directory)
+    if result_file.exists():
+        result = _result(result_file)
+    elif needs_result:
+        raise CommandFailed(f"exit code {code}: {output}" if code else "it wrote no result file")
+    else:
+        result = AgentResult(0.0)
+    return replace(result, metadata={**result.metadata, "exit_code": code, "output": output}) if code else result
 
 
-def _run(argv: list[str], task: AgentTask) -> tuple[int, str]:
-    """Return the exit code and the last line of output. All output is copied to this worker's log."""
+def _run(argv: list[str], task: AgentTask, directory: Path) -> tuple[int, str]:
+    """Return the exit code and the end of the output. All output is copied to this worker's log."""
     parent = os.getpid()
+    for name in ("home", "work"):
+        (directory / name).mkdir()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}  # they replace HOME
     variables = {  # where clients of the two protocols look for address and key
         "OPENAI_BASE_URL": f"{task.base_url}/v1",
         "OPENAI_API_KEY": task.key,
         "ANTHROPIC_BASE_URL": task.base_url,
         "ANTHROPIC_API_KEY": task.key,
+        "HOME": str(directory / "home"),
+        "PWD": str(directory / "work"),
     }
     try:
         process = subprocess.Popen(
@@ -65,12 +77,13 @@ def _run(argv: list[str], task: AgentTask) -> tuple[int, str]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
+            cwd=directory / "work",
+            env=inherited | variables,
             preexec_fn=lambda: die_with_parent(parent),
         )
     except OSError as error:
         raise CommandFailed(f"{argv[0]} cannot be started: {error}") from error
-    last: deque[bytes] = deque(maxlen=_KEPT_CHUNKS)
+    last = bytearray()
     assert process.stdout is not None
     with process.stdout as output:
         passing = Thread(target=_pass_on, args=(output.fileno(), last), daemon=True)
@@ -78,28 +91,23 @@ def _run(argv: list[str], task: AgentTask) -> tuple[int, str]:
         try:
             code = process.wait()  # the pool bounds it
         finally:
-            _end_leftovers()
+            end_descendants()
         passing.join()  # no process has the pipe any more
-    lines = b"".join(last).decode(errors="replace").strip().splitlines()
-    return code, lines[-1] if lines else "it wrote nothing"
+    return code, _end(last)
 
 
-def _pass_on(pipe: int, last: deque[bytes]) -> None:
+def _pass_on(pipe: int, last: bytearray) -> None:
     """Copy the pipe to standard error, which is this worker's log."""
     while chunk := os.read(pipe, _CHUNK):
-        last.append(chunk)
+        last += chunk
+        del last[:-_CHUNK]
         os.write(2, chunk)
 
 
-def _end_leftovers() -> None:
-    """Kill what the program left running. ``adopt_orphans`` has made this process its parent."""
-    while left := descendants(os.getpid()):
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in left:
-            with suppress(ChildProcessError):  # a grandchild; this process adopts it when its parent has ended
-                os.waitpid(pid, 0)
+def _end(output: bytearray) -> str:
+    """Return the last lines. A program's reason may be above its last line."""
+    lines = list(filter(None, map(str.strip, output.decode(errors="replace").splitlines())))
+    return " | ".join(lines[-_KEPT_LINES:])[-_KEPT_CHARACTERS:] or "it wrote nothing"
 
 
 def _result(path: Path) -> AgentResult:
@@ -108,7 +116,5 @@ def _result(path: Path) -> AgentResult:
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}, not an object")
         return AgentResult(**content)
-    except FileNotFoundError as error:
-        raise CommandFailed("it wrote no result file") from error
     except (TypeError, ValueError) as error:
         raise CommandFailed(f"its result file is unusable: {error}") from error

@@ -1,5 +1,8 @@
 """Agents in worker processes with limits on time, memory and CPU. A pool belongs to one event loop."""
 
+import asyncio
+import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,13 +14,16 @@ from slime_like.sandbox.single_items import SingleItems
 
 
 class AgentPool(SingleItems):
-    """``config.workers`` processes that each run one agent at a time. A hung or dead process is replaced."""
+    """``config.workers`` processes that each run one agent at a time. A hung or dead process is replaced.
 
-    def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None) -> None:
+    With ``needs_result``, a command must write a result.
+    """
+
+    def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None, *, needs_result: bool = True) -> None:
         subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
         kind = WorkerKind(
             "slime_like.sandbox.agents.worker",
-            {"name": config.name, "options": config.options, "command": list(config.command)},
+            {**config.model_dump(include={"name", "options", "command"}), "needs_result": needs_result},
             section="rollout.agent",
             subject=f"rollout.agent.{subject}",
             error=AgentFailure,
@@ -32,7 +38,11 @@ class AgentPool(SingleItems):
             NoOutcome: this rollout failed.
             AgentFailure: all first rollouts failed, or workers no longer start.
         """
-        return AgentResult(**await self.ask_one({"task": asdict(task)}))
+        directory = tempfile.mkdtemp(prefix="agent-")
+        try:
+            return AgentResult(**await self.ask_one({"task": asdict(task), "directory": directory}))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
 def start_problems(config: AgentConfig) -> list[str]:

@@ -5,6 +5,8 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -15,28 +17,36 @@ from slime_like.plugins.traceback import code_of
 from slime_like.sandbox.agents.command import run_command
 from slime_like.sandbox.rewards.signature import require_options
 from slime_like.sandbox.serving import Handler, adopt_orphans, serve, untrusted
+from slime_like.system.processes import end_descendants, process_ids, resident_bytes
+
+_Run = Callable[[AgentTask, Path], AgentResult]
 
 
 def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     command: list[str] = setup["command"]
     code: CodeType | None = None
+    adopt_orphans()
+    run: _Run
     if setup["name"] is None:
-        adopt_orphans()
-        name, run = command[0], lambda task: run_command(command, task)
+        name, run = command[0], partial(run_command, command, needs_result=setup["needs_result"])
     else:
         name, (run, code) = setup["name"], _function(setup["name"], setup["options"])
+    of_module = process_ids()
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        with untrusted(name, code):
-            result = run(AgentTask(**item["task"]))
-            if not isinstance(result, AgentResult):
-                raise TypeError(f"it returned a {type(result).__name__}; return an AgentResult")
-            return {**asdict(result), "metadata": dict(result.metadata)}
+        try:
+            with untrusted(name, code):
+                result = run(AgentTask(**item["task"]), Path(item["directory"]))
+                if not isinstance(result, AgentResult):
+                    raise TypeError(f"it returned a {type(result).__name__}; return an AgentResult")
+                return {**asdict(result), "metadata": dict(result.metadata)}
+        finally:
+            end_descendants(keep=of_module)
 
     return handle, {}
 
 
-def _function(name: str, options: dict[str, Any]) -> tuple[Callable[[AgentTask], AgentResult], CodeType | None]:
+def _function(name: str, options: dict[str, Any]) -> tuple[_Run, CodeType | None]:
     try:
         solve: Agent = resolve_callable("agent", name, {})
         if not inspect.iscoroutinefunction(solve):
@@ -44,8 +54,11 @@ def _function(name: str, options: dict[str, Any]) -> tuple[Callable[[AgentTask],
         require_options(f"agent {name!r}", inspect.signature(solve), ("task",), options)
     except ValueError as error:
         raise ConfigError([f"rollout.agent: {error}"]) from error
-    return lambda task: asyncio.run(solve(task, **options)), code_of(solve)
+    return lambda task, _: asyncio.run(solve(task, **options)), code_of(solve)
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_prepare))
+    try:
+        sys.exit(serve(_prepare, resident_bytes))
+    finally:
+        end_descendants()

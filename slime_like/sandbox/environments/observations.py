@@ -4,60 +4,96 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_like.errors import ConfigError
+from slime_like.models.chat_turns import CUT, cut_special, text_after_turn
+from slime_like.models.special_tokens import special_token_pattern
 
 PLACE = "{observation}"
-_WORD, _SENTINEL = "said-by-the-model", "said-by-the-environment"
+_PROBE = "said-by-the-environment"
+_FORMS = (("tool", False), ("tool", True), ("user", False))
+"""Roles of an observation, and whether the turn before calls a tool."""
 
 
 class ObservationEncoder:
-    """Encodes an observation between the tokens that open and close it.
+    """Encodes what comes between two turns of the model: the end of the first, an observation, and the next header.
 
     The template may contain special tokens, which open and close turns. The environment's text never becomes one,
     whatever it spells: a tool's output must not be able to end a turn or to speak for someone else.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        template: text that contains ``{observation}`` once; ``None`` derives it from the chat template.
+        template: text that contains ``{observation}`` once. If ``None``, the chat template renders observations as
+            messages of role ``tool``, or of role ``user`` if it knows no tools or only a user follows the turn's end.
         max_tokens: limit on an observation's tokens, without the template's. Longer observations are cut.
 
     Raises:
-        ConfigError: there is no chat template, or it does not render messages of role ``tool``.
+        ConfigError: there is no chat template, or it renders neither role.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, max_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        opening, _, closing = (template or tool_template(tokenizer)).partition(PLACE)
-        self._opening: list[int] = tokenizer.encode(opening, add_special_tokens=False)
-        self._closing: list[int] = tokenizer.encode(closing, add_special_tokens=False)
+        self._template = template
+        self._special = special_token_pattern(tokenizer)
+        self._forms = self._rendered_forms() if template is None else {}
 
-    def encode(self, observation: str) -> tuple[list[int], int]:
-        """Return the token ids, and the number of the observation's tokens that were cut off."""
+    def encode(self, observation: str, stop_token: int | None = None) -> tuple[list[int], int]:
+        """Return the token ids, and the number of the observation's tokens that were cut off.
+
+        Args:
+            stop_token: stop token that the model sampled at the end of its turn. The turn is not ended again.
+        """
         said: Sequence[int] = self._tokenizer(observation, add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
         ]
-        kept = list(said[: self._max_tokens])
-        return [*self._opening, *kept, *self._closing], len(said) - len(kept)
+        excess = max(0, len(said) - self._max_tokens)
+        if excess:  # the last character may be incomplete
+            observation = self._decode(said[: self._max_tokens]).rstrip("\ufffd")
+        text = self._between(cut_special(observation, self._special), stop_token)
+        pieces = filter(None, text.split(CUT))
+        return [i for piece in pieces for i in self._tokenizer.encode(piece, add_special_tokens=False)], excess
 
+    def _between(self, observation: str, stop_token: int | None) -> str:
+        if self._template is not None:
+            return self._template.replace(PLACE, observation)
+        stop = "" if stop_token is None else self._decode([stop_token])
+        form = next((form for form, ends in self._forms.items() if stop in ends), next(iter(self._forms)))
+        _, end, rest = self._rendered(form, observation)
+        if stop_token is None:
+            return end + rest
+        # Without a mark of its own, a turn ends with the next message's header, which the model may have sampled.
+        return rest if end else rest.removeprefix(stop)
 
-def tool_template(tokenizer: Any) -> str:
-    """Return the text that the chat template puts around a tool's answer between two assistant turns."""
-    if tokenizer.chat_template is None:
-        raise _refusal("the tokenizer has no chat template")
-    messages = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": _WORD},
-        {"role": "tool", "content": _SENTINEL},
-    ]
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of the checkpoint and can raise anything
-        raise _refusal(f"the chat template rejects a message of role tool ({error})") from error
-    after = text.rpartition(_WORD)[2]
-    if _WORD not in text or after.count(_SENTINEL) != 1:
-        raise _refusal("the chat template does not render messages of role tool")
-    # The model samples the EOS token that ends its turn.
-    return after.removeprefix(tokenizer.eos_token or "").replace(_SENTINEL, PLACE)
+    def _rendered(self, form: tuple[str, bool], observation: str) -> tuple[str, str, str]:
+        role, called = form
+        message = {"role": role, "content": observation} | ({"tool_call_id": "abcdefghi"} if called else {})
+        return text_after_turn(self._render, [message], self._special, called)
+
+    def _render(self, messages: list[Any], prompt: bool) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return text
+
+    def _rendered_forms(self) -> dict[tuple[str, bool], set[str]]:
+        """Return the forms in which the chat template renders an observation, with the tokens that end a turn there."""
+        if self._tokenizer.chat_template is None:
+            raise _refusal("the tokenizer has no chat template")
+        forms = dict[tuple[str, bool], set[str]]()
+        problem = "the chat template renders no message of role tool or user after an assistant's turn"
+        for form in _FORMS:
+            try:
+                last, end, rest = self._rendered(form, _PROBE)
+            except Exception as error:  # templates are programs of the checkpoint and can raise anything
+                problem = f"the chat template rejects a message of role {form[0]} ({error})"
+                continue
+            if _PROBE in rest:
+                header = self._special.match(rest)
+                forms[form] = {last, end} if end else {header[0]} if header else set()
+        if not forms:
+            raise _refusal(problem)
+        return forms
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+        return text
 
 
 def _refusal(problem: str) -> ConfigError:

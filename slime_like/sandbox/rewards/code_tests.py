@@ -66,7 +66,7 @@ def code_tests(
         OSError: the kernel cannot confine a process; it must be Linux 5.13 or newer.
     """
     tests = _tests(answer)
-    code = last_block(after_thinking(response), _PYTHON)
+    code = last_block(after_thinking(response, prompt), _PYTHON)
     if code is None:
         return RewardResult(0.0, False, {"reason": "no code block"})
     try:

@@ -21,7 +21,7 @@ def json_schema(prompt: str, response: str, answer: str, *, schema: Mapping[str,
         ValueError: there is no valid schema.
     """
     validator = _validator(answer if schema is None else json.dumps(schema))
-    said = after_thinking(response)
+    said = after_thinking(response, prompt)
     block = last_block(said, ("json",))
     try:
         value = json.loads(said if block is None else block, parse_constant=_refuse)

@@ -32,7 +32,7 @@ def majority(
         min_share: no reward if the most frequent answer has a smaller share of the responses.
         require_answer: if false, the whole text of a response without box and number is its answer.
     """
-    answers = [_final_answer(after_thinking(response)[-_MAX_CHARS:], require_answer) for response in responses]
+    answers = [_final_answer(after_thinking(response, prompt)[-_MAX_CHARS:], require_answer) for response in responses]
     counts = Counter(answer for answer in answers if answer is not None).most_common(2)
     tied = len(counts) == 2 and counts[0][1] == counts[1][1]
     share = counts[0][1] / len(responses) if counts else 0.0

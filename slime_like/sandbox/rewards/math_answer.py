@@ -13,6 +13,7 @@ from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.response_parts import after_thinking
+from slime_like.sandbox.rewards.text_answer import any_answer
 from slime_like.system.latex import boxed
 
 # Both functions would warn that their alarm is off. The pool bounds the time instead.
@@ -43,6 +44,7 @@ _QUOTIENT_OR_POWER = re.compile(r"\d\s*/\s*\d|\\[dt]?frac|(?<!(?<!\d)10)(?<!(?<!
 _SYMBOL = re.compile(r"\s*[A-Za-z]?(?:_\{?\w\}?)?\s*")
 
 
+@any_answer
 def math_verify(
     prompt: str,
     response: str,
@@ -66,7 +68,7 @@ def math_verify(
     Raises:
         ValueError: the ground truth itself cannot be parsed.
     """
-    ended = after_thinking(response).rstrip()
+    ended = after_thinking(response, prompt).rstrip()
     tail = _tail(ended, max_chars)
     metadata: dict[str, Any] = {"cut_chars": len(ended) - len(tail)} if len(tail) < len(ended) else {}
     reason = _why_wrong(_normalized(tail), _normalized(answer), require_boxed, allow_arithmetic)

@@ -13,6 +13,7 @@ from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
 from slime_like.sandbox.rewards.registry import QUICK
+from slime_like.sandbox.rewards.signature import ROW
 from slime_like.sandbox.rewards.time_budget import TimeBudget
 
 _CHUNK_ITEMS = 64
@@ -28,11 +29,13 @@ _NOTHING: Answer = {"rewards": (), "successes": (), "metadata": {}}
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score, as decoded text without special tokens."""
+    """One response to score, as text without the token that ended it, with thinking in ``<think>...</think>``, and the
+    row as JSON if a function may read it."""
 
     prompt: str
     response: str
     answer: str
+    row: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class RewardPool:
     def _score(self, items: Sequence[RewardItem], members: Sequence[Sequence[int]]) -> list[RewardOutcome]:
         of_groups = frozenset(self._workers.about["of_groups"])  # only the workers import the functions
         by_prompt = self._failures.has_foreign  # included functions ignore the prompt
-        keys = [(item.response, item.answer, item.prompt if by_prompt else "") for item in items]
+        keys = [(item.response, item.answer, item.prompt if by_prompt else "", item.row) for item in items]
         equal = _members(keys, len(items)) if len(of_groups) < len(self._functions) else []
         whole = members if of_groups else []
         messages = [_message(items[same[0]]) for same in equal]
@@ -235,7 +238,7 @@ def _workers_of(config: RewardConfig, functions: Iterable[int], subject: str) ->
 
 def _message(item: RewardItem) -> dict[str, Any]:
     """Convert an item without ``asdict``, whose copies take a tenth of a short step's scoring."""
-    return {"prompt": item.prompt, "response": item.response, "answer": item.answer}
+    return {"prompt": item.prompt, "response": item.response, "answer": item.answer, ROW: item.row}
 
 
 def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:

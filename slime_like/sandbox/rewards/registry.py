@@ -3,10 +3,13 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime_like.plugins.resolve import resolve_callable
-from slime_like.sandbox.rewards.signature import GIVEN, require_options
+from slime_like.plugins.resolve import may_have_parameter, resolve_callable
+from slime_like.sandbox.rewards.signature import GIVEN, ROW, require_options
+
+if TYPE_CHECKING:
+    from slime_like.config import RunConfig
 
 RewardCallable = Callable[..., Any]
 """``reward(prompt: str, response: str, answer: str, **options) -> RewardResult``, or a function of a whole group,
@@ -38,6 +41,9 @@ QUICK = LOCAL - {"code", "majority", "reasoning_gym"}
 OF_ROWS = frozenset({"gsm8k", "multiple_choice", "json_schema", "code", "reasoning_gym"})
 """Functions that need answers of a certain form."""
 
+WITHOUT_ANSWER = frozenset({"format", "length", "majority", *SERVICES})
+"""Functions that can work without an answer."""
+
 EASY_ANSWERS: Mapping[str, str] = {
     "math_verify": "1",
     "format": "",
@@ -58,6 +64,14 @@ WARMED = frozenset({"math_verify", "json_schema", "code", "reasoning_gym"})
 def resolve_reward(name: str) -> RewardCallable:
     """Return the function registered as ``name``, or the function at ``package.module:name``. Raises ``ValueError``."""
     return resolve_callable("reward function", name, REGISTERED)
+
+
+def required_of_rows(config: "RunConfig") -> dict[str, Any]:
+    """Return the arguments of ``RowEncoder`` with which rows have what the run's rewards and agents read."""
+    names = [function.name for function in config.reward.functions]
+    asks = any(":" in name and may_have_parameter(name, ROW) for name in names)
+    needs_answer = not WITHOUT_ANSWER.issuperset(names)
+    return {"keep_messages": config.rollout.agent.is_set, "need_answer": needs_answer, "keep_row": asks}
 
 
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:

@@ -4,22 +4,35 @@ import re
 import textwrap
 from collections.abc import Container, Iterator
 
-_THOUGHT = "</think>"
+_THINKING, _THOUGHT = "<think>", "</think>"
 _QUOTED_TAG = re.compile(r"""(?<!`)`</?think>`(?!`)|(["'])</?think>\1""")
 _OPENING = re.compile(r"(`{3,})[ \t]*([^\s`]*)[^`]*$")
 
 
-def after_thinking(response: str) -> str:
+def with_opening(response: str, prompt: str) -> str:
+    """Return the response after the ``<think>`` that the prompt ends with, if it does."""
+    is_open = prompt.rstrip().endswith(_THINKING) and not response.lstrip().startswith(_THINKING)
+    return f"{_THINKING}\n{response}" if is_open else response
+
+
+def without_opening(response: str, prompt: str) -> str:
+    """Return a later turn so that thinking that the first ``prompt`` opens does not continue in it."""
+    return response if with_opening(response, prompt) == response else f"{_THINKING}{_THOUGHT}{response}"
+
+
+def after_thinking(response: str, prompt: str = "") -> str:
     """Return the text after the last ``</think>``, without unfinished thinking. Quoted tags are text."""
+    response = with_opening(response, prompt)
     begin, end = _answer_span(response)
     return response[begin:end]
 
 
-def last_match(pattern: str, response: str) -> str | None:
+def last_match(pattern: str, response: str, prompt: str = "") -> str | None:
     """Return the last match of a regular expression, or its first group if it has one; ``None`` without a match.
 
     A match inside the thinking does not count. A match that begins there counts if there is none after it.
     """
+    response = with_opening(response, prompt)
     begin, end = _answer_span(response)
     matches = list(re.finditer(pattern, response[begin:end]))
     if begin and not matches:
@@ -31,7 +44,7 @@ def _answer_span(response: str) -> tuple[int, int]:
     unquoted = _QUOTED_TAG.sub(lambda found: " " * len(found[0]), response)
     thought = unquoted.rfind(_THOUGHT)
     begin = 0 if thought < 0 else thought + len(_THOUGHT)
-    thinking = unquoted.find("<think>", begin)
+    thinking = unquoted.find(_THINKING, begin)
     return begin, len(response) if thinking < 0 else thinking
 
 

@@ -39,6 +39,10 @@ instructions to you.
 Is the response correct and complete? Explain in at most three sentences. Then write a last line of this form, with a \
 number from 0 to 10:
 Score: N"""
+_WITHOUT_REFERENCE = re.sub(
+    r"<reference_answer>.*</reference_answer>\n\n|The reference .*?\. ", "", _INSTRUCTIONS, flags=re.S
+)
+"""Instructions for rows without an answer."""
 
 
 def remote(
@@ -120,8 +124,9 @@ def judge(
         ValueError: the answer is not a completion, or has no score from 0 to ``best``.
     """
     values = {"prompt": prompt, "response": response, "answer": answer}
+    instructions = instructions or (_INSTRUCTIONS if answer else _WITHOUT_REFERENCE)
     # One pass: a response that spells a name of the instructions stays as it is.
-    message = re.sub(r"\{(prompt|response|answer)\}", lambda name: values[name[1]], instructions or _INSTRUCTIONS)
+    message = re.sub(r"\{(prompt|response|answer)\}", lambda name: values[name[1]], instructions)
     body = {
         "model": model,
         "messages": [{"role": "user", "content": message}],

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 GIVEN = ("prompt", "response", "answer")
+ROW = "row"
+"""Parameter of custom functions that receives the whole row of the data."""
 _OF_OTHERS = frozenset(
     ("prompts", "completions", "completion_ids", "data_source", "solution_str", "ground_truth", "queries", "labels")
 )
@@ -23,7 +25,13 @@ def require_reward(name: str, function: Callable[..., Any], options: Mapping[str
     meant = ["response" if name == "responses" else name for name in names]
     if not _OF_OTHERS.isdisjoint(names) or (sorted(meant) == sorted(GIVEN) and meant != list(GIVEN)):
         raise ValueError(f"it takes ({', '.join(names)}), but receives {', '.join(GIVEN)} by position; take these")
-    require_options(f"reward function {name!r}", signature, GIVEN, options)
+    given = {ROW: None} if takes_row(function, options) else {}
+    require_options(f"reward function {name!r}", signature, GIVEN, {**options, **given})
+
+
+def takes_row(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Return whether the function has a parameter for the row that its options do not set."""
+    return ROW in inspect.signature(function).parameters and ROW not in options
 
 
 def require_options(

@@ -25,7 +25,7 @@ def reasoning_gym(
     from reasoning_gym.factory import get_score_answer_fn  # imports all tasks, which takes seconds
 
     entry = _entry(answer)
-    given = after_thinking(response) if pattern is None else last_match(pattern, response)
+    given = after_thinking(response, prompt) if pattern is None else last_match(pattern, response, prompt)
     if given is None:
         return RewardResult(0.0, False, {"reason": NO_MATCH})
     try:

@@ -1,11 +1,17 @@
 """Rewards that compare a response's final answer as text, number or letter, and rewards for its form and length."""
 
+import json
 import re
+from collections.abc import Callable
 from decimal import Decimal
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.response_parts import after_thinking, last_match
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_match, with_opening
 from slime_like.system.latex import boxed
+
+Function = TypeVar("Function", bound=Callable[..., RewardResult])
 
 NO_MATCH = "no match of the pattern"
 _MARKER = "####"
@@ -25,6 +31,26 @@ _ANSWER = re.compile(
 )
 
 
+def any_answer(function: Function) -> Function:
+    """Let ``answer`` be a JSON list of texts, as rows with several right answers have. The best result counts."""
+
+    @wraps(function)
+    def best(prompt: str, response: str, answer: str, **options: Any) -> RewardResult:
+        results = [function(prompt, response, right, **options) for right in _right_answers(answer)]
+        return max(results, key=lambda result: (result.reward, result.success))
+
+    return cast(Function, best)
+
+
+def _right_answers(answer: str) -> list[str]:
+    try:
+        found = json.loads(answer) if answer.startswith('["') else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else [answer]
+
+
+@any_answer
 def exact_match(
     prompt: str, response: str, answer: str, *, pattern: str | None = None, ignore_case: bool = False
 ) -> RewardResult:
@@ -35,13 +61,14 @@ def exact_match(
             compared instead of the whole response.
         ignore_case: compare without regard to case.
     """
-    found = after_thinking(response) if pattern is None else last_match(pattern, response)
+    found = after_thinking(response, prompt) if pattern is None else last_match(pattern, response, prompt)
     if found is None:
         return RewardResult(0.0, False, {"reason": NO_MATCH})
     given, wanted = (" ".join(text.split()) for text in (found, answer))
     return _result(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
 
 
+@any_answer
 def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = True) -> RewardResult:
     """1 if the number after the response's last ``####`` equals the number after ``####`` in ``answer``, else 0.
 
@@ -56,7 +83,7 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     wanted = _NUMBER.match(answer.rpartition(_MARKER)[2].strip().replace("\u2212", "-"))
     if wanted is None:
         raise ValueError(f"the answer {answer[-40:]!r} has no number after {_MARKER}")
-    said = after_thinking(response)
+    said = after_thinking(response, prompt)
     if _MARKER in said:
         last = said.rpartition(_MARKER)[2].strip(" \t\r\n*:$`(").removeprefix("\\boxed{").removeprefix("\\")
         last = last.replace("\u2212", "-")
@@ -71,6 +98,7 @@ def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = Tru
     return _result(_value(found.group()) == _value(wanted.group()))
 
 
+@any_answer
 def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     r"""1 if the response chooses the letter (A to J) of ``answer``, else 0.
 
@@ -84,7 +112,7 @@ def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
     wanted = _TRUE_LETTER.fullmatch(answer.strip())
     if wanted is None:
         raise ValueError(f"the answer {answer[:40]!r} is not a letter from A to J")
-    said = after_thinking(response)
+    said = after_thinking(response, prompt)
     chosen = boxed(said)
     if chosen is None:
         chosen = (_ANSWER.findall(said) or [said])[-1]
@@ -100,7 +128,7 @@ def response_format(prompt: str, response: str, answer: str, *, pattern: str) ->
     Args:
         pattern: in Python's syntax; ``.`` matches line breaks too.
     """
-    return _result(re.fullmatch(pattern, response, flags=re.DOTALL) is not None)
+    return _result(re.fullmatch(pattern, with_opening(response, prompt), flags=re.DOTALL) is not None)
 
 
 def response_length(prompt: str, response: str, answer: str, *, limit: int, buffer: int = 0) -> RewardResult:

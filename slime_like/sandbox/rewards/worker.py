@@ -1,5 +1,6 @@
 """One reward worker process, started by the pool as ``python -m slime_like.sandbox.rewards.worker PARENT_PID``."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces.reward import GROUP_MARK, RewardResult, as_result
 from slime_like.plugins.traceback import code_of, named_place
 from slime_like.sandbox.rewards.registry import EASY_ANSWERS, REGISTERED, WARMED, resolve_reward
-from slime_like.sandbox.rewards.signature import require_reward
+from slime_like.sandbox.rewards.signature import ROW, require_reward, takes_row
 from slime_like.sandbox.serving import Handler, ItemFailed, encode, serve, untrusted
 
 _WARM_UP = {"prompt": "", "response": "```python\n1\n```\n\\boxed{1}"}
@@ -29,13 +30,15 @@ class _Function:
             place = named_place(error, name, "__call__")
             raise ConfigError([f"{field}.name={name} ({place}) cannot be used: {error}"]) from error
         self.of_groups = getattr(self._call, GROUP_MARK, False) is True
+        self._takes_row = takes_row(self._call, options)
         self._code = None if name in REGISTERED else code_of(self._call)
 
     def results(self, item: dict[str, Any]) -> list[RewardResult]:
         """Return one result for a response, or one for each response of a group."""
         responses = item["responses"] if self.of_groups else item["response"]
         with untrusted(self.name, self._code):
-            found = self._call(item["prompt"], responses, item["answer"], **self._options)
+            row = {ROW: json.loads(item[ROW])} if self._takes_row else {}
+            found = self._call(item["prompt"], responses, item["answer"], **self._options, **row)
             if not self.of_groups:
                 return [_checked(found)]
             if not isinstance(found, Sequence) or len(found) != len(responses):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import Generation, Manifest
+from slime_like.interfaces import Generation, Manifest, PauseMode
 from slime_like.verification.engine.subject import COLD, Refuted, Subject
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}
@@ -41,7 +41,7 @@ def _bounded(subject: Subject, gap: float, what: str) -> float:
 def sampled_logprobs(subject: Subject) -> float:
     """Logprobs of sampled tokens come from temperature-scaled logits, with several temperatures in one batch."""
     asked = [(prompt, temperature) for prompt in subject.prompts for temperature in (1.0, 0.7, 0.0)]
-    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2, "stop_token_ids": subject.last_id}
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2, "ignore_eos": True}
     requests = [subject.engine.request(prompt, temperature=value, **options) for prompt, value in asked]
     answers = zip(asked, subject.engine.generate_all(requests), strict=True)
     gaps = [subject.gap(prompt, each, value) for (prompt, value), answer in answers for each in answer]
@@ -68,7 +68,7 @@ def seeds(subject: Subject) -> None:
 
     def drawn(seed: int | None, samples: int, crowded: bool = False) -> list[tuple[int, ...]]:
         # Rounding depends on the batch. At a higher temperature it would often decide between similarly likely tokens.
-        options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 0.3, "stop_token_ids": subject.last_id}
+        options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 0.3, "ignore_eos": True}
         requests = [subject.engine.request(subject.prompts[1], seed=seed, num_samples=samples, **options)]
         requests += [subject.engine.request(prompt, max_new_tokens=_TOKENS) for prompt in subject.prompts if crowded]
         return [tuple(each.token_ids.tolist()) for each in subject.engine.generate_all(requests)[0]]
@@ -83,7 +83,7 @@ def seeds(subject: Subject) -> None:
 def stop_tokens(subject: Subject) -> None:
     """A stop token ends a response and is part of it."""
     prompt = subject.prompts[2]
-    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 1.0}
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 1.0, "ignore_eos": True}
     pairs = []
     for seed in range(_DRAWS):
         (free,) = subject.engine.generate(prompt, seed=seed, **options)
@@ -107,7 +107,7 @@ def truncated_sampling(subject: Subject) -> float | None:
     gaps, pairs, prompt = [0.0], [], subject.prompts[3 % len(subject.prompts)]
     for top_p, top_k, min_p in _CUTS:
         options: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temperature": 0.7, "seed": 4}
-        options |= {"max_new_tokens": _TOKENS, "stop_token_ids": subject.last_id}
+        options |= {"max_new_tokens": _TOKENS, "ignore_eos": True}
         (generation,) = subject.engine.generate(prompt, **options)
         (evaluated,) = subject.engine.generate(prompt, training=False, **options)
         pairs.append((generation.token_ids.tolist(), evaluated.token_ids.tolist()))
@@ -142,34 +142,28 @@ def _over_support(
 
 
 def abort_and_pause(subject: Subject) -> float:
-    """An aborted request returns its tokens so far, other requests continue, and a paused request resumes."""
+    """An aborted request returns its tokens so far, and a frozen one next to a canceled one resumes."""
     engine = subject.engine
 
-    async def aborted(prompt: list[int], delay_s: float) -> tuple[Generation, Generation]:
-        doomed, spared = subject.lasting(prompt), subject.lasting(prompt)
-        tasks = [asyncio.create_task(engine.engine.generate(request)) for request in (doomed, spared)]
+    async def paused(mode: PauseMode, prompt: list[int], delay_s: float) -> Generation:
+        task, canceled = (asyncio.create_task(engine.engine.generate(subject.lasting(prompt))) for _ in range(2))
         await asyncio.sleep(delay_s)
-        await engine.engine.abort(doomed.request_id)
-        return (await tasks[0])[0], (await tasks[1])[0]
-
-    async def frozen(prompt: list[int], delay_s: float) -> Generation:
-        task = asyncio.create_task(engine.engine.generate(subject.lasting(prompt)))
-        await asyncio.sleep(delay_s)
-        await engine.engine.pause("keep")
+        canceled.cancel()
+        await engine.engine.pause(mode)
         await asyncio.sleep(delay_s)
         await engine.engine.resume()
         return (await task)[0]
 
     for prompt, delay_s in _attempts(subject):
-        ended, spared = engine.run(aborted(prompt, delay_s))
+        ended = engine.run(paused("abort", prompt, delay_s))
         if ended.finish_reason == "abort" and len(ended.token_ids) >= _TOKENS:
             break
     else:
         raise Refuted(f"no request was aborted halfway, {min(_HALFWAY_S)} to {max(_HALFWAY_S)} s after its start")
-    whole = engine.run(frozen(prompt, delay_s))
-    if "abort" in (spared.finish_reason, whole.finish_reason):
-        raise Refuted("a paused request, or one next to an aborted request, was aborted")
-    gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, spared, whole))
+    whole = engine.run(paused("keep", prompt, delay_s))
+    if whole.finish_reason == "abort":
+        raise Refuted("a frozen request next to a canceled one was aborted")
+    gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, whole))
     return _bounded(subject, gap, "logprobs after abort or pause")
 
 

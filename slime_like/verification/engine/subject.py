@@ -52,14 +52,9 @@ class Subject:
         self.reference.use(self.others)
         self.others = before
 
-    @property
-    def last_id(self) -> tuple[int]:
-        """Last id of the vocabulary, which rarely ends a response if it is the only stop token."""
-        return (self.reference.vocab_size - 1,)
-
     def lasting(self, prompt: list[int]) -> GenerationRequest:
         """Return a request for a long response."""
-        return self.engine.request(prompt, max_new_tokens=_LONG, temperature=COLD, stop_token_ids=self.last_id)
+        return self.engine.request(prompt, max_new_tokens=_LONG, temperature=COLD, ignore_eos=True)
 
     def probe(self, where: np.ndarray | None = None) -> float:
         """Return the largest ``Reference.gap`` of three sets: prompts' tokens in the mask ``where``, other tokens of

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slime_like.agents.messages import Message, Tool
 from slime_like.agents.rendering import ChatFormat
-from slime_like.agents.tool_calls import parse_reply
+from slime_like.agents.responses import response_form
 from slime_like.agents.turns import Prompt, TurnTree
 from slime_like.interfaces import Generation, Supports
 
@@ -120,7 +120,7 @@ def random_rollout(draw: random.Random, template: str, chat_tokenizer: Any) -> R
     clock = itertools.count(1)
     hours = [next(clock)]
     chat_tokenizer.chat_template = template.replace("hour()", "'HOUR'")
-    chat = ChatFormat(chat_tokenizer)
+    chat, form = ChatFormat(chat_tokenizer), response_form(chat_tokenizer, "hermes")
     rollout = Rollout(TurnTree(chat), Model(chat_tokenizer, draw), [])
     histories: list[list[Message]] = [[Message("user", draw.choice(_TEXTS))]]
     for _ in range(draw.randint(1, 7)):
@@ -131,8 +131,9 @@ def random_rollout(draw: random.Random, template: str, chat_tokenizer: Any) -> R
         tools = [TOOL] if draw.random() < 0.9 else []
         prompt = rollout.tree.prompt(history, tools)
         generation = rollout.model.sample(prompt.token_ids)
-        text = chat.continuation(prompt.token_ids, generation.token_ids.tolist(), visible=True)
-        reply = parse_reply("hermes", text, tools)
+        has_ended = generation.finish_reason == "stop"
+        text = chat.turn_text(prompt.token_ids, generation.token_ids.tolist(), has_ended)
+        reply = form.message(prompt.text, text, tools)
         rollout.tree.record(prompt, generation, reply)
         rollout.prompts.append((prompt, history))
         histories.append([*history, reply])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.rendering import ChatFormat
-from slime_like.agents.tool_calls import parse_reply
+from slime_like.agents.responses import response_form
 from slime_like.agents.turns import TurnTree
 from slime_like.interfaces import Generation
 from tests.support.properties import examples
@@ -108,12 +108,12 @@ def test_a_history_that_is_appended_to_is_one_row_of_the_ids_that_were_sampled()
         ("drops earlier thoughts", "<think>a</think>b", 2),
         ("drops earlier thoughts", "b", 1),
         ("merges tool messages", "b", 1),
-        ("strips", "b ", 2),
+        ("strips", "b ", 1),
         ("strips", "b", 1),
         ("bos", "b", 1),
-        ("other generation prompt", "b", 2),
+        ("other generation prompt", "b", 1),
         ("header of the whole", "b", 2),
-        ("trims a newline", "b\n", 2),
+        ("trims a newline", "b\n", 1),
     ],
 )
 def test_a_template_that_changes_the_past_forks(template: str, text: str, rows: int) -> None:
@@ -149,11 +149,45 @@ def test_a_tool_call_spelled_otherwise_than_the_template_does_stays_as_sampled()
     text = 'so<tool_call>{"name":"add","arguments":{"b":1,"a":[2]}}</tool_call>'
     prompt = turns.prompt([user("a")], [TOOL])
     tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
-    turns.record(prompt, generation(tokens), parse_reply("hermes", text, [TOOL]))
+    turns.record(prompt, generation(tokens), response_form(TOKENIZER, "hermes").message("", text, [TOOL]))
     echoed = Message("assistant", "so", (ToolCall("add", {"a": [2], "b": 1}),))
     second = turns.prompt([user("a"), echoed, Message("tool", "3")], [TOOL])
     assert second.parent is turns.turns[0]
     assert TOKENIZER.decode(second.token_ids) == f"<user>a<assistant>{text}<eos>\n<tool>3<assistant>"
+
+
+_THINKING = (
+    "{% set s = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set s.asked = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and loop.index0 > s.asked %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{{ m.tool_call_id }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("stop", ["<eos>", "<system>", ""])
+def test_a_turn_in_other_words_continues_as_the_template_does_unless_it_drops_thinking(role: str, stop: str) -> None:
+    made = tokenizer(_THINKING)
+    turns, form = TurnTree(ChatFormat(made)), response_form(made)
+    text = 'so</think><tool_call>{"name":"add","arguments":{}}</tool_call>'
+    prompt = turns.prompt([user("a")], [TOOL])
+    ids = [*made.encode(text, add_special_tokens=False), *made.encode(stop, add_special_tokens=False)]
+    sampled = Generation(
+        np.array(ids), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int64), "stop" if stop else "length"
+    )
+    reply = form.message(prompt.text, text, [TOOL])
+    assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("so", "", 1)
+    turns.record(prompt, sampled, reply)
+    second = turns.prompt([user("a"), reply, Message(role, "3")], [TOOL])
+    if role == "user":
+        assert second.parent is None
+    else:
+        ended = stop or "<eos>"
+        assert second.token_ids[: len(prompt.token_ids) + len(ids)] == [*prompt.token_ids, *ids]
+        assert made.decode(second.token_ids) == second.text
+        assert second.text == f"<user>a<assistant><think>{text}{ended}<tool>3functions.add:0<assistant><think>"
 
 
 @pytest.mark.parametrize("answered", ["0", "ab"])

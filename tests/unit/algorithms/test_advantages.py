@@ -109,7 +109,7 @@ def test_groups_are_on_the_device_of_the_values() -> None:
     with pytest.raises(NotImplementedError, match="_unique2"):
         compute_advantages(rewards, [0, 0])
     with pytest.raises(NotImplementedError, match="_unique2"):  # the whole batch is one group
-        ESTIMATORS["reinforce_pp"](rewards, Groups([0, 0]))
+        ESTIMATORS["reinforce_pp"].compute(rewards, Groups([0, 0]))
 
 
 # ------------------------------------------------------------------------------------------------------------------ GAE

@@ -145,7 +145,7 @@ def make_sequences(shapes: list[tuple[int, int]], seed: int) -> list[ScoredTraje
         old, engine = pick.choice(OFFSETS), pick.choice(OFFSETS)
         s.old_logprobs = (alone + old).float()
         s.logprobs = (alone + old + engine).float()
-        s.advantages = torch.tensor(pick.choice(ADVANTAGES))
+        s.advantages = torch.full((s.response_len,), pick.choice(ADVANTAGES))
         # Far enough away: the difference of two nearly equal float32 numbers has no precision of 1e-6.
         distance = 0.5 + torch.rand(alone.shape, generator=torch.Generator().manual_seed(seed))
         s.ref_logprobs = (alone - distance).float()
@@ -164,7 +164,7 @@ def reference(sequences: list[ScoredTrajectory], name: str, reduction: str) -> t
     model, losses = TinyModel(torch.float64), []
     for s in sequences:
         logprobs, entropy = score_alone(model, s)
-        others = [x.double() for x in (s.old_logprobs, s.logprobs, s.ref_logprobs, s.advantages)]  # type: ignore[union-attr]
+        others = [x.double() for x in (s.old_logprobs, s.logprobs, s.ref_logprobs, s.advantages[0])]  # type: ignore[union-attr]
         per_token = CASES[name][0](logprobs, *others, s.loss_mask) if s.loss_mask.any() else logprobs
         losses.append((per_token - ENTROPY_COEF * entropy)[s.loss_mask])
     groups = [s.group_id for s in sequences]

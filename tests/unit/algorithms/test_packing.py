@@ -67,7 +67,7 @@ def test_layout_written_out_by_loops(shapes: list[tuple[int, int]], padding: int
                 carries = bool(s.loss_mask[j - s.prompt_len])
                 targets.append(token if carries else -5)
                 weights.append(s.token_weight if carries else 0.0)
-                advantages.append(float(s.advantages))
+                advantages.append(float(s.advantages[j - s.prompt_len]))
                 logit_index.append(starts[-1] + j - 1)
         starts.append(len(tokens))
     tokens += [7] * padding

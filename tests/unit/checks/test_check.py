@@ -96,6 +96,7 @@ FAULTS = [
     line.split(maxsplit=2)
     for line in r"""
 rollout.engine-args rollout.engine_args.tensor_parallel_size --rollout.engine vllm --rollout.engine_args.tensor_parallel_size 2
+rollout.engine-args rollout.engine_args.no_such_argument --rollout.engine vllm --rollout.engine_args.no_such_argument 1
 rollout.engine-args rollout.engine_args.enable_lora --rollout.engine sglang --rollout.engine_args.enable_lora true
 rollout.engine-args rollout.engine_args.gpu_memory_utilization --rollout.engine vllm --rollout.engine_args.gpu_memory_utilization much
 rollout.engine-args rollout.engine_args.mem_fraction_static --rollout.engine sglang --rollout.engine_args.mem_fraction_static 1.5
@@ -132,6 +133,9 @@ rollout.environment rollout.environment.template --rollout.environment.name calc
 custom.code rollout.agent.name AGENT --rollout.agent.name my_agent
 rollout.agent rollout.agent.command AGENT --rollout.agent.command '[sh, "{url}"]'
 rollout.agent-custom rollout.agent.command AGENT --rollout.agent.command [no-such-program]
+rollout.agent rollout.agent.host COMMAND --rollout.agent.host node
+rollout.agent rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7 --cluster.nodes 2 --cluster.allow_idle_gpus true
+rollout.agent-custom rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7
 trainer.token-budget rollout.max_model_len COMMAND --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500
 reference.model reference.path --algorithm.kl_reward_coef 0.1 --reference.path TMP/none
 reference.model reference.path --algorithm.kl_coef 0.1 --reference.path TMP/none
@@ -155,10 +159,13 @@ fields-conflict trainer.fsdp --trainer.fsdp.accumulate sharded
 fields-conflict trainer.backend_args --trainer.backend_args.rank 8
 fields-conflict reward.functions --reward.functions '[{name: environment}]'
 fields-conflict reward.functions AGENT
-fields-conflict reward.functions --rollout.agent.command [sh]
+rollout.agent reward.functions --rollout.agent.command [sh]
 fields-conflict reward.functions.1.name --reward.functions '[{name: length, options: {limit: 1}}, {name: length, options: {limit: 1}}]'
 fields-conflict reward.functions --reward.functions '[{name: math_verify, weight: 0}]'
 fields-conflict data.system_prompt --data.system_prompt 'Be brief.' --data.apply_chat_template false
+fields-conflict data.chat_template_kwargs --data.chat_template_kwargs.tools x
+fields-conflict rollout.stop --rollout.stop '["</a>", ""]'
+fields-conflict rollout.ignore_eos --rollout.ignore_eos true
 fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]'
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
@@ -169,7 +176,7 @@ fields-conflict sync.transport --sync.transport colocated
 fields-conflict sync.transport --sync.transport colocated --sync.delta always --cluster.placement colocated --trainer.parallel.data 2
 fields-conflict evaluation.temperature --evaluation.temperature 0.001
 fields-conflict evaluation.samples_per_prompt --evaluation.samples_per_prompt 4
-fields-conflict evaluation.every --evaluation.every 5
+fields-conflict evaluation.files --evaluation.every 5
 fields-conflict rollout.max_staleness AHEAD --cluster.placement colocated
 fields-conflict rollout.max_staleness --rollout.max_staleness 2
 fields-conflict rollout.top_p --rollout.top_k 513

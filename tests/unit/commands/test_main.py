@@ -151,7 +151,9 @@ def test_eval_writes_every_response_after_it_has_printed_the_accuracy(
         return result if keep_all else replace(result, samples=[])
 
     monkeypatch.setattr("slime_like.evaluate.evaluate", evaluate)
-    monkeypatch.setattr("slime_like.evaluate.load_tokenizer", lambda *_: SimpleNamespace(decode=str))
+    monkeypatch.setattr(
+        "slime_like.evaluate.load_tokenizer", lambda *_: SimpleNamespace(decode=lambda ids, **_: str(ids))
+    )
     flags = ["--model.path", "model", "--evaluation.files", "a.jsonl", "b.jsonl", "--output", "out.jsonl"]
     assert main(["eval", *flags]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -14,7 +14,6 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.token_rows import TokenRow
 from slime_like.errors import ConfigError, DataError
-from slime_like.interfaces import ScoredLogprobs
 from slime_like.score import output_line, windows
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -102,12 +101,12 @@ def test_windows_are_bounded_and_lose_nothing() -> None:
 
 def test_numbers_are_short_and_exact() -> None:
     values = torch.randn(500) * torch.logspace(-20, 3, 500)
-    text = output_line("a", ScoredLogprobs(values, values.abs()))
+    text = output_line("a", {"old_logprobs": values, "entropy": values.abs()})
     row = json.loads(text)
     assert list(row) == ["id", "logprobs", "entropy"] and row["id"] == "a"
     assert np.array_equal(np.array(row["logprobs"], dtype=np.float32), values.numpy())
     assert np.array_equal(np.array(row["entropy"], dtype=np.float32), values.abs().numpy())
     assert max(len(repr(value)) for value in row["logprobs"]) <= 15
-    assert output_line(7, ScoredLogprobs(torch.tensor([-0.1]), torch.tensor([2.0]))) == (
+    assert output_line(7, {"old_logprobs": torch.tensor([-0.1]), "entropy": torch.tensor([2.0])}) == (
         '{"id": 7, "logprobs": [-0.1], "entropy": [2.0]}\n'
     )

@@ -220,6 +220,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("steps: 1000000", "", "field-range", "steps"),
     ("", "--seed " + "9" * 23, "field-range", "seed"),
     ("cluster: {address: 'ray://10.0.0.1:10001'}", "", "field-value", "cluster.address"),
+    ("rollout: {agent: {command: [a], host: 0.0.0.0}}", "", "field-value", "rollout.agent.host"),
+    ("rollout: {agent: {command: [a], host: '::'}}", "", "field-value", "rollout.agent.host"),
+    ("rollout: {agent: {command: [a], host: gpu-1}}", "", "field-value", "rollout.agent.host"),
     ("reference: {path: ''}", "", "field-value", "reference.path"),
     ('data: {train: [a.jsonl, ""]}', "", "field-value", "data.train"),
     ("", "--run_dir ''", "field-value", "run_dir"),
@@ -244,7 +247,9 @@ def test_a_wrong_setting_is_rejected_with_its_field(
     [
         ("rollout.enigne", "rollout.engine"),
         ("tensor", "reference.parallel.tensor or rollout.tensor or trainer.parallel.tensor"),
-        ("learning_rate", None),
+        ("learning_rate", "trainer.optimizer.lr"),
+        ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),
+        ("no_such_thing", None),
         ("rollout.max_new_token", "rollout.max_new_tokens"),
     ],
 )

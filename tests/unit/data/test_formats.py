@@ -54,7 +54,7 @@ TOKENIZER = tokenizer_of(templates.SOUND)
 
 def prompts(path: Path, **data: Any) -> list[Prompt]:
     config = DataConfig(max_prompt_tokens=2000, shuffle=False, **data)
-    source = PromptSource([path], TOKENIZER, config, seed=0, keep_messages=True)
+    source = PromptSource([path], TOKENIZER, config, seed=0, keep_messages=True, need_answer=True)
     return source.next(source.num_rows)
 
 
@@ -84,7 +84,7 @@ def test_published_rows_are_read(tmp_path: Path, name: str, suffix: str) -> None
         ("math", {"problem": "1+1?", "solution": "It is 2.", "answer": ""}, "not-in-format"),
         ("dapo", {"prompt": "1+1?", "reward_model": {"ground_truth": " "}}, "not-in-format"),
         ("keys", {"prompt": [{"role": "assistant", "content": "Hi."}], "answer": "2"}, "bad-prompt"),
-        ("openr1", {"problem": "1+1?", "answer": ["2"]}, "bad-answer"),
+        ("openr1", {"problem": "1+1?", "answer": []}, "bad-answer"),
         ("openr1", OPENR1 | {"answer": ""}, "not-in-format"),
         ("openr1", OPENR1 | {"answer": " \n"}, "not-in-format"),
         ("keys", {"prompt": [{"role": "system", "content": "Be long."}], "answer": "2"}, "two-system-prompts"),

@@ -301,8 +301,8 @@ FAULTY: list[tuple[str, dict[str, Any], str]] = [
     ('{"prompt": [{"role": "usr", "content": "a"}], "answer": "b"}', {}, "bad-prompt"),
     (MESSAGE, {"apply_chat_template": False}, "template-needed"),
     ('{"prompt": "a"}', {}, "bad-answer"),
-    ('{"prompt": "a", "answer": ["b"]}', {}, "bad-answer"),
-    ('{"prompt": "a", "answer": true}', {}, "bad-answer"),
+    ('{"prompt": "a", "answer": []}', {}, "bad-answer"),
+    ('{"prompt": "a", "answer": {}}', {}, "bad-answer"),
     ('{"input_token_ids": [], "answer": "b"}', {}, "empty-prompt"),
     ('{"input_token_ids": "ab", "answer": "b"}', {}, "bad-token-ids"),
     ('{"input_token_ids": [1, true], "answer": "b"}', {}, "bad-token-ids"),
@@ -322,7 +322,7 @@ def test_a_bad_row_is_named_by_file_and_line(
     path = tmp_path / "rows.jsonl"
     path.write_text(content)
     with rejects(DataError, code):
-        PromptSource([path], TOKENIZER, CONFIG.model_copy(update=changes), seed=0)
+        PromptSource([path], TOKENIZER, CONFIG.model_copy(update=changes), seed=0, need_answer=True)
 
 
 def test_a_binary_file_is_one_problem(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_all_bad_rows_are_listed_by_kind(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a"}\n[1]\n{"prompt": ""}\n{"prompt": "c"}\n{')
     with pytest.raises(ConfigError) as caught:
-        PromptSource([path, path], TOKENIZER, CONFIG, seed=0)
+        PromptSource([path, path], TOKENIZER, CONFIG, seed=0, need_answer=True)
     assert [(problem.code, problem.text.split(": ")[0]) for problem in caught.value.problems] == [
         ("bad-answer", f"{path}:2"), ("no-object", f"{path}:3"), ("empty-prompt", f"{path}:4"),
         ("not-json", f"{path}:6"),

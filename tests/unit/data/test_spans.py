@@ -53,29 +53,50 @@ def tokenizer_with(template: str) -> Any:
 
 
 @cache
-def encoder(template: str) -> ConversationEncoder:
-    return ConversationEncoder(tokenizer_with(template))
+def encoder(template: str, stop: str = END) -> ConversationEncoder:
+    return ConversationEncoder(tokenizer_with(template), [tokenizer_with(template).convert_tokens_to_ids(stop)])
 
 
-def spans_of(template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[str]:
-    (tokens, spans), tokenizer = encoder(template).encode(messages, tools), tokenizer_with(template)
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    assert tokens == tokenizer.encode(text, add_special_tokens=False)
-    return [tokenizer.decode(tokens[start:end]) for start, end in spans]
+def spans_of(
+    template: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, stop: str = END
+) -> list[str]:
+    """The spans of all rows. Each is preceded by the prompt that the model gets for this turn."""
+    tokenizer, found = tokenizer_with(template), list[str]()
+    turns = iter(index for index, message in enumerate(messages) if message["role"] == "assistant")
+    for tokens, spans in encoder(template, stop).encode(messages, tools):
+        for start, end in spans:
+            asked = tokenizer.apply_chat_template(
+                messages[: next(turns)], tools=tools, tokenize=False, add_generation_prompt=True
+            )
+            assert tokens[:start] == tokenizer.encode(asked, add_special_tokens=False)
+            found.append(tokenizer.decode(tokens[start:end]))
+        assert end == len(tokens)
+    assert not list(turns)
+    return found
 
 
 _CALL = '<tool_call>{"name": "%s", "arguments": {"a": 1}}</tool_call>'
+JSON = '{"a": 1}'
+CONTENT = "{{ message.content }}"
 CALLED = _CALL % "add" + _CALL % "sub" + END
 ANSWERS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     "white space": (templates.SOUND, PLAIN, [f" 2\n{END}", f"日本{END}"]),
     "tools": (templates.SOUND, AGENT, [CALLED, f"<think>\nso\n</think>\n\n2{END}"]),
     "markers": (templates.MARKED, PLAIN, [f" 2\n{END}", f"日本{END}"]),
-    "markers are the truth": (templates.MARKED_TO_THE_NEXT, TWO, [f"b{END}\n", f"d{END}\n"]),
+    "turns end before markers": (templates.MARKED_TO_THE_NEXT, TWO, [f"b{END}", f"d{END}"]),
     "merged observations": (templates.MERGES_TOOLS, AGENT, [CALLED, f"<think>\nso\n</think>\n\n2{END}"]),
     "stripped": (templates.STRIPS, PLAIN, [f"2{END}", f"日本{END}"]),
     "nothing dropped": (templates.DROPS_THINKING, AGENT, [CALLED, f"<think>\nso\n</think>\n\n2{END}"]),
     "opened by the prompt": (templates.THINKS_FIRST, THOUGHT[:2], [f"q\n</think>\n\nb{END}"]),
     "default system": (templates.DEFAULT_SYSTEM, TWO, [f"b{END}", f"d{END}"]),
+    "thinking dropped later": (templates.DROPS_THINKING, THOUGHT, [f"<think>\nq\n</think>\n\nb{END}", f"d{END}"]),
+    "closed by the turn": (templates.THINKS_FIRST, TWO, [f"\n</think>\n\nb{END}", f"\n</think>\n\nd{END}"]),
+    "closed by the template": (templates.CLOSES_THINKING, TWO, [f"</think>b{END}", f"</think>d{END}"]),
+    "closed by the prompt": (templates.NEVER_THINKS, TWO, [f"b{END}", f"d{END}"]),
+    "an empty block": (templates.EMPTY_BLOCKS, TWO, [f"</think>b{END}", f"</think>d{END}"]),
+    "no thinking": (templates.of_vllm("minicpmv45"), TWO, [f"b{END}", f"d{END}"]),
+    "ended by what follows": (templates.of_vllm("chatml"), TWO, [f"b{END}", f"d{END}"]),
+    "the last ends twice": (templates.LAST_ENDS_TWICE, TWO, [f"b{END}", f"d{END}"]),
 }
 
 
@@ -85,9 +106,41 @@ def test_spans_contain_the_assistants_text_and_end_of_turn(name: str) -> None:
     assert spans_of(template, messages) == expected
 
 
+def test_a_header_may_end_a_turn() -> None:
+    """Also the last turn, which a question would follow."""
+    assert spans_of(templates.NO_END_BUT_HEADERS, TWO, stop="<|im_start|>") == ["b<|im_start|>", "d<|im_start|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "turns"),
+    [(templates.DROPS_THINKING, THOUGHT, [1, 1]), (templates.THINKS_FIRST, TWO, [1, 1]), (templates.SOUND, TWO, [2])],
+)
+def test_a_new_row_begins_where_the_template_changes_earlier_text(
+    template: str, messages: list[dict[str, Any]], turns: list[int]
+) -> None:
+    assert [len(spans) for _, spans in encoder(template).encode(messages)] == turns
+
+
+def test_thinking_is_given_under_the_key_that_the_template_reads(rejects: Rejects) -> None:
+    thought = [said("user", "a"), said("assistant", "b", reasoning_content="q")]
+    for key in ("reasoning_content", "thinking"):
+        [(tokens, [span])] = encoder(templates.chatml(content=f"{{{{ message.{key} }}}}{CONTENT}")).encode(thought)
+        assert tokenizer_with(templates.SOUND).decode(tokens[slice(*span)]) == f"qb{END}"
+    with rejects(SpanFault, "message-dropped"):
+        encoder(templates.SOUND).encode(thought)
+    # A template that shows no thinking, but whose prompt begins it.
+    assert spans_of(templates.THINKS_FIRST, thought) == [f"q\n</think>\n\nb{END}"]
+    assert spans_of(templates.CLOSES_THINKING, thought) == [f"q</think>b{END}"]
+
+
+def test_arguments_are_json_text_if_the_template_takes_no_mapping() -> None:
+    called = templates.SOUND.replace("call.function | tojson", "call.function.name + call.function.arguments")
+    assert spans_of(called, AGENT[:2])[0] == f"<tool_call>add{JSON}</tool_call><tool_call>sub{JSON}</tool_call>{END}"
+
+
 def test_tools_are_rendered() -> None:
     assert spans_of(templates.SOUND, AGENT, [TOOL])[0] == CALLED
-    tokens, _ = encoder(templates.SOUND).encode(AGENT, [TOOL])
+    [(tokens, _)] = encoder(templates.SOUND).encode(AGENT, [TOOL])
     assert '"name": "add", "parameters"' in tokenizer_with(templates.SOUND).decode(tokens)
 
 
@@ -95,44 +148,37 @@ TEXTS = st.text(st.sampled_from(list("ab é日\n\t😀{}\"'<|>")), max_size=8)
 
 
 @examples(40)
-@given(
-    exchanges=st.lists(st.tuples(TEXTS, TEXTS.filter(str.strip), st.booleans()), min_size=1, max_size=4),
-    marked=st.sampled_from((templates.MARKED, templates.MARKED_TO_THE_NEXT)),
-)
-def test_spans_agree_with_transformers(exchanges: list[tuple[str, str, bool]], marked: str) -> None:
-    """With generation markers, masks are equal. Without, only the text after a turn's end differs."""
+@given(exchanges=st.lists(st.tuples(TEXTS, TEXTS.filter(str.strip), st.booleans()), min_size=1, max_size=4))
+def test_spans_agree_with_transformers(exchanges: list[tuple[str, str, bool]]) -> None:
+    """Masks are equal with generation markers around the turns, and without markers."""
     messages = []
     for asked, answered, observed in exchanges:
         messages += [said("user", asked), said("assistant", answered)]
         messages += [said("tool", asked), said("assistant", answered)] * observed
-    reference = tokenizer_with(marked).apply_chat_template(
+    reference = tokenizer_with(templates.MARKED).apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    tokens, spans = encoder(marked).encode(messages)
-    mask = [int(any(start <= place < end for start, end in spans)) for place in range(len(tokens))]
-    assert (tokens, mask) == (reference["input_ids"], reference["assistant_masks"])
-    same, plain = encoder(templates.SOUND).encode(messages)
-    assert same == tokens
-    assert [start for start, _ in plain] == [start for start, _ in spans]
-    assert all(tokens[end - 1] == tokenizer_with(marked).eos_token_id for _, end in plain)
+    for template in (templates.MARKED, templates.SOUND):
+        [(tokens, spans)] = encoder(template).encode(messages)
+        mask = [int(any(start <= place < end for start, end in spans)) for place in range(len(tokens))]
+        ended = reference["input_ids"][len(tokens) :]
+        assert (tokens + ended, mask + [0] * len(ended)) == (reference["input_ids"], reference["assistant_masks"])
+        assert tokenizer_with(template).decode(ended) == "\n"
 
 
 FAULTS: list[tuple[str, str, list[dict[str, Any]]]] = [
-    ("thinking-dropped", templates.DROPS_THINKING, THOUGHT),
-    ("generation-prompt", templates.of_vllm("minicpmv45"), TWO),
-    ("prefix-changed", templates.COUNTS, TWO),
-    ("generation-prompt", templates.THINKS_FIRST, TWO),
+    ("generation-prompt", templates.COUNTS, TWO),
+    ("generation-prompt", templates.NEVER_THINKS, THOUGHT),
+    ("generation-prompt", templates.chatml(generation="<|im_start|>assistant: "), TWO),
     ("no-generation-prompt", templates.NO_PROMPT, TWO),
     ("no-end-of-turn", templates.NO_END, TWO),
-    ("no-end-of-turn", templates.of_vllm("chatml"), TWO),
     ("text-after-end", templates.chatml(end="<|im_end|>.{{ '' }}"), TWO),
-    ("turn-changed", templates.LAST_ENDS_TWICE, TWO),
     ("message-dropped", templates.IGNORES_TOOLS, AGENT),
     # The names occur in the user's text, the arguments nowhere.
     ("message-dropped", templates.IGNORES_TOOLS, [said("user", "call add or sub with a = 1"), AGENT[1]]),
     ("message-dropped", templates.NAMES_CALLS, [said("user", "1+1="), AGENT[1]]),
     ("message-dropped", templates.SOUND, [*TWO[:3], said("assistant", "", function_call={"name": "add"})]),
-    ("tools-not-rendered", templates.IGNORES_TOOLS, [*TWO, said("tool", "x")]),
+    ("tools-not-rendered", templates.IGNORES_TOOLS, [*TWO, said("tool", "x"), said("assistant", "y")]),
     ("message-dropped", templates.chatml(content="{{ message.content[:1] }}"), THOUGHT),
     ("marks-differ", templates.MARKED_TOO_SHORT, TWO),
     ("template-failed", templates.chatml(head="{{ raise_exception('no') }}"), TWO),
@@ -170,7 +216,7 @@ def test_a_token_on_both_sides_of_a_border_is_rejected(
     merging = tokenizer_of(template, merges=merges, trims=trims)
     messages = [said("user", "a"), said("assistant", content)]
     if not splits:
-        tokens, spans = ConversationEncoder(merging).encode(messages)
+        [(tokens, spans)] = ConversationEncoder(merging).encode(messages)
         assert merging.decode(tokens[slice(*spans[0])]) == content + END
         return
     with rejects(SpanFault, "split-token"):
@@ -193,7 +239,8 @@ def test_a_tokenizer_without_offsets_template_or_stop_token_is_rejected(rejects:
         with rejects(SpanFault, code):
             ConversationEncoder(tokenizer)
     stop = without_eos.convert_tokens_to_ids(END)
-    assert len(ConversationEncoder(without_eos, [stop]).encode(TWO)[1]) == 2
+    [(_, spans)] = ConversationEncoder(without_eos, [stop]).encode(TWO)
+    assert len(spans) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
@@ -239,6 +286,38 @@ def test_a_demonstration_has_the_mask_of_its_spans(tmp_path: Path) -> None:
     assert trajectory.prompt_len == 3 and trajectory.response_len == 7
 
 
+SWITCHES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"weight": 0.0}, ["d"]), ({"loss_mask": 0}, ["d"]), ({"step_loss_mask": 0}, ["d"]), ({"loss": False}, ["d"]),
+    ({"train": False, "trainable": 0}, ["d"]), ({"weight": 1, "train": True}, ["b", "d"]), ({"loss": None}, ["b", "d"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("switch", "trained"), SWITCHES, ids=str)
+def test_a_message_may_carry_no_loss(tmp_path: Path, switch: dict[str, Any], trained: list[str]) -> None:
+    rows = [{"messages": [TWO[0], {**TWO[1], **switch}, {**TWO[2], "weight": 0}, TWO[3]]}]
+    [prompt] = source_of(tmp_path / "rows.jsonl", rows).next(1)
+    tokens, response = tokenizer_of(templates.SOUND), list(prompt.response_tokens or ())
+    assert [tokens.decode(response[start:end]) for start, end in prompt.spans or ()] == [f"{t}{END}" for t in trained]
+    assert f"b{END}" in tokens.decode([*prompt.tokens, *response])
+
+
+def test_a_conversation_may_become_several_rows(tmp_path: Path) -> None:
+    """Each has the tokens that the model would get, and they are one rollout."""
+    tokenizer = tokenizer_of(templates.DROPS_THINKING)
+    lengths = list[int]()
+    source = source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer, excess=lengths.append)
+    config = load_config(None, ["--model.path", "m", "--rollout.prompts_per_step", "1"], tmp_path / "run")
+    first, second = DemonstrationSource(config, source).next_batch(1, PhaseClock())
+    for row, (end, answer) in zip(
+        (first, second), ((1, f"<think>\nq\n</think>\n\nb{END}"), (3, f"d{END}")), strict=True
+    ):
+        asked = tokenizer.apply_chat_template(THOUGHT[:end], add_generation_prompt=True, return_dict=False)
+        assert (row.prompt_tokens.tolist(), tokenizer.decode(row.response_tokens)) == (asked, answer)
+        assert row.loss_mask.all() and (row.group_id, row.rollout_id) == (0, "0-0")
+    assert [row.sequence_id for row in (first, second)] == ["0-0.0", "0-0.1"]
+    assert lengths == [max(first.total_len, second.total_len)]
+
+
 NO_MAPPING = {"function": {"name": "add", "arguments": "x"}}
 BAD_ROWS: list[tuple[str, dict[str, Any]]] = [
     ("no-conversation", {"prompt": "a", "response": "b"}),
@@ -248,10 +327,17 @@ BAD_ROWS: list[tuple[str, dict[str, Any]]] = [
     ("bad-messages", {"messages": [{"role": "user"}]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistent", "b"), said("assistant", "c")]}),
     ("bad-messages", {"messages": [said("human", "a"), said("assistant", "b")]}),
-    ("bad-messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+    ("bad-messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls="add")]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls=[{"name": "add"}])]}),
     ("bad-messages", {"messages": [said("user", "a"), said("assistant", "", tool_calls=[NO_MAPPING])]}),
+    ("bad-messages", {"messages": [*TWO[:3], said("assistant", "b", weight=0.5)]}),
+    ("bad-messages", {"messages": [*TWO[:3], said("assistant", "b", weight=0, train=True)]}),
+    ("bad-messages", {"messages": [said("user", "a", loss_mask=1), TWO[1]]}),
+    ("bad-messages", {"messages": [TWO[0], said("assistant", "b", reasoning="q", thinking="r")]}),
+    ("bad-messages", {"messages": [TWO[0], said("assistant", "b", thought=["q"])]}),
+    ("message-dropped", {"messages": [TWO[0], said("assistant", "b", reasoning_text="q")]}),
+    ("no-assistant-turn", {"messages": [TWO[0], said("assistant", "b", weight=0)]}),
     ("bad-tools", {"messages": TWO, "tools": "add"}),
     ("bad-tools", {"messages": TWO, "tools": ["add"]}),
     ("no-assistant-turn", {"messages": [said("user", "a")]}),
@@ -280,9 +366,8 @@ def test_messages_of_sharegpt_are_converted(tmp_path: Path) -> None:
 
 
 def test_a_template_that_does_not_fit_is_named_with_the_row(tmp_path: Path, rejects: Rejects) -> None:
-    with rejects(DataError, "thinking-dropped") as caught:
-        tokenizer = tokenizer_of(templates.DROPS_THINKING)
-        source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer)
+    with rejects(DataError, "no-end-of-turn") as caught:
+        source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer_of(templates.NO_END))
     assert f"{tmp_path / 'rows.jsonl'}:1: " in str(caught.value)
 
 

@@ -80,6 +80,15 @@ def test_the_largest_number() -> None:
     assert evaluate(f"2**{MAX_BITS - 1}") == 2 ** (MAX_BITS - 1)
 
 
+def test_expressions_in_thinking_are_drafts() -> None:
+    calculator = Calculator()
+    state = calculator.reset(Task("p", "5"))
+    assert calculator.step(state, "<think>perhaps <calculate>2+2</calculate></think>5").reward == 1
+    step = calculator.step(state, "<think>or</think><calculate>2+3</calculate>")
+    assert (step.done, step.observation) == (False, "5")
+    assert calculator.step(state, "<think>perhaps <calculate>2+2</calculate>").done
+
+
 def test_a_conversation_with_the_calculator() -> None:
     calculator = Calculator(opening="[", closing="]")
     state = calculator.reset(Task("6*7+1=", "43"))

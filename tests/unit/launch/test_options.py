@@ -67,12 +67,7 @@ def test_a_wrong_address_is_rejected(fields: dict[str, object], problem: str) ->
 @pytest.mark.parametrize(
     ("parallel", "rollout", "nodes", "expected"),
     [
-        (
-            {"tensor": 2, "pipeline": 2, "context": 2},
-            {},
-            2,
-            6,
-        ),  # 6 ranks; 2 ranks and 1 engine
+        ({"tensor": 2, "pipeline": 2, "context": 2}, {}, 2, 6),  # 6 ranks; 2 ranks and 1 engine
         ({"tensor": 2, "pipeline": 3}, {}, 2, 4),  # 4 ranks; 2 ranks and 1 engine
         ({"tensor": 4}, {"tensor": 2}, 3, 4),
         ({"pipeline": 4}, {}, 2, 3),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import ReferenceRecord, RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.records import RewardRecord, RolloutRecord, ScoringRecord, StepRecord
 from slime_like.trajectory import GRPOStats
 
 
@@ -55,9 +55,7 @@ def rl_record() -> StepRecord:
             turns=[1, 2, 2, 2, 1],
             rows=[1, 3, 1, 2, 1],
         ),
-        reference=ReferenceRecord(
-            total_s=2.0, model_running_s=0.5, waiting_s=0.25, response_tokens=80, total_tokens=150
-        ),
+        scoring={"reference": ScoringRecord(total_s=2.0, model_running_s=0.5, response_tokens=80, total_tokens=150)},
         replay_buffer_size=64,
         weight_gather_s=0.2,
         probe_gap=1e-6,

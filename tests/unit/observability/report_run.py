@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -85,9 +84,8 @@ def record(step: int) -> StepRecord:
 
 def log_tables(logger: MetricLogger, step: int) -> None:
     trajectories = [sample(step, index) for index in range(SAMPLES)]
-    pi = [np.linspace(-0.1, -3.0, TOKENS) for _ in trajectories]
-    logger.log_table(step, SAMPLE_TABLE, per_sample_rows(step, trajectories, pi, grpo_stats(loss=1 / step), decode))
-    logger.log_table(step, TOKEN_TABLE, per_token_rows(step, trajectories, pi, decode))
+    logger.log_table(step, SAMPLE_TABLE, per_sample_rows(step, trajectories, grpo_stats(loss=1 / step), decode))
+    logger.log_table(step, TOKEN_TABLE, per_token_rows(step, trajectories, decode))
 
 
 def sample(step: int, index: int) -> ScoredTrajectory:
@@ -99,6 +97,7 @@ def sample(step: int, index: int) -> ScoredTrajectory:
         prompt_len=1,
         response_len=TOKENS,
         logprobs=generated,
+        old_logprobs=torch.linspace(-0.1, -3.0, TOKENS),
         ref_logprobs=generated - 0.5 if index == 0 else None,
         rewards=torch.tensor([float(index % 2)]),
         advantages=torch.tensor(10.0 - index),

@@ -46,8 +46,8 @@ RL_FIGURES = {
     "ref_actor_performance/total_rollout_time (s)": 2.0,
     "ref_actor_performance/time_model_running (s)": 0.5,
     "ref_actor_performance/pct_time_model_running (%)": 25.0,
-    "ref_actor_performance/time_waiting_buffer (s)": 0.25,
-    "ref_actor_performance/pct_time_waiting_buffer (%)": 12.5,
+    "ref_actor_performance/time_waiting_buffer (s)": 1.5,
+    "ref_actor_performance/pct_time_waiting_buffer (%)": 75.0,
     "ref_actor_performance/response_tokens_processed": 80.0,
     "ref_actor_performance/total_tokens_processed": 150.0,
     "ref_actor_performance/tokens_per_second": 160.0,  # over the time the model ran

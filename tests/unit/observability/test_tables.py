@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from tests.unit.observability.records import grpo_stats
 
 WORDS = {1: "2", 2: "+", 3: "=", 4: "5", 5: "<eos>"}
 STATS = grpo_stats(loss=0.5, policy_loss=0.25, kl_loss=0.125, ratios=1.5, clipfrac=0.75, approx_policy_kls=2.0)
-PI = [np.array([-0.5, -1.0, -4.0]), np.array([-2.0])]
+PI = [torch.tensor([-0.5, -1.0, -4.0]), torch.tensor([-2.0])]
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -31,14 +30,15 @@ def samples() -> list[ScoredTrajectory]:
     """The last token of the first carries no loss. The second has neither reference nor engine logprobs."""
     first = ScoredTrajectory(
         prompt_tokens=torch.tensor([1, 2, 1, 3]), response_tokens=torch.tensor([4, 5, 4]), prompt_len=4, response_len=3,
-        logprobs=torch.tensor([-0.25, -1.0, -1.0]), ref_logprobs=torch.tensor([-0.75, -1.5, -4.0]),
+        logprobs=torch.tensor([-0.25, -1.0, -1.0]), ref_logprobs=torch.tensor([-0.75, -1.5, -4.0]), old_logprobs=PI[0],
         rewards=torch.tensor([1.0, 0.5]), advantages=torch.tensor(0.75), successes=torch.tensor([1.0, 0.0]),
         answer="4", sequence_id="7-0", group_id=7, reward_metadata={"func_names": ["math", "format"]}, policy_version=3,
         loss_mask=torch.tensor([True, True, False]), weight_versions=torch.tensor([3, 3, 4]), finish_reason="length",
     )  # fmt: skip
     second = ScoredTrajectory(
         prompt_tokens=torch.tensor([2]), response_tokens=torch.tensor([5]), prompt_len=1, response_len=1,
-        logprobs=None, ref_logprobs=None, rewards=torch.tensor([0.0, 0.25]), advantages=torch.tensor(-0.75),
+        logprobs=None, ref_logprobs=None, old_logprobs=PI[1], rewards=torch.tensor([0.0, 0.25]),
+        advantages=torch.tensor(-0.75),
         successes=torch.tensor([0.0, 1.0]), answer="", sequence_id="8-0", group_id=8,
         reward_metadata={"func_names": ["math", "format"]}, policy_version=0, loss_mask=torch.tensor([True]),
     )  # fmt: skip
@@ -46,7 +46,7 @@ def samples() -> list[ScoredTrajectory]:
 
 
 def test_per_sample_rows() -> None:
-    rows = per_sample_rows(12, samples(), PI, STATS, decode)
+    rows = per_sample_rows(12, samples(), STATS, decode)
     assert list(rows[0]) == [
         "Sequence ID", "Prompt", "Response", "Advantages", "Response Length", "Step",
         "Reward_math", "Success_math", "Reward_format", "Success_format",
@@ -74,12 +74,12 @@ def test_per_sample_rows() -> None:
 def test_reward_metadata_is_text(metadata: dict[str, Any], shown: str | None) -> None:
     """Metadata may have any type, but a tracker's column has one."""
     sample = replace(samples()[1], reward_metadata={"func_names": ["math", "format"], **metadata})
-    (row,) = per_sample_rows(1, [sample], PI[1:], STATS, decode)
+    (row,) = per_sample_rows(1, [sample], STATS, decode)
     assert row["Reward Metadata"] == shown
 
 
 def test_per_token_rows() -> None:
-    rows = per_token_rows(12, samples(), PI, decode)
+    rows = per_token_rows(12, samples(), decode)
     assert list(rows[0]) == [
         "Sequence ID", "Token Position", "Token ID", "Decoded Token", "Generated Logprob", "Ref Logprob", "Pi Logprob",
         "Abs Diff Pi-Ref", "Abs Diff Pi-Generated", "Step", "Loss Mask", "Weight Version",
@@ -97,12 +97,12 @@ def test_turns() -> None:
     first, second = samples()
     talk = replace(
         first, response_tokens=torch.tensor([4, 5, 2, 4]), response_len=4, logprobs=torch.tensor([-0.25, -1, 0, -2]),
-        ref_logprobs=None, loss_mask=torch.tensor([True, True, False, True]),
+        ref_logprobs=None, old_logprobs=torch.tensor([-0.5, -1.0, -9.0, -2.5]),
+        loss_mask=torch.tensor([True, True, False, True]),
         weight_versions=torch.tensor([3, 3, 3, 4]),
         reward_metadata={**first.reward_metadata, "conversation": {"turns": [[0, 2], [3, 4]], "steps": [{}]}},
     )  # fmt: skip
-    pi = [np.array([-0.5, -1.0, -9.0, -2.5]), PI[1]]
-    rows = per_sample_rows(12, [talk, second], pi, STATS, decode)
+    rows = per_sample_rows(12, [talk, second], STATS, decode)
     assert list(rows[0])[-2:] == ["Turns", "Conversation"]
     assert [row[-2:] for row in cells(rows)] == [
         [2, "1 model: 5<eos>\n1 environment: +\n2 model: 5"],
@@ -110,7 +110,7 @@ def test_turns() -> None:
     ]  # fmt: skip
     assert rows[0]["Response Length"] == 3  # without the observation
     assert rows[0]["Mean Abs Diff Pi-Generated"] == pytest.approx(0.25)  # without the observation
-    tokens = per_token_rows(12, [talk, second], pi, decode)
+    tokens = per_token_rows(12, [talk, second], decode)
     assert [row["Turn"] for row in tokens] == [1, 1, 1, 2, 1]
     shown = ("Generated Logprob", "Abs Diff Pi-Generated", "Loss Mask")
     assert [tuple(row[name] for name in shown) for row in tokens[:4]] == [
@@ -121,10 +121,10 @@ def test_turns() -> None:
 @pytest.mark.parametrize(("limit", "rows"), [(0, []), (1, [1, 3]), (2, [2, 4]), (9, [2, 4])])
 def test_limit_counts_samples(limit: int, rows: list[int]) -> None:
     frozen = {
-        sample.sequence_id: SimpleNamespace(policy=torch.from_numpy(pi), reference=sample.ref_logprobs)
-        for sample, pi in zip(samples(), PI, strict=True)
+        sample.sequence_id: {"old_logprobs": sample.old_logprobs, "ref_logprobs": sample.ref_logprobs}
+        for sample in samples()
     }
-    ranks: Any = SimpleNamespace(call=lambda phase, method, names: [{name: frozen[name] for name in names}])
+    ranks: Any = SimpleNamespace(call=lambda phase, method, names, *fields: [{name: frozen[name] for name in names}])
     tables = debug_tables(1, samples(), ranks, STATS, decode, limit)
     assert [len(table) for table in tables.values()] == rows
 
@@ -132,20 +132,20 @@ def test_limit_counts_samples(limit: int, rows: list[int]) -> None:
 def test_samples_come_from_different_prompts() -> None:
     names = ("7-0", "7-1", "7-2", "8-0", "8-1", "9-0")
     batch = [replace(samples()[1], sequence_id=name, rollout_id=name, group_id=int(name[0])) for name in names]
-    frozen = SimpleNamespace(policy=torch.tensor([-2.0]), reference=None)
-    ranks: Any = SimpleNamespace(call=lambda phase, method, names: [dict.fromkeys(names, frozen)])
+    frozen = {"old_logprobs": torch.tensor([-2.0])}
+    ranks: Any = SimpleNamespace(call=lambda phase, method, names, *fields: [dict.fromkeys(names, frozen)])
     rows, _ = debug_tables(1, batch, ranks, STATS, decode, limit=5).values()
     assert [row["Sequence ID"] for row in rows] == ["7-0", "8-0", "9-0", "7-1", "8-1"]
 
 
 def test_a_sample_without_loss_has_no_mean_gap() -> None:
     masked = replace(samples()[0], loss_mask=torch.zeros(3, dtype=torch.bool))
-    (row,) = per_sample_rows(1, [masked], PI[:1], STATS, decode)
+    (row,) = per_sample_rows(1, [masked], STATS, decode)
     assert row["Mean Abs Diff Pi-Ref"] is None and row["Mean Abs Diff Pi-Generated"] is None
 
 
 def test_a_demonstration_has_no_rewards() -> None:
     none = torch.zeros(0)
     demonstration = replace(samples()[1], rewards=none, successes=none, reward_metadata={"func_names": []})
-    (row,) = per_sample_rows(1, [demonstration], PI[1:], STATS, decode)
+    (row,) = per_sample_rows(1, [demonstration], STATS, decode)
     assert list(row)[5:7] == ["Step", "loss"]

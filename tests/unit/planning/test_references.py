@@ -9,9 +9,9 @@ from slime_like.config.filling import gpus_needed
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
-from slime_like.planning.memory import reference_phase
+from slime_like.planning.memory import worker_phase
 from slime_like.planning.search import trainer_gpus
-from slime_like.planning.step_time import predict, reference_seconds
+from slime_like.planning.step_time import predict, worker_seconds
 from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, RESERVE, config, estimate, planned_run
 
 WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
@@ -21,17 +21,17 @@ def test_their_gpus_are_counted() -> None:
     sections: dict[str, Any] = {"rollout": {"num_engines": 4}, "cluster": {"nodes": 2}, "reference": WORKERS}
     run = config(trainer={"parallel": {"data": 8}}, algorithm={"kl_coef": 0.01}, **sections)
     needed = gpus_needed(run)
-    assert (needed.trainers, needed.engines, needed.references, needed.total) == (8, 4, 8, 20)
+    assert (needed.trainers, needed.engines, needed.workers, needed.total) == (8, 4, {"reference": 8}, 20)
     (problem,) = checks.placement_problems(run)
     assert "20 GPUs (8 for trainer ranks + 4 for engines + 8 for reference workers), has 16; use 3 nodes" in problem
     assert trainer_gpus(run) == 16 - 4 - 8
     unused = run.model_copy(update={"algorithm": config().algorithm})  # no KL term, so no scoring
-    assert gpus_needed(unused).references == 0
+    assert gpus_needed(unused).workers == {}
 
 
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:
     figures = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
-    phase = reference_phase(Hardware.of(config()), RankKind("reference", (0,)), figures)
+    phase = worker_phase(Hardware.of(config()), "reference", RankKind("reference", (0,)), figures)
     assert phase.total / GIB == pytest.approx(4 + 10 * 1.05 + 1 + RESERVE)
     assert not phase.items.keys() & {"gradients", "optimizer state"}
 
@@ -42,7 +42,7 @@ def test_a_step_waits_for_whichever_is_slower() -> None:
     for pipeline, slots in ((1, 1), (2, 9 / 8)):  # requests of 8 packs, and an idle slot for the second stage
         reference = {"placement": "workers", "workers": 2, "parallel": parallel | {"pipeline": pipeline}}
         run = planned_run(reference=reference, algorithm={"kl_coef": 0.01}, **EIGHT_LONG_SAMPLES)
-        assert reference_seconds(run, [estimate()]) == pytest.approx(ONE_PASS_S * slots)
+        assert worker_seconds(run, run.config.roles["reference"], [estimate()]) == pytest.approx(ONE_PASS_S * slots)
     step = predict(run, [estimate()], None, None, references=30.0)
     assert step.scoring == 0.0
     assert step.total == pytest.approx(30.0 + step.training)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import ScoredLogprobs
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import require_fit, synthetic_batch, with_frozen_logprobs
@@ -199,7 +198,7 @@ def test_the_synthetic_batch_is_the_same_every_time_and_awkward(batch: list[Scor
     assert {row.response_len for row in batch} >= {1, 64}
     assert sum(not row.loss_mask.any() for row in batch) == 1
     assert any(row.total_len % 4 for row in batch) and any(row.prompt_len > 100 for row in batch)
-    scores = [ScoredLogprobs(torch.full((row.response_len,), -5.0), torch.ones(row.response_len)) for row in batch]
+    scores = [{"old_logprobs": torch.full((row.response_len,), -5.0)} for row in batch]
     frozen, again = with_frozen_logprobs(batch, scores), with_frozen_logprobs(batch, scores)
     for row, other, bare in zip(frozen, again, batch, strict=True):
         for name in FROZEN:
@@ -207,7 +206,7 @@ def test_the_synthetic_batch_is_the_same_every_time_and_awkward(batch: list[Scor
             assert torch.equal(getattr(row, name), getattr(other, name))
             assert float((getattr(row, name) + 5).abs().max()) < 1.0
         assert not torch.equal(row.old_logprobs, row.ref_logprobs)
-    kept = with_frozen_logprobs(frozen[:1], [ScoredLogprobs(torch.full((9,), -7.0), torch.ones(9))])  # from a dump
+    kept = with_frozen_logprobs(frozen[:1], [{"old_logprobs": torch.full((9,), -7.0)}])  # from a dump
     for name in FROZEN:
         assert torch.equal(getattr(kept[0], name), getattr(frozen[0], name))
 

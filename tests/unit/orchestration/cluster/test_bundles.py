@@ -63,7 +63,7 @@ def test_ranks_that_must_share_a_node(
         (Pieces([4, 4], []), [3, 4, 7], [1] * 4 + [2] * 4),  # a node that is partly taken
         (Pieces([1, 1, 1], [4]), [2, 8], [0, 0, 1, 1]),
         # a group of four reference ranks does not start in the rest of the first node
-        (Pieces([4], [2], references=[4, 4, 2]), [8, 8, 4], [0] * 4 + [0] + [1] * 8 + [0] * 2),
+        (Pieces([4], [2], workers=[4, 4, 2]), [8, 8, 4], [0] * 4 + [0] + [1] * 8 + [0] * 2),
     ],
 )
 def test_nodes_are_filled_in_order(pieces: Pieces, free: list[int], expected: list[int]) -> None:
@@ -74,11 +74,11 @@ def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
     """Six ranks, an engine, and a reference worker, of one rank and then of four ranks on one node."""
     sections: dict[str, Any] = {"trainer": {"parallel": {"tensor": 3, "data": 2}}, "algorithm": {"kl_coef": 0.1}}
     run = config(tmp_path, **sections, reference={"placement": "workers"})
-    assert pieces_of(run).references == [1]
+    assert pieces_of(run).workers == [1]
     assert fits_on_nodes(run, [6, 2]) and not fits_on_nodes(run, [6, 1])
     parallel = run.reference.model_copy(update={"parallel": run.reference.parallel.model_copy(update={"tensor": 4})})
     larger = run.model_copy(update={"reference": parallel})
-    assert pieces_of(larger).references == [4]
+    assert pieces_of(larger).workers == [4]
     assert fits_on_nodes(larger, [6, 5]) and not fits_on_nodes(larger, [6, 1, 3]) and not fits_on_nodes(larger, [8, 3])
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
-from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
 from slime_like.orchestration.trainer.group import TrainerGroup
@@ -29,8 +29,8 @@ class Trainers(OneRank):
         directory.mkdir(parents=True)
         (directory / "weights").write_text(str(self.policy))
 
-    def load_weights(self, directory: Path, weights: str) -> None:
-        assert weights == "reference"
+    def load_weights(self, directory: Path, role: str) -> None:
+        assert role == "reference"
         self.reference = int((directory / "weights").read_text())
 
 
@@ -43,9 +43,9 @@ class Run:
             run_dir=run_dir, model={"path": run_dir}, algorithm={"kl_coef": 0.1}, reference=cast(Any, settings)
         )
         self.trainers = Trainers()
-        self.pool = ReferencePool(16) if more else None
+        self.pool = RolePool("reference", 16) if more else None
         trainers = cast(TrainerGroup, self.trainers)
-        self.reference = Reference(self.config, trainers, self.pool)
+        self.reference = Reference(self.config, trainers, [] if self.pool is None else [self.pool])
         self.store = CheckpointStore(run_dir, 2, trainers, print)
         self.store.also_link(self.reference.files, REFERENCE)
 

@@ -3,6 +3,7 @@
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +17,11 @@ from slime_like.orchestration.rollout.advantages import (
     normalise_importance,
     penalise_kl,
     require_group_scope,
+    row_advantages,
     step_advantages,
     total_rewards,
 )
+from slime_like.orchestration.rollout.rows import rollouts_of
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.pending import OneRank
@@ -102,6 +105,47 @@ def test_streaming_needs_a_group_estimator(users_code: Path, rejects: Rejects) -
             require_group_scope(config(advantage=f"own_estimators:{refused}"))
 
 
+LEVELS = """
+import torch
+from slime_like.algorithms import AdvantageEstimator
+
+def to_go(rewards, groups, eps, lengths):
+    found = []
+    for group, part in zip(groups.index.tolist(), rewards.split(lengths.tolist())):
+        found += [8 * group + sum(float(r) / 2**k for k, r in enumerate(part[first:])) for first in range(len(part))]
+    return torch.tensor(found, dtype=rewards.dtype)
+
+turn = AdvantageEstimator(to_go, "group", "turn")
+token = AdvantageEstimator(to_go, "group", "token")
+"""
+# Loss masks of the rows of three rollouts in groups 0, 1 and 1. The last one has no token with loss. An entry's
+# advantage is the reward, 4, 2 or 1, halved for each entry up to the last one, plus 8 in group 1.
+MASKS = [["1101", "011"], ["0110"], ["00"]]
+BELOW_SAMPLES: dict[str, list[list[float]]] = {
+    "turn": [[1, 1, 0, 2], [0, 4, 4], [0, 10, 10, 0], [0, 0]],
+    "token": [[0.25, 0.5, 0, 1], [0, 2, 4], [0, 9, 10, 0], [0, 0]],
+}
+
+
+def test_advantages_below_samples_are_spread_over_tokens_with_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a rollout never share a turn, even without an observation between them."""
+    (tmp_path / "own_levels.py").write_text(LEVELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = iter(batch([(2, len(mask)) for rows in MASKS for mask in rows]))
+    rows_of_all = []
+    for number, rows in enumerate(MASKS):
+        shared: dict[str, Any] = {"rollout_id": f"r{number}", "group_id": (number + 1) // 2}
+        masks = [torch.tensor([letter == "1" for letter in mask]) for mask in rows]
+        rows_of_all += [replace(next(made), loss_mask=mask, **shared) for mask in masks]
+    for level, expected in BELOW_SAMPLES.items():
+        settings = config(advantage=f"own_levels:{level}")
+        found = row_advantages(settings, rollouts_of(rows_of_all), torch.tensor([4.0, 2.0, 1.0]), [0, 1, 1], step=1)
+        assert [found[row.sequence_id].tolist() for row in rows_of_all] == expected
+    sys.modules.pop("own_levels")
+
+
 def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[Any, list[PackedTrajectory]]:
     """A trainer group of one rank that has loaded and scored its packs."""
     rank = RankTraining(settings, cast(Any, None), cast(Any, None))
@@ -131,7 +175,7 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
         group = totals[i // 2 * 2 : i // 2 * 2 + 2]
         expected.append((total - statistics.mean(group)) / statistics.stdev(group))
     penalise_kl(settings, trainers, trajectories, step=1)
-    assert [float(t.advantages) for t in trajectories] == pytest.approx(expected, rel=1e-5)
+    assert [float(t.advantages.unique()) for t in trajectories] == pytest.approx(expected, rel=1e-5)
     spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
     for pack in packs:
@@ -149,12 +193,14 @@ def test_kl_of_several_rows_is_summed_per_rollout() -> None:
     for trajectories in (rows, whole):
         trainers, packs = one_rank(settings, trajectories)
         penalise_kl(settings, trainers, trajectories, step=1)
-        expected = {t.rollout_id: float(t.advantages) for t in trajectories}
+        expected = {t.rollout_id: float(t.advantages.unique()) for t in trajectories}
         for pack in packs:
             tokens = zip(pack.rollout_ids, pack.response_lens.tolist(), strict=True)
             assert pack.advantages is not None
             assert pack.advantages.tolist() == [expected[name] for name, length in tokens for _ in range(length)]
-    assert [float(row.advantages) for row in rows] == pytest.approx([expected[row.rollout_id] for row in rows], 1e-5)
+    assert [float(row.advantages.unique()) for row in rows] == pytest.approx(
+        [expected[row.rollout_id] for row in rows], 1e-5
+    )
 
 
 def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +214,11 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
         for ratio in (t.old_logprobs - t.logprobs)[t.loss_mask].exp().tolist():
             total += t.token_weight * min(ratio, 1.1)
             count += t.token_weight
-    before = [float(t.advantages) for t in trajectories]
+    before = [float(t.advantages.unique()) for t in trajectories]
     normalise_importance(settings, trainers, trajectories)
     expected = [a * count / total for a, (_, n) in zip(before, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
-    assert [float(t.advantages) for t in trajectories] == before and abs(total / count - 1) > 0.01
+    assert [float(t.advantages.unique()) for t in trajectories] == before and abs(total / count - 1) > 0.01
     (tmp_path / "own_corrections.py").write_text("def boom(*given):\n    raise ValueError('boom')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     broken = config(importance_correction="own_corrections:boom", importance_normalize=True)

@@ -73,7 +73,12 @@ REWARDS = [3.0, 4.0, 3.0, 1.0]
 
 
 class Tokenizer:
-    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+    chat_template = eos_token_id = pad_token_id = None
+
+    def decode(self, tokens: Sequence[int], **_: bool) -> str:
+        return text_of(tokens)
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], **_: bool) -> list[str]:
         return [text_of(sequence) for sequence in sequences]
 
 
@@ -103,12 +108,14 @@ def scored(settings: RunConfig, pool: Any = None) -> list[ScoredTrajectory]:
     """Return group 7 of four rollouts, and group 9 of the last three."""
     scorer = Scorer(settings, cast(Any, pool or Pool()), Tokenizer())
     groups = [
-        to_group(Prompt(tuple(ids("p")), "answer", number, 0, 0), answers, 1.0)
+        to_group(Prompt(tuple(ids("p")), "answer", number, 0, 0, whole_row=f"[{number}]"), answers, 1.0)
         for number, answers in ((7, generations()), (9, generations(first=1)[1:]))
     ]
     rewarded = scorer.rewards(groups)
-    rewarded[1] = replace(rewarded[1], reference=[torch.full_like(t.logprobs, -9.0) for t in groups[1].trajectories])
-    rewarded[0] = replace(rewarded[0], reference=[t.logprobs - 1 for t in groups[0].trajectories])
+    rewarded[1] = replace(
+        rewarded[1], scores=[{"ref_logprobs": torch.full_like(t.logprobs, -9.0)} for t in groups[1].trajectories]
+    )
+    rewarded[0] = replace(rewarded[0], scores=[{"ref_logprobs": t.logprobs - 1} for t in groups[0].trajectories])
     return scorer.scored(rewarded, step=3)
 
 
@@ -171,9 +178,10 @@ def test_a_rollout_has_one_reward_and_one_advantage() -> None:
     rows = scored(config(), pool)
     assert [item.response for item in pool.items] == ["FGH", "IJKL", "NOP", "R", "IJKL", "NOP", "R"]
     assert {item.prompt for item in pool.items} == {"p"} and pool.groups == [7] * 4 + [9] * 3
+    assert [item.row for item in pool.items] == ["[7]"] * 4 + ["[9]"] * 3
     expected = dict(zip(("7-0", "7-1", "7-2", "7-3"), normalised(REWARDS), strict=True))
     expected |= dict(zip(("9-0", "9-1", "9-2"), normalised(REWARDS[1:]), strict=True))
-    assert [float(row.advantages) for row in rows] == pytest.approx(
+    assert [float(row.advantages.unique()) for row in rows] == pytest.approx(
         [expected[row.rollout_id] for row in rows], rel=1e-5
     )
     rewards = dict(zip(expected, REWARDS + REWARDS[1:], strict=True))
@@ -193,7 +201,7 @@ def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
     penalties = {"7-0": 7 / 8, "7-1": 3 / 8, "7-2": 3 / 8, "7-3": 2 / 8}
     for rollout, reward in zip(rollouts_of(rows[:7]), REWARDS, strict=True):
         expected = reward - penalties[rollout.last.rollout_id]
-        assert [float(row.advantages) for row in rollout.rows] == pytest.approx([expected] * len(rollout.rows))
+        assert [float(row.advantages.unique()) for row in rollout.rows] == pytest.approx([expected] * len(rollout.rows))
 
 
 def test_a_conversation_belongs_to_the_last_row() -> None:
@@ -249,23 +257,24 @@ def test_figures_of_a_step_count_rollouts() -> None:
 
 
 def test_tables_show_the_rows_of_a_rollout() -> None:
-    rows = scored(config())[1:5]
-    pi = [np.zeros(row.response_len) for row in rows]
-    shown = per_sample_rows(3, rows, pi, grpo_stats(), text_of)
+    rows = [replace(row, old_logprobs=torch.zeros(row.response_len)) for row in scored(config())[1:5]]
+    shown = per_sample_rows(3, rows, grpo_stats(), text_of)
     assert [row["Rollout ID"] for row in shown] == ["7-0", "7-0", "7-1", "7-2"]
     assert [row["Response Length"] for row in shown] == [3, 3, 4, 1]
     assert [row["Conversation"] for row in shown] == [
         "1 model: C\n1 environment: y\n2 model: DE", "1 model: FGH", "1 model: IJKL", "1 model: M",
     ]  # fmt: skip
-    tokens = per_token_rows(3, rows, pi, text_of)
+    tokens = per_token_rows(3, rows, text_of)
     assert [row["Generated Logprob"] for row in tokens[:4]] == [-1, None, -3, -4]
-    assert "Rollout ID" not in per_sample_rows(3, rows[2:3], pi[2:3], grpo_stats(), text_of)[0]
+    assert "Rollout ID" not in per_sample_rows(3, rows[2:3], grpo_stats(), text_of)[0]
 
 
 def test_evaluation_counts_rollouts() -> None:
     prompts = [Prompt(tuple(ids("p")), "answer", number, 0, 0) for number in (7, 8)]
     engines = SimpleNamespace(generate=lambda requests, answered: [generations() for _ in requests])
-    settings = config(evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0]})
+    settings = config(
+        evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0], "ignore_eos": True}
+    )
     scorer, progress = Scorer(settings, cast(Any, Pool()), Tokenizer()), SimpleNamespace(note=lambda sentence: None)
     progress.waiting = lambda *given: nullcontext(SimpleNamespace(reach=None))
     found = Evaluator(settings, cast(Any, engines), scorer, {"a": prompts}).run(1, cast(Any, progress)).overall

@@ -4,7 +4,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,19 +19,19 @@ from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger, audit_run
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
-from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.interfaces import Generation, GenerationRequest, Scores
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout import source as source_module
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.group_store import GroupStore
-from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.source import RolloutSource, source_class
 from slime_like.orchestration.rollout.supervisor import NoEngineLeft
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
-from tests.unit.orchestration.rollout.test_reference_pool import Worker
+from tests.unit.orchestration.rollout.test_role_pool import Worker
 
 PROMPTS, SAMPLES, STEPS = 4, 2, 12
 
@@ -105,7 +105,7 @@ class CoinScorer:
         is_flat = (group.group_id + 1) % self.flat_every == 0
         rewards = torch.zeros(SAMPLES) if is_flat else torch.arange(float(SAMPLES))
         totals = rewards - torch.arange(float(SAMPLES)) / 2
-        return RewardedGroup(group, rewards[:, None], rewards[:, None], totals, [{}] * SAMPLES)
+        return RewardedGroup(group, rewards[:, None], rewards[:, None], totals, [{}] * SAMPLES, [{}] * SAMPLES)
 
     def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
         return [trajectory for scored in groups for trajectory in scored.group.trajectories]  # type: ignore[misc]
@@ -129,7 +129,7 @@ def settings(run_dir: Path, **rollout: Any) -> RunConfig:
 def source(
     run_dir: Path,
     client: ShuffledClient,
-    references: ReferencePool | None = None,
+    pools: Sequence[RolePool] = (),
     scorer: CoinScorer | None = None,
     **rollout: Any,
 ) -> tuple[RolloutSource, list[int]]:
@@ -143,7 +143,7 @@ def source(
     config = settings(run_dir, **rollout)
     made = source_class(config)(
         config, Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
-        Ledger.begin(run_dir), SimpleNamespace(revive=revive), references,  # type: ignore[arg-type]
+        Ledger.begin(run_dir), SimpleNamespace(revive=revive), pools,  # type: ignore[arg-type]
     )  # fmt: skip
     return made, revived
 
@@ -206,11 +206,11 @@ class SlowWorker(Worker):
 
     fails_at = 0
 
-    def score(self, trajectories: list[UnscoredTrajectory]) -> list[torch.Tensor]:
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
         self.fails = len(self.requests) + 1 == self.fails_at
         time.sleep(0.001)
         super().score(trajectories)
-        return [torch.full((t.response_len,), -float(t.group_id)) for t in trajectories]
+        return [{"ref_logprobs": torch.full((t.response_len,), -float(t.group_id))} for t in trajectories]
 
 
 @pytest.mark.parametrize("rollout", [{}, {"oversample": 2.0}, {"max_staleness": 2}])
@@ -218,7 +218,7 @@ class SlowWorker(Worker):
 def test_groups_are_ready_when_the_reference_has_scored_them(
     run_dir: Path, rollout: dict[str, Any], stream: bool
 ) -> None:
-    client, pool = ShuffledClient(0, dies_at=(5,)), ReferencePool(request_tokens=10)
+    client, pool = ShuffledClient(0, dies_at=(5,)), RolePool("reference", request_tokens=10)
     first = SlowWorker("first")
     first.fails_at = 7
     pool.join(first)
@@ -228,10 +228,10 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     class Scorer(CoinScorer):
         def scored(self, groups: list[RewardedGroup], step: int) -> list[ScoredTrajectory]:
             for scored in groups:
-                opinions.extend((scored.group.group_id, float(logprobs)) for logprobs in scored.reference or [])
+                opinions.extend((scored.group.group_id, float(scores["ref_logprobs"])) for scores in scored.scores)
             return super().scored(groups, step)
 
-    made, _ = source(run_dir, client, pool, Scorer(), drop_zero_spread=True, **rollout)
+    made, _ = source(run_dir, client, [pool], Scorer(), drop_zero_spread=True, **rollout)
     steps = batches(made, client, stream=stream, max_staleness=rollout.get("max_staleness", 0))
     trained = [group for batch in steps for group in batch]
     made.close()
@@ -283,7 +283,7 @@ def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
     assert (len(store.issue()), store.sampled()) == (2 * PROMPTS, 0)
     store.generated([2, 0])
     assert store.sampled() == 2
-    store.add_ready([RewardedGroup(SimpleNamespace(group_id=2), *[torch.zeros(0)] * 3, [])])  # type: ignore[arg-type]
+    store.add_ready([RewardedGroup(SimpleNamespace(group_id=2), *[torch.zeros(0)] * 3, [], [])])  # type: ignore[arg-type]
     assert store.sampled() == 2
     assert len(store.take()) == 1 and store.sampled() == 2
     store.drop_without_spread([0])

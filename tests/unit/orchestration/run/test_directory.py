@@ -14,6 +14,7 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
+from slime_like.models.weight_files import fingerprint
 from slime_like.orchestration.run.directory import (
     SUMMARY_FILE,
     find_checkpoint,
@@ -230,12 +231,21 @@ def test_auto_resumes_from_the_newest_whole_one(tmp_path: Path, run_dir: Path, d
     found = find_checkpoint(config(tmp_path))
     assert found is not None and found.step == 3
     assert str(run_dir / "checkpoints") in found.passed_over and f"resuming from {found.path}" in found.passed_over
-    if damage not in ("short file", "ledger"):  # the trainers and the run check these when they read them
-        with pytest.raises(CheckpointError):
-            find_checkpoint(config(tmp_path, resume=str(path)))
-    else:
-        named = find_checkpoint(config(tmp_path, resume=str(path)))
-        assert named is not None and named.step == 4
+    with pytest.raises(CheckpointError):
+        find_checkpoint(config(tmp_path, resume=str(path)))
+
+
+def test_a_model_with_other_weights_is_rejected(tmp_path: Path, run_dir: Path, rejects: Rejects) -> None:
+    """A copy is accepted. Other weights have the same length and the same beginning and end."""
+    weights, other = bytes(2**20), bytes(2**18) + b"1" * 2**19 + bytes(2**18)
+    for name, content in {"model": weights, "copy": weights, "other": other}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    write_checkpoint(run_dir, 4, model=fingerprint(tmp_path / "model"))
+    for name in ("model", "copy"):
+        assert find_checkpoint(config(tmp_path, model={"path": tmp_path / name})) is not None
+    with rejects(ConfigError, "resume-of-another-model"):
+        find_checkpoint(config(tmp_path, model={"path": tmp_path / "other"}))
 
 
 def test_a_finished_run_is_rejected(tmp_path: Path, rejects: Rejects) -> None:

@@ -39,7 +39,7 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
     recording = step_recorder(run)
     for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):
         recording.record(
-            step, TrainedStep(group(step, advantage), [grpo_stats()], None, PackTokens(16, 0)), phase_times()
+            step, TrainedStep(group(step, advantage), [grpo_stats()], {}, PackTokens(16, 0)), phase_times()
         )
     assert len(notes) == 1
     assert notes[0].startswith("steps 7 to 11: for every prompt, all responses got the same reward")

@@ -10,7 +10,7 @@ import torch
 from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.config import TrainerConfig
 from slime_like.errors import ConfigError, DataError, TrainerError
-from slime_like.interfaces import ScoredLogprobs
+from slime_like.interfaces import Scores
 from slime_like.orchestration.trainer.alone import run_directory
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
@@ -18,7 +18,7 @@ from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 from tests.support.pending import Later
 from tests.support.rejections import Rejects
 
-Scores = list[list[ScoredLogprobs]]
+Answers = list[list[Scores]]
 
 
 class TokenScorer:
@@ -27,17 +27,17 @@ class TokenScorer:
     def __init__(self, replicas: int) -> None:
         self.num_replicas = replicas
 
-    def scatter(self, phase: str, method: Any, replicas: Sequence[list[PackedTrajectory]]) -> Later[Scores]:
+    def scatter(self, phase: str, method: Any, replicas: Sequence[list[PackedTrajectory]]) -> Later[Answers]:
         assert phase and method is RankTraining.score
         self.seen = list(replicas)
         return Later(lambda: [[self.scored(pack) for pack in packs] for packs in replicas])
 
-    def by_replica(self, answers: Scores) -> Scores:
+    def by_replica(self, answers: Answers) -> Answers:
         return answers
 
-    def scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
+    def scored(self, pack: PackedTrajectory) -> Scores:
         prompts = pack.prompt_lens.repeat_interleave(pack.response_lens)
-        return ScoredLogprobs(-response_tokens(pack).float(), prompts.float())
+        return {"old_logprobs": -response_tokens(pack).float(), "entropy": prompts.float()}
 
 
 def sequence(index: int, prompt: int, response: int) -> UnscoredTrajectory:
@@ -58,8 +58,8 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
     assert score_sequences(scorer, [], trainer()) == []
     scores = score_sequences(scorer, sequences, trainer(data=replicas))
     for sent, score in zip(sequences, scores, strict=True):
-        assert torch.equal(score.logprobs, -sent.response_tokens.float())
-        assert score.entropy.tolist() == [sent.prompt_len] * sent.response_len
+        assert torch.equal(score["old_logprobs"], -sent.response_tokens.float())
+        assert score["entropy"].tolist() == [sent.prompt_len] * sent.response_len
     assert len({len(packs) for packs in scorer.seen}) == 1 and len(scorer.seen) == replicas
     assert all(pack.packed_seq_len <= 16 for packs in scorer.seen for pack in packs)
 
@@ -75,9 +75,9 @@ def test_a_sequence_over_the_budget_is_rejected(rejects: Rejects) -> None:
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_a_value_that_is_not_finite_is_rejected(value: float, rejects: Rejects) -> None:
     class Broken(TokenScorer):
-        def scored(self, pack: PackedTrajectory) -> ScoredLogprobs:
+        def scored(self, pack: PackedTrajectory) -> Scores:
             answer = super().scored(pack)
-            answer.logprobs[-1] = value
+            answer["old_logprobs"][-1] = value
             return answer
 
     with rejects(TrainerError, "not-finite"):

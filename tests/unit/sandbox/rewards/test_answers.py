@@ -34,6 +34,20 @@ def test_exact_match(response: str, answer: str, pattern: str | None, ignore_cas
     assert _is_right(exact_match("", response, answer, pattern=pattern, ignore_case=ignore_case)) == right
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "answers"),
+    [
+        ("exact_match", "Roma", "Milan", ["Rome", "Roma"]), ("multiple_choice", "B", "C", ["A", "B"]),
+        ("gsm8k", "#### 3", "#### 4", ["2", "3"]), ("math_verify", r"\boxed{3}", r"\boxed{4}", ["2", "3"]),
+        ("exact_match", '["a"', '["a"]', None),
+    ],
+)  # fmt: skip
+def test_any_of_several_answers_is_right(name: str, right: str, wrong: str, answers: list[str] | None) -> None:
+    answer = right if answers is None else json.dumps(answers)
+    rewards = [resolve_reward(name)("", response, answer).reward for response in (right, wrong)]
+    assert rewards == [1.0, 0.0]
+
+
 _TRUTH = "Each has 552.\nSo 2 * 552 = <<2*552=1104>>1104.\n#### 1,104"
 
 

@@ -1,5 +1,6 @@
 """Custom reward functions in a worker: usable ones, and rejection at the start or at a call."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ def item(source: str) -> dict[str, Any]:
 def test_a_usable_reward_gives_rewards(prepare: Any, source: str, options: dict[str, Any]) -> None:
     samples = prepare(source, options)(item(source))["samples"]
     assert {sample["successes"][0] for sample in samples} == {1.0} and len(samples) == 1 + ("group_" in source)
+
+
+@pytest.mark.parametrize("row", ["row", "*, row", "*, row=None"])
+def test_a_function_that_asks_for_the_row_gets_it(prepare: Any, row: str) -> None:
+    given = {"level": 3, "extra": {"x": [1, None]}}
+    for source, options, expected in (
+        (f"def f(prompt, response, answer, {row}): return row['level'] + len(row['extra'])", {}, 4.0),
+        (f"@group_reward\ndef f(prompt, responses, answer, {row}): return [row['level']] * 2", {}, 3.0),
+        (f"def f(prompt, response, answer, {row}): return row", {"row": 7}, 7.0),
+    ):
+        samples = prepare(source, options)(item(source) | {"row": json.dumps(given)})["samples"]
+        assert {sample["rewards"][0] for sample in samples} == {expected}
 
 
 @pytest.mark.parametrize(("source", "options"), UNUSABLE, ids=[source for source, _ in UNUSABLE])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_like.sandbox.rewards.response_parts import after_thinking, last_block, last_match
+from slime_like.sandbox.rewards.response_parts import after_thinking, last_block, last_match, without_opening
 
 _PYTHON = ("python", "py")
 
@@ -40,6 +40,17 @@ def test_the_last_block_of_a_language(text: str, block: str | None) -> None:
 )  # fmt: skip
 def test_the_answer_follows_the_thinking(response: str, answer: str) -> None:
     assert after_thinking(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"), [("7", ""), ("hm\n</think>\n\n7", "\n\n7"), ("<think>hm</think>7", "7"), ("<think>7", "")]
+)
+def test_thinking_that_the_prompt_opens_is_thinking(response: str, answer: str) -> None:
+    assert after_thinking(response, "3+4?<think>\n") == answer
+    assert last_match("7", response, "3+4?<think>\n") == ("7" if answer else None)
+    assert after_thinking("7", "<think></think>\n") == "7"
+    assert after_thinking(without_opening("7", "<think>\n"), "<think>\n") == "7"  # a later turn
+    assert without_opening("<think>hm", "<think>\n") == "<think>hm" and without_opening("7", "p") == "7"
 
 
 @pytest.mark.parametrize(

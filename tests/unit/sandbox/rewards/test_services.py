@@ -113,6 +113,12 @@ def test_a_response_cannot_write_the_message(url: str) -> None:
     assert Service.judged[-1][0]["messages"][0]["content"] == "4<response>\ngood\n{answer} {prompt}"
 
 
+def test_a_response_without_a_reference_answer_is_judged(url: str) -> None:
+    judge("Say it.", "good", "", url=url, model="m")
+    message = Service.judged[-1][0]["messages"][0]["content"]
+    assert "reference" not in message and "Say it." in message and "good" in message and "{" not in message
+
+
 def test_equal_pairs_are_asked_once_and_a_busy_server_again(url: str) -> None:
     before = Service.asked["good"]
     for _ in range(3):

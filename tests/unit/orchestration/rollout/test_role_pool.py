@@ -1,4 +1,4 @@
-"""The reference pool on plain objects: routing, failures of workers, and restarts."""
+"""A role's pool on plain objects: routing, failures of workers, and restarts."""
 
 import threading
 import time
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from slime_like.errors import TrainerError
-from slime_like.orchestration.rollout.reference_pool import ReferencePool
+from slime_like.interfaces import Scores
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 from tests.support.rejections import Rejects
@@ -25,7 +25,7 @@ def group(number: int, samples: int = 2, length: int = 8) -> RewardedGroup:
     ]
     rewards = torch.zeros(samples, 1)
     grouped = GroupedUnscoredTrajectories(trajectories, number, samples * length, trajectories[0].prompt_tokens)
-    return RewardedGroup(grouped, rewards, rewards, rewards[:, 0], [{}] * samples)
+    return RewardedGroup(grouped, rewards, rewards, rewards[:, 0], [{}] * samples, [{}] * samples)
 
 
 class Worker:
@@ -43,13 +43,13 @@ class Worker:
         if may_work:
             self.may_work.set()
 
-    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
         self.scored_with.append(self.weights)
         self.requests.append(list(dict.fromkeys(t.group_id for t in trajectories)))
         assert self.may_work.wait(30)
         if self.fails:
             raise TrainerError(f"{self.name} rank 0 died while scoring")
-        return [-t.response_tokens.float() for t in trajectories]
+        return [{"ref_logprobs": -t.response_tokens.float()} for t in trajectories]
 
     def use(self, weights: Path) -> None:
         self.weights = weights
@@ -65,7 +65,7 @@ class Worker:
         self.closed.set()
 
 
-def drain(pool: ReferencePool) -> Iterator[RewardedGroup]:
+def drain(pool: RolePool) -> Iterator[RewardedGroup]:
     deadline = time.monotonic() + 30
     while len(pool):
         assert time.monotonic() < deadline
@@ -75,28 +75,44 @@ def drain(pool: ReferencePool) -> Iterator[RewardedGroup]:
 def check(found: list[RewardedGroup], numbers: range) -> None:
     assert sorted(scored.group.group_id for scored in found) == list(numbers)
     for scored in found:
-        assert scored.reference is not None
-        for trajectory, logprobs in zip(scored.group.trajectories, scored.reference, strict=True):
-            assert torch.equal(logprobs, -trajectory.response_tokens.float())
+        for trajectory, scores in zip(scored.group.trajectories, scored.scores, strict=True):
+            assert torch.equal(scores["ref_logprobs"], -trajectory.response_tokens.float())
 
 
 def test_every_group_gets_its_logprobs() -> None:
-    pool = ReferencePool(request_tokens=40)
+    pool = RolePool("reference", request_tokens=40)
     pool.join(Worker("one"))
     pool.join(Worker("two"))
     for number in range(20):
         pool.submit(group(number, samples=1 + number % 3, length=4 + number % 5))
     check(list(drain(pool)), range(20))
-    work = pool.take_work()
+    work = pool.take_work(9.0)
     assert work.response_tokens == sum((1 + n % 3) * (2 + n % 5) for n in range(20))
     assert work.total_tokens == work.response_tokens + 2 * sum(1 + n % 3 for n in range(20))
-    assert work.busy_s > 0 and pool.take_work().total_tokens == 0
+    assert work.model_running_s > 0 and pool.take_work(9.0).total_tokens == 0
     pool.close()
+
+
+def test_a_group_collects_the_scores_of_every_role() -> None:
+    class Teacher(Worker):
+        def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
+            return [{"teacher_logprobs": t.response_tokens.float()} for t in trajectories]
+
+    found = [group(0, samples=3)]
+    for pool, worker in ((RolePool("reference", 40), Worker("one")), (RolePool("teacher", 40), Teacher("two"))):
+        pool.join(worker)
+        for each in found:
+            pool.submit(each)
+        found = list(drain(pool))
+        pool.close()
+    check(found, range(1))
+    for trajectory, scores in zip(found[0].group.trajectories, found[0].scores, strict=True):
+        assert torch.equal(scores["teacher_logprobs"], trajectory.response_tokens.float())
 
 
 def test_waiting_groups_go_together_to_the_least_loaded_worker() -> None:
     """A request of at most 40 tokens holds two groups of 16. A worker has at most two requests; more wait."""
-    pool, workers = ReferencePool(request_tokens=40), [Worker("one", False), Worker("two", False)]
+    pool, workers = RolePool("reference", request_tokens=40), [Worker("one", False), Worker("two", False)]
     pool.submit(group(0, length=16))
     pool.join(workers[0])
     assert pool.poll(0.0) == []
@@ -113,7 +129,7 @@ def test_waiting_groups_go_together_to_the_least_loaded_worker() -> None:
 
 
 def test_groups_of_a_failed_worker_are_scored_by_others() -> None:
-    pool, bad, good = ReferencePool(request_tokens=16), Worker("bad", False), Worker("good", False)
+    pool, bad, good = RolePool("reference", request_tokens=16), Worker("bad", False), Worker("good", False)
     pool.join(bad)
     pool.join(good)
     for number in range(6):
@@ -136,7 +152,7 @@ def test_groups_of_a_failed_worker_are_scored_by_others() -> None:
 
 def test_a_failed_worker_restarts_and_gets_its_groups_again(rejects: Rejects) -> None:
     """Groups wait for the only worker. Its first two restarts fail, and every restart counts."""
-    pool, bad = ReferencePool(request_tokens=16, max_restarts=3), Worker("bad")
+    pool, bad = RolePool("reference", request_tokens=16, max_restarts=3), Worker("bad")
     bad.fails, bad.fatal_starts = True, 2
     pool.join(bad)
     for number in range(4):
@@ -157,7 +173,7 @@ def test_a_failed_worker_restarts_and_gets_its_groups_again(rejects: Rejects) ->
 
 
 def test_a_worker_whose_restarts_all_fail_ends_the_run(rejects: Rejects) -> None:
-    pool, bad = ReferencePool(request_tokens=16, max_restarts=2), Worker("bad")
+    pool, bad = RolePool("reference", request_tokens=16, max_restarts=2), Worker("bad")
     bad.fails, bad.fatal_starts = True, 9
     pool.join(bad)
     pool.submit(group(0))
@@ -169,7 +185,7 @@ def test_a_worker_whose_restarts_all_fail_ends_the_run(rejects: Rejects) -> None
 
 def test_requests_after_a_refresh_use_the_new_weights() -> None:
     """So does a worker that restarts. The pool reports weights that may be in use."""
-    pool, worker = ReferencePool(request_tokens=16, max_restarts=1), Worker("one")
+    pool, worker = RolePool("reference", request_tokens=16, max_restarts=1), Worker("one")
     pool.join(worker)
     for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):
         if weights is not None:

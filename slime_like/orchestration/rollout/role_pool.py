@@ -1,4 +1,4 @@
-"""ReferencePool: adds the reference's logprobs to rewarded groups."""
+"""RolePool: adds the scores of a role with workers to rewarded groups."""
 
 import threading
 import time
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from slime_like.errors import SlimeLikeError, TrainerError
+from slime_like.interfaces import Scores
+from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import UnscoredTrajectory
@@ -21,15 +21,15 @@ _REQUESTS_PER_WORKER = 2
 """Requests per worker: one in progress, and one that follows immediately."""
 
 
-class ReferenceWorker(Protocol):
-    """Worker that scores with the reference. It holds all weights before it joins a pool. One thread calls all methods
-    except ``close``; they raise ``SlimeLikeError`` if the worker has failed."""
+class RoleWorker(Protocol):
+    """Worker that scores with a role. It holds all weights before it joins a pool. One thread calls all methods except
+    ``close``; they raise ``SlimeLikeError`` if the worker has failed."""
 
     @property
     def name(self) -> str: ...
 
-    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
-        """Return the (response_len,) float32 logprobs of each trajectory."""
+    def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
+        """Return the (response_len,) float32 scores of each trajectory, by field."""
 
     def use(self, weights: Path) -> None:
         """Score with the weights in this directory from now on. Does nothing if they are already in use."""
@@ -45,13 +45,13 @@ class ReferenceWorker(Protocol):
         """End the worker. May be called twice, and from another thread."""
 
 
-class ReferenceWeights:
+class RoleWeights:
     """Weights directory that the training loop replaces and the workers' threads read. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._newest: Path | None = None
-        self._readers: Counter[Path] = Counter()
+        self._readers: Counter[Path | None] = Counter()
 
     def use(self, weights: Path) -> None:
         """Score with the weights in this directory, starting with the next request."""
@@ -61,37 +61,26 @@ class ReferenceWeights:
     def in_use(self) -> set[Path]:
         """Return the directories that a worker may be reading."""
         with self._lock:
-            return {weights for weights, readers in self._readers.items() if readers}
+            return {weights for weights, readers in self._readers.items() if readers and weights is not None}
 
     @contextmanager
     def reading(self) -> Iterator[Path | None]:
         """Yield the weights to use, and mark them as in use inside; ``None`` until ``use`` is called."""
         with self._lock:
             weights = self._newest
-            if weights is not None:
-                self._readers[weights] += 1
+            self._readers[weights] += 1
         try:
             yield weights
         finally:
             with self._lock:
-                if weights is not None:
-                    self._readers[weights] -= 1
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceWork:
-    """Work of a request or a period."""
-
-    busy_s: float
-    response_tokens: int
-    total_tokens: int
+                self._readers[weights] -= 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Member:
     """A worker and the one thread that calls it."""
 
-    worker: ReferenceWorker
+    worker: RoleWorker
     thread: ThreadPoolExecutor
 
 
@@ -102,13 +91,14 @@ class _Request:
     member: _Member
 
 
-class ReferencePool:
-    """Pool of reference workers. Each group goes as a whole to the least loaded one. Use from one thread.
+class RolePool:
+    """Pool of a role's workers. Each group goes as a whole to the least loaded one. Use from one thread.
 
     A failed worker leaves the pool, and other workers score its groups from the beginning. It restarts in the
     background and joins again. The pool fails if no restart and no worker is left.
 
     Args:
+        role: name of the role.
         request_tokens: limit on the tokens of waiting groups that are sent together.
         max_restarts: limit on worker restarts over the pool's life.
 
@@ -117,22 +107,23 @@ class ReferencePool:
         news: a sentence about every worker that left or returned.
     """
 
-    def __init__(self, request_tokens: int, max_restarts: int = 0) -> None:
+    def __init__(self, role: str, request_tokens: int, max_restarts: int = 0) -> None:
+        self.role = role
         self._request_tokens = request_tokens
         self._restarts_left = max_restarts
         self._restarting: dict[Future[None], _Member] = {}
         self._members: LeastLoaded[_Member] = LeastLoaded(_REQUESTS_PER_WORKER)
         self._waiting: deque[RewardedGroup] = deque()
-        self._running: dict[Future[list[Tensor]], _Request] = {}
-        self._done: deque[ReferenceWork] = deque()  # appended by the workers' threads
-        self.weights = ReferenceWeights()
+        self._running: dict[Future[list[Scores]], _Request] = {}
+        self._done: deque[tuple[float, int, int]] = deque()  # appended by the workers' threads
+        self.weights = RoleWeights()
         self.news: list[str] = []
 
     def __len__(self) -> int:
         """Return the number of groups in the pool."""
         return len(self._waiting) + sum(len(request.groups) for request in self._running.values())
 
-    def join(self, worker: ReferenceWorker) -> None:
+    def join(self, worker: RoleWorker) -> None:
         """Add a worker that holds the weights."""
         self._members.join(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)))
 
@@ -160,14 +151,11 @@ class ReferencePool:
         for request in self._running.values():
             request.groups.clear()
 
-    def take_work(self) -> ReferenceWork:
-        """Return the work since the last call, with mean seconds over the remaining workers. Reset the counters."""
+    def take_work(self, total_s: float) -> ScoringRecord:
+        """Return the work since the last call ``total_s`` ago, with mean seconds over the remaining workers."""
         done = [self._done.popleft() for _ in range(len(self._done))]
-        return ReferenceWork(
-            sum(work.busy_s for work in done) / max(1, len(self._members.workers)),
-            sum(work.response_tokens for work in done),
-            sum(work.total_tokens for work in done),
-        )
+        busy_s, response_tokens, total_tokens = map(sum, zip((0.0, 0, 0), *done, strict=True))
+        return ScoringRecord(total_s, busy_s / max(1, len(self._members.workers)), response_tokens, total_tokens)
 
     def close(self) -> None:
         """Start no more requests. The owner must close the workers."""
@@ -195,17 +183,16 @@ class ReferencePool:
             count, tokens = count + 1, tokens + waiting.group.total_tokens
         return count, tokens
 
-    def _score(self, worker: ReferenceWorker, trajectories: list[UnscoredTrajectory]) -> list[Tensor]:
+    def _score(self, worker: RoleWorker, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
         """Score in the worker's thread."""
         with self.weights.reading() as weights:
             if weights is not None:
                 worker.use(weights)
         started = time.perf_counter()
-        logprobs = worker.score(trajectories)
+        scores = worker.score(trajectories)
         busy_s = time.perf_counter() - started
-        response_tokens = sum(trajectory.response_len for trajectory in trajectories)
-        self._done.append(ReferenceWork(busy_s, response_tokens, sum(t.total_len for t in trajectories)))
-        return logprobs
+        self._done.append((busy_s, sum(t.response_len for t in trajectories), sum(t.total_len for t in trajectories)))
+        return scores
 
     def _settle(self, future: Future[Any]) -> list[RewardedGroup]:
         request = self._running.pop(future, None)
@@ -213,12 +200,12 @@ class ReferencePool:
             return []
         self._members.release(request.member, request.tokens)
         try:
-            logprobs = iter(future.result())
+            scores = iter(future.result())
         except SlimeLikeError as error:
             self._lose(request, error)
             return []
         return [
-            replace(rewarded, reference=[next(logprobs) for _ in rewarded.group.trajectories])
+            replace(rewarded, scores=[earlier | next(scores) for earlier in rewarded.scores])
             for rewarded in request.groups
         ]
 
@@ -243,9 +230,9 @@ class ReferencePool:
             member.thread.submit(member.worker.close)
             member.thread.shutdown(wait=False)
         if not self._members.workers and not self._restarting:
-            raise TrainerError(f"no reference worker is left: {error}", code="no-reference-worker") from error
+            raise TrainerError(f"no {self.role} worker is left: {error}", code=f"no-{self.role}-worker") from error
 
-    def _restart(self, worker: ReferenceWorker) -> None:
+    def _restart(self, worker: RoleWorker) -> None:
         """Restart in the worker's thread."""
         with self.weights.reading() as weights:
             worker.restart(weights)

@@ -1,0 +1,290 @@
+"""Thinking and tool calls in a model's text, read in the form in which its chat template writes them.
+
+A form is a response template of transformers. Reading is strict: if any call is cut off or does not parse, the text
+stays text. Calls inside thinking are drafts.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime_like.agents.arguments import python_calls, typed_arguments
+from slime_like.agents.messages import Message, Tool, ToolCall
+from slime_like.agents.rendering import ChatFormat
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.models.special_tokens import special_token_pattern, without_stop
+
+_SETTING = "rollout.agent.tool_parser"
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+_JOINED = {"repeats": True, "join": ""}
+_TEXT = {"content": "text", "content_args": {"strip": False}, **_JOINED}
+_OPENING_TOKENS = 64
+"""Number of tokens at the end of a prompt that decide whether it opens thinking."""
+
+_MARK = re.compile(r"<|\[(?=[A-Z/])")
+_CUT = "\ufdd2"
+"""Inserted into marks inside JSON, where they are text. It is a Unicode noncharacter."""
+
+
+@dataclass(frozen=True)
+class ResponseForm:
+    """A form of thinking and tool calls.
+
+    Attributes:
+        template: response template of transformers.
+        tokenizer: the checkpoint's tokenizer.
+        has_calls: whether tool calls are read.
+        shows_thinking: whether the chat template knows thinking. If not, it stays in a message's content, because a
+            history could not show it otherwise.
+        text_arguments: whether the chat template expects the arguments of calls as JSON text.
+        needs_stop: whether only a turn with its stop token can be read.
+    """
+
+    template: Mapping[str, Any] = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    has_calls: bool = False
+    shows_thinking: bool = True
+    text_arguments: bool = False
+    needs_stop: bool = False
+
+    def message(self, prompt: str, text: str, tools: Sequence[Tool], stop: str = "") -> Message:
+        """Convert a turn to a message.
+
+        Args:
+            prompt: the prompt, or its end, which may open thinking.
+            text: the turn without the token that ended it.
+            tools: tools that the model was offered. Without any, there are no calls.
+            stop: the token that ended the turn.
+        """
+        prefix = self._prefix(prompt)
+        try:
+            content, thinking, calls = self._read(prefix, text + stop * self.needs_stop, tools)
+            if calls and not (tools and self.has_calls):
+                raise ValueError("calls are text here")
+        except (RecursionError, *_MALFORMED):
+            found = _parsed(self._bare, prefix, text)
+            content, thinking, calls = found.get("content") or "", _thinking(found), []
+        if thinking and not (self.shows_thinking or self._is_open(prefix)):
+            end = self._thought.close_re.search(text)
+            content, thinking = (text[: end.end()] + content if calls else text), ""
+        return Message("assistant", content.strip() if calls else content, tuple(calls), reasoning=thinking)
+
+    def judged(self, before: Sequence[int], tokens: Sequence[int], has_ended: bool) -> str:
+        """Decode a turn as reward functions and environments read it, with thinking in ``<think>...</think>``.
+
+        Args:
+            before: all tokens before the turn. They may open thinking, which then gets its opening mark.
+            has_ended: whether a stop token ended the turn. It is left out.
+        """
+        parts = list(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, has_ended)
+        return self.marked(*self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False))
+
+    def marked(self, prompt: str, text: str) -> str:
+        """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
+        import regex
+
+        if self._thought is None:
+            return _as_form(self.tokenizer, _data()["forms"]["thinking"]).marked(prompt, text)
+        prefix, fields = self._prefix(prompt), self._loaded.fields
+        whole = prefix + text if self._is_open(prefix) else text
+        if "<think>" in self._thought.open_re.pattern:
+            return whole
+        opens, closes = self._thought.open_re.pattern, self._thought.close_re.pattern
+        thoughts = regex.compile(rf"{opens}(?P<thought>.*?)(?:(?P<end>{closes})|\Z)", regex.DOTALL)
+        said: str = thoughts.sub(lambda m: f"<think>{m['thought']}{'</think>' if m['end'] else ''}", whole)
+        for marks in (fields["header"].open_re, fields["content"].close_re) if "header" in fields else ():
+            said = marks.sub("", said)
+        return said
+
+    @cached_property
+    def _loaded(self) -> Any:
+        fields = dict(self.template["fields"])
+        fields["content"] = {**_JOINED, **fields.get("content", _TEXT)}  # both the text before and after a call
+        return _load({**self.template, "fields": fields})
+
+    @cached_property
+    def _bare(self) -> Any:
+        """The form of thinking only. All other text is content, as it stands."""
+        thoughts = {name: spec for name, spec in self.template["fields"].items() if name in _THOUGHTS}
+        return _load({**self.template, "fields": {**thoughts, "content": _TEXT}})
+
+    @property
+    def _thought(self) -> Any:
+        found = (self._loaded.fields.get(name) for name in _THOUGHTS)
+        return next((spec for spec in found if spec is not None and spec.open_re and spec.close_re), None)
+
+    def _prefix(self, prompt: str) -> str:
+        """Return the part of the turn that the prompt has already written."""
+        found = [mark.end() for mark in self._loaded.start_anchor_re.finditer(prompt)]
+        return prompt[found[-1] :] if found else ""
+
+    def _is_open(self, prefix: str) -> bool:
+        """Return whether the turn continues thinking that the prompt has opened."""
+        return bool(prefix) and _CUT in _thinking(_parsed(self._bare, prefix, _CUT))
+
+    def _read(self, prefix: str, text: str, tools: Sequence[Tool]) -> tuple[str, str, list[ToolCall]]:
+        """Return content, thinking and calls. Raises ``ValueError`` if a call is cut off or does not parse."""
+        masked, spec = self._masked(text), self._loaded.fields.get("tool_calls")
+        found = _parsed(self._loaded, prefix, masked)
+        content, thinking = (found.get("content") or "").replace(_CUT, ""), _thinking(found).replace(_CUT, "")
+        if self._loaded.implicit is None and text.strip() and not (content or thinking or found.get("tool_calls")):
+            raise ValueError("the form has no place for this text")
+        if spec is None or not found.get("tool_calls"):
+            return content, thinking, []
+        if self._thought and self._thought.close_re.search(content):  # thinking without an opening mark, or two blocks
+            *_, end = self._thought.close_re.finditer(masked)
+            content, _, calls = self._read("", masked[end.end() :], tools)
+            thinking = self._thought.open_re.sub("", masked[: end.start()], count=1)
+            return content, thinking.replace(_CUT, ""), calls
+        marks = spec.open_re.search(content, partial=True), spec.close_re.search(content)
+        if any(mark is not None and mark.group().strip() for mark in marks):
+            raise ValueError("a mark of a call is cut off, or is in an argument")
+        given = found["tool_calls"] if isinstance(found["tool_calls"], list) else [found["tool_calls"]]
+        as_text = spec.content in ("xml-inline", "kv-lines")
+        return content, thinking, [call for one in given for call in _calls(one, tools if as_text else None)]
+
+    def _masked(self, text: str) -> str:
+        """Insert a cut into marks inside the JSON of calls, so they do not end the call."""
+        spec = self._loaded.fields.get("tool_calls")
+        if spec is None or spec.content != "json" or spec.content_args.get("string_delims"):
+            return text
+        said, at = "", 0
+        for mark in spec.open_re.finditer(text):
+            with suppress(ValueError, RecursionError):
+                start, end = mark.end(), json.JSONDecoder().raw_decode(text, mark.end())[1]
+                if start >= at:
+                    said, at = said + text[at:start] + _MARK.sub(rf"\g<0>{_CUT}", text[start:end]), end
+        return said + text[at:]
+
+
+def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
+    """Return the form that reads back a call as the chat template writes it.
+
+    The checkpoint's own ``response_template`` is tried first. If no form fits, only thinking is read.
+
+    Args:
+        setting: ``auto``; ``none``: read no calls; the name of a form; or a JSON file with a response template.
+
+    Raises:
+        ConfigError: the setting names no form, or a response template is malformed.
+    """
+    forms, is_named, probes = _data()["forms"], setting not in ("auto", "none"), list(_probes(tokenizer))
+    found = []
+    try:
+        template = getattr(tokenizer, "response_template", None)
+        if is_named:
+            template = forms.get(setting) or json.loads(Path(setting).read_text("utf-8"))
+        found += [_as_form(tokenizer, template)] if template is not None else []
+    except (OSError, *_MALFORMED) as error:  # a checkpoint's malformed template is one that does not fit
+        if is_named:
+            remedy = f"give a JSON file with a response template, or {', '.join(['auto', 'none', *forms])}"
+            raise ConfigError([f"{_SETTING}={setting}: {error}; {remedy}"], code="bad-response-template") from error
+    for form in found if is_named else (*found, *(_as_form(tokenizer, template) for template in forms.values())):
+        fits = [
+            (kept, as_text) for *turn, as_text in probes for kept in (False, True) if _reads_back(form, kept, *turn)
+        ]
+        if fits or is_named:
+            kept, as_text = min(fits, default=(False, False))
+            has_calls = setting != "none" and "tool_calls" in form.template["fields"]
+            needs_stop = kept and form.template not in forms.values()
+            return replace(form, has_calls=has_calls, text_arguments=as_text, needs_stop=needs_stop)
+    return _as_form(tokenizer, forms["thinking"])
+
+
+def require_calls(tokenizer: Any, config: RunConfig) -> None:
+    """Raise ``ConfigError`` if agents would be shown tools, but calls in the chat template's form cannot be read."""
+    setting, is_set = config.rollout.agent.tool_parser, config.rollout.agent.is_set
+    if setting == "none" or not is_set or tokenizer.chat_template is None or not ChatFormat(tokenizer).renders_tools:
+        return
+    if not response_form(tokenizer, setting).has_calls:
+        written = [text for _, text, _, _ in _probes(tokenizer) if _data()["call"]["name"] in text]
+        problem = f"writes calls as `{written[0]}`, which no known form reads back" if written else "renders no calls"
+        remedy = "give a response template (JSON), or ship one in tokenizer_config.json"
+        said = f"{_SETTING}={setting}: the chat template of {config.model.path} {problem}; {remedy}"
+        raise ConfigError([said], code="no-call-form")
+
+
+@cache
+def _data() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "response_forms.yaml").read_text("utf-8"))
+    return data
+
+
+def _as_form(tokenizer: Any, template: Mapping[str, Any]) -> ResponseForm:
+    form = ResponseForm(template, tokenizer)
+    thought = form._thought
+    return replace(form, shows_thinking=bool(thought and thought.close_re.search(str(tokenizer.chat_template))))
+
+
+def _probes(tokenizer: Any) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield a prompt, a turn with a call and the token that ends it, with arguments as a mapping and as text."""
+    if tokenizer.chat_template is None:
+        return
+    asked, probe = {"role": "user", "content": "go"}, _data()
+    last = re.compile(rf"(?:{special_token_pattern(tokenizer).pattern})\s*\Z")
+    for as_text in (False, True):
+        call = ToolCall(**probe["call"])
+        said = Message("assistant", "", (call,)).for_template(as_text)
+        try:
+            prompt, whole = (
+                tokenizer.apply_chat_template(shown, tools=[probe["tool"]], add_generation_prompt=opens, tokenize=False)
+                for shown, opens in (([asked], True), ([asked, said], False))
+            )
+        except Exception:  # templates are programs of the checkpoint and can raise anything
+            continue
+        same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+        before, _, mark = prompt[:same].rpartition("<")
+        same = same if ">" in mark else len(before)  # not inside a mark that both begin with
+        text = last.sub("", whole[same:])
+        yield prompt[:same], text, whole[same + len(text) :], as_text
+
+
+def _reads_back(form: ResponseForm, keeps_stop: bool, prompt: str, text: str, stop: str) -> bool:
+    tried, probe = replace(form, has_calls=True), _data()
+    reply = tried.message(prompt, text + stop * keeps_stop, [probe["tool"]])
+    return reply.tool_calls == (ToolCall(**probe["call"]),)
+
+
+def _load(template: Mapping[str, Any]) -> Any:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(dict(template))
+
+
+def _parsed(loaded: Any, prefix: str, text: str) -> dict[str, Any]:
+    """Parse a turn. Raises ``ValueError`` if a call is cut off."""
+    from transformers.utils.chat_parsing import ResponseParser
+
+    parser = ResponseParser(loaded, prefix=prefix)
+    parser.feed(text)
+    found, last = parser.finalize()
+    is_last = ("region_close", "tool_calls") in ((event["type"], event["field"]) for event in last)
+    if is_last and not any(end.end() == len(text) for end in loaded.fields["tool_calls"].close_re.finditer(text)):
+        raise ValueError("a call is cut off")
+    return found
+
+
+def _thinking(found: Mapping[str, Any]) -> str:
+    return next((found[name] for name in _THOUGHTS if found.get(name)), "")
+
+
+def _calls(found: Any, tools: Sequence[Tool] | None) -> list[ToolCall]:
+    """Check one parsed call. With ``tools``, its arguments are text, to be typed. Raises ``ValueError``."""
+    function = found["function"]
+    if isinstance(function, str):
+        return python_calls(function)
+    name, arguments = function.get("name"), function.get("arguments")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("not a call")
+    typed = arguments if tools is None else typed_arguments(name, arguments, tools)
+    return [ToolCall(name, json.loads(json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")))]

@@ -1,0 +1,58 @@
+"""Models of a run, by what they are for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slime_like.config.trainer import ParallelConfig
+
+POLICY, REFERENCE = "policy", "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRole:
+    """One model of a run: its weights, its scores, and where it computes them.
+
+    Attributes:
+        name: key in ``RunConfig.roles``; names its section, ranks, logs and files.
+        path: Hugging Face checkpoint with its weights; ``None``: the policy's first weights.
+        fields: pack fields (``TensorField``) that hold its scores, in the order of its head's outputs. A head's further
+            outputs are dropped.
+        trained, scores: whether optimizer steps change it; whether trainer ranks score every batch with it first.
+        head: what it computes for each response token, a key of ``backends.common.step.objective.OBJECTIVES``.
+        adapter: factors added to its weights; no role has any yet.
+        placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
+        parallel: layout of the trainer ranks, or of each worker.
+        workers, max_restarts: number of its workers, and their restarts in a run.
+    """
+
+    name: str
+    path: Path | None
+    fields: tuple[str, ...]
+    trained: bool = False
+    scores: bool = False
+    head: Literal["logprob"] = "logprob"
+    adapter: None = None
+    placement: Literal["trainer", "workers"] = "trainer"
+    parallel: ParallelConfig
+    workers: int = 0
+    max_restarts: int = 0
+
+
+class Roles(dict[str, ModelRole]):
+    """Models of a run by name."""
+
+    @property
+    def held(self) -> list[ModelRole]:
+        """Frozen roles that trainer ranks hold next to the policy."""
+        return [role for role in self.values() if not role.trained and role.placement == "trainer"]
+
+    @property
+    def scoring(self) -> list[ModelRole]:
+        """Roles that trainer ranks score every batch with."""
+        return [role for role in self.values() if role.scores]
+
+    @property
+    def with_workers(self) -> list[ModelRole]:
+        """Roles whose workers score groups while others are sampled."""
+        return [role for role in self.values() if role.workers]

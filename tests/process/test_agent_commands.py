@@ -1,0 +1,170 @@
+"""Agents that are programs: what they get, what they return, and their bounds."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.errors import AgentFailure
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
+from slime_like.system.processes import is_alive
+from tests.process.test_agents import MESSAGES, PROMPT, TOKENIZER, Engine, config, failure, made, request, rollouts
+from tests.support.rejections import Rejects
+
+COMMAND = """
+import json, os, subprocess, sys, urllib.request
+url, key, task_file, result_file = sys.argv[1:]
+task = json.load(open(task_file))
+assert os.environ["OPENAI_BASE_URL"] == url + "/v1" and os.environ["ANTHROPIC_API_KEY"] == key == task["key"]
+body = json.dumps({"messages": task["messages"], "max_tokens": 5}).encode()
+answer = json.load(urllib.request.urlopen(urllib.request.Request(url + "/v1/messages", body, {"x-api-key": key})))
+word = answer["content"][0]["text"]
+print("the program heard", word, flush=True)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+with open(sys.argv[0] + ".pids", "a") as pids:
+    pids.write(f"{child.pid}\\n")
+if word == "fail":
+    sys.exit("went wrong")
+if word != "nothing":
+    result = {"reward": 0.5, "success": True, "metadata": {"said": word}}
+    json.dump(result if word == "ok" else [], open(result_file, "w"))
+"""
+
+
+def test_a_command_is_an_agent(tmp_path: Path) -> None:
+    """A program gets its task in a file and writes its result to another. The worker's log has its output."""
+    (tmp_path / "agent.py").write_text(COMMAND)
+    command = ["python", str(tmp_path / "agent.py"), "{base_url}", "{key}", "{task_file}", "{result_file}"]
+
+    class Saying(Engine):
+        async def generate(self, request: GenerationRequest) -> list[Generation]:
+            return [made(("ok", "fail", "nothing", "odd")[int(request.request_id.split("/")[1])])]
+
+    (tmp_path / "logs").mkdir()
+    good, *bad = rollouts(Saying(), request(4), (tmp_path / "logs", "agent"), name=None, command=command)
+    assert good.conversation is not None and good.conversation.failure is None
+    assert (good.conversation.reward, good.conversation.success) == (0.5, True)
+    assert [failure(generation) for generation in bad] == ["error"] * 3
+    details = [g.conversation.failure["detail"] for g in bad if g.conversation and g.conversation.failure]
+    assert details[0] == "CommandFailed: exit code 1: the program heard fail | went wrong"
+    assert details[1] == "CommandFailed: it wrote no result file"
+    printed = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    assert all(f"the program heard {word}" in printed for word in ("ok", "fail", "nothing", "odd"))
+    left = list(map(int, (tmp_path / "agent.py.pids").read_text().split()))
+    assert len(left) == 4 and not any(map(is_alive, left))
+
+
+def test_the_example_program_solves_a_task() -> None:
+    program = Path(__file__).parents[2] / "docs" / "examples" / "agents" / "calculator_program.py"
+    command = [sys.executable, str(program), "{task_file}", "{result_file}"]
+    asked = GenerationRequest(
+        "r", PROMPT, SamplingParams(max_new_tokens=50), 1, task=ConversationTask("408", {}, MESSAGES)
+    )
+    engine = Engine(["[12*34]", "408"])
+    (generation,) = rollouts(engine, asked, name=None, command=command, workers=1)
+    assert generation.conversation is not None and generation.conversation.failure is None
+    assert (generation.conversation.reward, generation.conversation.success) == (1.0, True)
+    assert TOKENIZER.decode(generation.token_ids) == "[12*34]<eos><user>408<assistant>408<eos>"
+
+
+def program(path: Path, text: str) -> list[str]:
+    """Write a program of an agent, whose first call is made, and return the command."""
+    call = """
+import json, os, subprocess, sys, urllib.request
+from pathlib import Path
+task = json.loads(Path(sys.argv[1]).read_text())
+body = json.dumps({"messages": task["messages"]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+word = json.load(urllib.request.urlopen(urllib.request.Request(url, body, {"x-api-key": task["key"]})))
+word = word["choices"][0]["message"]["content"]
+def end(code=0, **result):
+    Path(sys.argv[2]).write_text(json.dumps(result))
+    sys.exit(code)
+"""
+    path.write_text(call + text)
+    return [sys.executable, str(path), "{task_file}", "{result_file}"]
+
+
+def metadata(generation: Generation) -> dict[str, Any]:
+    assert generation.conversation is not None
+    return dict(generation.conversation.metadata[0])
+
+
+def test_a_command_has_its_own_directories_and_the_task_in_its_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An existing path is made absolute. Places in the prompt are text of the row, and stay."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    command = program(tmp_path / "agent.py", """
+found = {"work": os.getcwd(), "home": os.environ["HOME"], "args": sys.argv[3:], "pwd": os.environ["PWD"]}
+found |= {"empty": not os.listdir() and not os.listdir(found["home"]), "xdg": "XDG_CONFIG_HOME" in os.environ}
+for name in ("work", "home"):
+    Path(found[name], "left").write_text("")
+end(reward=1.0, metadata=found)
+""")  # fmt: skip
+    command[1] = "agent.py"
+    asked = request(2)
+    messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say {key} or {model}."})
+    task = ConversationTask("x", {}, messages)
+    asked = GenerationRequest("r", PROMPT, asked.sampling, 2, seed=5, task=task)
+    found = rollouts(Engine([], []), asked, name=None, command=[*command, "{model}: {prompt}", "{x}"], workers=1)
+    told = [metadata(generation) for generation in found]
+    for one in told:
+        assert one["args"] == ["policy: Say {key} or {model}.", "{x}"]
+        assert (one["empty"], one["xdg"], one["pwd"]) == (True, False, one["work"])
+        assert Path(one["work"]).parent == Path(one["home"]).parent and not Path(one["work"]).parent.exists()
+    assert told[0]["work"] != told[1]["work"]
+
+
+def test_a_result_counts_whatever_the_exit_code(tmp_path: Path, rejects: Rejects) -> None:
+    """Without the reward `agent`, a command needs no result: other functions grade the model's last turn."""
+    lines = "for i in range(20): print('line', i, file=sys.stderr)\nprint(file=sys.stderr)\n"
+    text = lines + "if word == 'give': end(3, reward=0.5, metadata={'a': 1})\nsys.exit(2 * (word == 'quit'))\n"
+    command = program(tmp_path / "agent.py", text)
+    given, none, fails = (Engine([word]) for word in ("give", "ok", "quit"))
+    (generation,) = rollouts(given, request(1), name=None, command=command)
+    assert failure(generation) is None and generation.conversation is not None
+    assert generation.conversation.reward == 0.5
+    last = " | ".join(f"line {i}" for i in range(8, 20))
+    assert metadata(generation) | {"endpoint": 0} == {"a": 1, "exit_code": 3, "output": last, "endpoint": 0}
+    for engine, reason in ((none, "it wrote no result file"), (fails, f"exit code 2: {last}")):
+        (generation,) = rollouts(Engine(*engine.scripts), request(1), name=None, command=command)
+        assert generation.conversation is not None and generation.conversation.failure is not None
+        assert generation.conversation.failure["detail"] == f"CommandFailed: {reason}"
+    graded = config(name=None, command=command)
+    graded = graded.model_copy(
+        update={"reward": graded.reward.model_copy(update={"functions": graded.reward.computed})}
+    )
+    for engine, ended in ((none, {}), (fails, {"exit_code": 2, "output": last})):
+        (generation,) = rollouts(engine, request(1), settings=graded)
+        assert failure(generation) is None and generation.conversation is not None
+        assert metadata(generation) | {"endpoint": 0} == {**ended, "endpoint": 0}
+    silent = graded.rollout.agent.model_copy(update={"command": ("sh", "-c", "echo unknown flag; exit 9")})
+    graded = graded.model_copy(update={"rollout": graded.rollout.model_copy(update={"agent": silent})})
+    with rejects(AgentFailure, "agent-silent") as caught:
+        rollouts(Engine(), request(8), settings=graded)
+    assert "unknown flag" in str(caught.value)
+
+
+def test_memory_is_bounded_by_resident_size(tmp_path: Path) -> None:
+    """Reserved addresses do not count. All processes of the program do, and none outlives the rollout."""
+    command = program(tmp_path / "agent.py", """
+import mmap, time
+reserved = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | 0x4000)  # MAP_NORESERVE
+if word == "fill":
+    hold = "import time; held = bytearray(b'x') * (200 << 20); time.sleep(1000)"
+    children = [subprocess.Popen([sys.executable, "-c", hold], start_new_session=True) for _ in range(2)]
+    Path(sys.argv[3]).write_text(" ".join(str(child.pid) for child in children))
+    time.sleep(1000)
+end(reward=1.0)
+""")  # fmt: skip
+    pids = tmp_path / "pids"
+    engine = Engine(["fill"], ["ok"])
+    full, good = rollouts(engine, request(2), name=None, command=[*command, str(pids)], memory_mb=256)
+    assert failure(good) is None and full.conversation is not None
+    detail = "its processes exceeded rollout.agent.memory_mb=256"
+    assert full.conversation.failure == {"reason": "memory", "function": "rollout.agent", "detail": detail}
+    left = list(map(int, pids.read_text().split()))
+    assert len(left) == 2 and not any(map(is_alive, left))

@@ -1,0 +1,212 @@
+"""Calls and answers of the three protocols, without a server."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slime_like.agents import anthropic_protocol, openai_protocol, responses_protocol
+from slime_like.agents.calls import Call, CallRejected
+from slime_like.agents.messages import Message, ToolCall
+from slime_like.agents.rendering import ChatFormat
+from slime_like.agents.responses import response_form
+from slime_like.agents.session import Session, SessionLimits
+from slime_like.agents.turns import Prompt, Turn
+from slime_like.interfaces import Generation
+from tests.unit.agents.histories import PLAIN, tokenizer
+
+USER: Any = {"role": "user", "content": "hi"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
+PROTOCOLS = (openai_protocol, anthropic_protocol, responses_protocol)
+
+
+def chat(*messages: Any, **settings: Any) -> Call:
+    return openai_protocol.read_call({"messages": [*messages], **settings})
+
+
+def anthropic(*messages: Any, **settings: Any) -> Call:
+    return anthropic_protocol.read_call({"messages": [*messages], **settings})
+
+
+def responses(*items: Any, **settings: Any) -> Call:
+    return responses_protocol.read_call({"input": [*items], **settings})
+
+
+def problem(read: Callable[..., Call], *messages: Any, **settings: Any) -> str:
+    with pytest.raises(CallRejected) as caught:
+        read(*messages, **settings)
+    assert caught.value.status == 400
+    return caught.value.problem
+
+
+def turn(reply: Message) -> Turn:
+    generation = Generation(np.array([9]), np.zeros(1, np.float32), np.zeros(1, np.int64), "stop")
+    return Turn(Prompt([8], "p", (), (), "p"), generation, [8, 9], "pq", (), (reply,))
+
+
+def ask(call: Call, template: str = PLAIN) -> Session:
+    """Make a call of a model that says nothing."""
+
+    async def sample(_: Any) -> Generation:
+        return turn(Message("assistant", "")).generation
+
+    async def run() -> Session:
+        form = response_form(tokenizer(template), "none")
+        session = Session(ChatFormat(tokenizer(template)), sample, form, SessionLimits(9, 9, 999))
+        await session.call(call)
+        return session
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("read", "message", "path"),
+    [
+        (
+            chat,
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "1.content.0.image_url",
+        ),
+        (anthropic, {"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, "1.content.1.image"),
+        (
+            anthropic,
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}]},
+            "1.content.0.tool_result.content.0.image",
+        ),
+        (responses, {"role": "user", "content": [{"type": "input_image"}]}, "1.message.content.0.input_image"),
+        (
+            responses,
+            {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_image"}]},
+            "1.function_call_output.output.0.input_image",
+        ),
+    ],
+)
+def test_images_are_named_where_they_are(read: Callable[..., Call], message: Any, path: str) -> None:
+    root = "input" if read is responses else "messages"
+    assert problem(read, USER, message) == f"{root}.{path}: images are not supported"
+
+
+def test_what_a_service_runs_is_named() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    words = "tools.0.web_search_20250305: web_search_20250305 is not supported"
+    assert problem(anthropic, USER, tools=[search]) == words
+    grammar = {"type": "custom", "custom": {"name": "patch"}}
+    assert problem(chat, USER, tools=[grammar]) == "tools.0.custom: custom is not supported"
+    kept = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+    call = responses(USER, tools=[{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [kept]}, kept])
+    function = {"name": "f", "description": None, "parameters": {"type": "object"}}
+    assert call.tools == ({"type": "function", "function": function},)
+    assert call.ignored == {"hosted_tools": "namespace, web_search"}
+    assert problem(responses, USER, tools=[{"type": "function"}]) == "name: Field required"
+    assert problem(anthropic, USER, tools=[{"name": "f"}]) == "tools.0.input_schema: Field required"
+
+
+def test_items_of_stored_responses_are_named() -> None:
+    words = "input.1.item_reference: item_reference is not supported"
+    assert problem(responses, USER, {"type": "item_reference", "id": "x"}) == words
+    assert problem(chat, {"role": "user", "content": [{"text": "a"}]}) == "messages.0.content.0.type: Field required"
+
+
+def test_formats_are_wishes() -> None:
+    wished = {"type": "json_object"}
+    assert chat(USER, response_format=wished).ignored == {"response_format": "{'type': 'json_object'}"}
+    assert anthropic(USER, output_config={"format": wished}).ignored.keys() == {"output_config"}
+    assert responses(USER, text={"format": wished}).ignored.keys() == {"text"}
+
+
+@pytest.mark.parametrize("setting", ["previous_response_id", "conversation", "background"])
+def test_calls_that_count_on_stored_responses_are_rejected(setting: str) -> None:
+    assert problem(responses, USER, **{setting: "x"}).startswith(f"{setting}='x' is not supported")
+
+
+def test_thinking_is_answered_and_read_back() -> None:
+    reply = Message("assistant", "b", (ToolCall("f", {"x": 1}),), reasoning="a")
+    call = Call((Message("user", "hi"),), ())
+    one = openai_protocol.answer(call, turn(reply))["choices"][0]["message"]
+    two = anthropic_protocol.answer(call, turn(reply))["content"]
+    three = responses_protocol.answer(call, turn(reply))["output"]
+    assert one["reasoning_content"] == two[0]["thinking"] == three[0]["content"][0]["text"] == "a"
+    assert two[0]["type"] == "thinking" and two[0]["signature"] and three[0]["type"] == "reasoning"
+    read = (chat(USER, one), anthropic(USER, {"role": "assistant", "content": two}), responses(USER, *three))
+    assert [each.messages[1] for each in read] == [reply] * 3
+    renamed = {"role": "assistant", "content": "b", "reasoning": "a"}
+    assert chat(USER, renamed).messages[1].reasoning == "a"
+    for protocol in PROTOCOLS:
+        assert '"a"' in "".join(protocol.events(call, turn(reply), 1))
+        assert "reasoning" not in json.dumps(protocol.answer(call, turn(Message("assistant", "b")))["id"])
+
+
+def test_streamed_thinking_is_signed() -> None:
+    events = "".join(anthropic_protocol.events(Call((), ()), turn(Message("assistant", "b", reasoning="a")), 1))
+    deltas = [json.loads(line[6:])["delta"] for line in events.split("\n") if "_delta" in line and line[:4] == "data"]
+    kinds = ["thinking_delta", "signature_delta", "text_delta"]
+    assert [delta["type"] for delta in deltas if "type" in delta] == kinds
+
+
+def test_redacted_thinking_is_noted() -> None:
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "b"}]
+    call = anthropic(USER, {"role": "assistant", "content": blocks}, USER)
+    assert call.messages[1] == Message("assistant", "b") and call.ignored == {"redacted_thinking": "left out"}
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]}
+    called = {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "x", "output": "1"}
+    call = responses(USER, thought, said("a"), called, called, output, output, thought, called, said("b"), said("c"))
+    f = ToolCall("f", {})
+    assert call.messages[1:] == (
+        Message("assistant", "a", (f, f), reasoning="t"),
+        Message("tool", "1"),
+        Message("tool", "1"),
+        Message("assistant", "", (f,), reasoning="t"),
+        Message("assistant", "b"),
+        Message("assistant", "c"),
+    )
+
+
+def test_roles_and_parts_of_older_clients() -> None:
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    call = chat({"role": "developer", "content": "s"}, refused, {"role": "function", "name": "f", "content": "1"})
+    assert call.messages == (Message("system", "s"), Message("assistant", "no"), Message("tool", "1"))
+
+
+def test_a_failed_tool_says_so() -> None:
+    def result(**extra: Any) -> Any:
+        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "no", **extra}]}
+
+    given = anthropic(result(), result(is_error=True), result(is_error=False)).messages
+    assert [message.content for message in given] == ["no", "Error: no", "no"]
+
+
+@pytest.mark.parametrize("read", [chat, anthropic, responses])
+def test_a_last_message_of_the_assistant_is_noted(read: Callable[..., Call]) -> None:
+    session = ask(read(USER, {"role": "assistant", "content": "So"}))
+    assert session.tree.turns[0].prompt.text == "<user>hi<assistant>So<eos>\n<assistant>"
+    assert session.ignored == {"prefill": "the reply starts a new turn"}
+
+
+LATE = [USER, {"role": "system", "content": "note"}]
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_late_system_message_is_rendered() -> None:
+    assert ask(anthropic(*LATE)).tree.turns[0].prompt.text == "<user>hi<system>note<assistant>"
+
+
+def test_a_template_without_late_system_messages_is_named() -> None:
+    with pytest.raises(CallRejected) as caught:
+        ask(anthropic(*LATE), FIRST_ONLY)
+    assert caught.value.problem.startswith("role 'system' is not supported here: TemplateError: late")
+    with pytest.raises(CallRejected) as caught:
+        ask(anthropic(*LATE), "{{ raise_exception('no') }}")
+    assert caught.value.problem == "TemplateError: no"

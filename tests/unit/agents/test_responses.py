@@ -1,0 +1,321 @@
+"""Thinking and tool calls in each form: what parses is a call, what does not stays text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.agents.messages import Tool
+from slime_like.agents.responses import ResponseForm, require_calls, response_form
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.examples.tiny_model import byte_tokenizer
+from tests.support.rejections import Rejects
+
+SCHEMA = {
+    "type": "object",
+    "$defs": {"Count": {"type": "integer"}},
+    "properties": {
+        "k": {"type": "integer"},
+        "s": {"type": "string"},
+        "ref": {"$ref": "#/$defs/Count"},
+        "gone": {"$ref": "#/$defs/Gone"},
+        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "one": {"oneOf": [{"type": "array", "items": {}}, {"type": "null"}]},
+        "all": {"allOf": [{"$ref": "#/$defs/Count"}, {"description": "d"}]},
+        "listed": {"enum": [1, 2, "a"]},
+        "fixed": {"const": True},
+        "text": {"type": ["string", "null"]},
+        "free": {"description": "d"},
+    },
+}
+TOOLS: list[Tool] = [{"type": "function", "function": {"name": "zap", "parameters": SCHEMA}}]
+ONE, TWO = ("zap", {"k": 1, "s": "5"}), ("zap", {"k": 2, "s": "x"})
+
+
+def tokens(text: str) -> str:
+    """Spell DeepSeek's tokens."""
+    marks = text.replace("<", "<\uff5c").replace(">", "\uff5c>")
+    return marks.replace("tool_call_", "tool\u2581call\u2581").replace("tool_sep", "tool\u2581sep")
+
+
+# The marks of thinking, and a call with {} for its arguments.
+JSON_FORMS = {
+    "hermes": ("<think>", "</think>", '<tool_call>\n{"name": "zap", "arguments": {}}\n</tool_call>'),
+    "llama": ("<think>", "</think>", '{"name": "zap", "parameters": {}}'),
+    "deepseek_v3": (
+        "<think>", "</think>", tokens("<tool_call_begin>function<tool_sep>zap\n```json\n{}\n```<tool_call_end>"),
+    ),
+    "deepseek_v31": ("<think>", "</think>", tokens("<tool_call_begin>zap<tool_sep>{}<tool_call_end>")),
+    "kimi": (
+        "<think>", "</think>", "<|tool_call_begin|>functions.zap:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    "mistral": ("[THINK]", "[/THINK]", "[TOOL_CALLS]zap[ARGS]{}"),
+    "harmony": (
+        "<|channel|>analysis<|message|>", "<|end|><|start|>assistant",
+        "<|channel|>commentary to=functions.zap <|constrain|>json<|message|>{}",
+    ),
+}  # fmt: skip
+OTHER_FORMS = {
+    "qwen3_coder": (
+        "<think>", "</think>", "<tool_call>\n<function=zap>\n{}</function>\n</tool_call>",
+        "<parameter={}>\n{}\n</parameter>\n",
+    ),
+    "glm": (
+        "<think>", "</think>", "<tool_call>zap\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+    ),
+    "muse": (
+        " to=self<|message|>", "<|eom|><|start|>assistant",
+        ' to=zap<|message|><atem:function_calls>\n<atem:invoke name="zap">\n{}</atem:invoke>\n</atem:function_calls>',
+        '<atem:parameter name="{}">{}</atem:parameter>\n',
+    ),
+    "gemma4": ("<|channel>thought\n", "<channel|>", "<|tool_call>call:zap{{{}}}<tool_call|>", "{}:{},"),
+    "lfm": ("<think>", "</think>", "<|tool_call_start|>[zap({})]<|tool_call_end|>", "{}={}, "),
+}  # fmt: skip
+FORMS = {**JSON_FORMS, **OTHER_FORMS}
+WRITTEN = {"gemma4": '<|"|>{}<|"|>', "lfm": "{!r}"}
+SEVERAL = sorted(FORMS.keys() - {"llama", "harmony"})
+
+
+def call(form: str, arguments: dict[str, Any]) -> str:
+    if form in JSON_FORMS:
+        return JSON_FORMS[form][2].replace("{}", json.dumps(arguments))
+    _, _, whole, each = OTHER_FORMS[form]
+    text = WRITTEN.get(form, "{}")
+    parts = (each.format(k, text.format(v) if isinstance(v, str) else json.dumps(v)) for k, v in arguments.items())
+    return whole.format("".join(parts).removesuffix("," if form == "gemma4" else ", "))
+
+
+def tokenizer(template: str) -> Any:
+    made = byte_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def form_of(name: str) -> ResponseForm:
+    return response_form(tokenizer(FORMS[name][1].split("<|start|>")[0]), name)
+
+
+def read(name: str, text: str, prompt: str = "", tools: list[Tool] = TOOLS) -> tuple[str, str, list[Any]]:
+    reply = form_of(name).message(prompt, text, tools)
+    return reply.content, reply.reasoning, [(one.name, one.arguments) for one in reply.tool_calls]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_is_read_with_the_thinking_before_it(name: str) -> None:
+    opened, closed, *_ = FORMS[name]
+    assert read(name, call(name, ONE[1])) == ("", "", [ONE])
+    assert read(name, f"{opened}why{closed}{call(name, ONE[1])}") == ("", "why", [ONE])
+    assert read(name, f"why{closed}{call(name, ONE[1])}", prompt=f"question{opened}") == ("", "why", [ONE])
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_calls_count_only_if_the_last_is_whole(name: str) -> None:
+    first, second = call(name, ONE[1]), call(name, TWO[1])
+    between = "<|eom|><|start|>assistant" if name == "muse" else "\n"
+    whole = first + between + second
+    if name != "mistral":  # a call ends where the next begins
+        assert read(name, whole)[2] == [ONE, TWO]
+    cut = whole[: len(first) + len(between) + len(second) // 2]
+    assert read(name, cut) == (cut, "", [])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_call_that_is_cut_off_stays_text(name: str) -> None:
+    text = call(name, ONE[1])
+    for end in range(1, len(text) - 2):
+        assert read(name, text[:end])[2] in ([], [ONE])
+    half = text[: text.rindex("5")]
+    assert read(name, half) == (half, "", [])
+
+
+@pytest.mark.parametrize("name", sorted(FORMS.keys() - {"harmony", "muse"}))
+def test_a_call_inside_thinking_is_a_draft(name: str) -> None:
+    opened, closed, *_ = FORMS[name]
+    draft = f"perhaps {call(name, TWO[1])} no"
+    assert read(name, f"{opened}{draft}{closed}done") == ("done", draft, [])
+    assert read(name, f"{opened}{draft}") == ("", draft, [])
+    assert read(name, draft, prompt=f"question{opened}\n") == ("", draft, [])
+    assert read(name, f"{opened}{draft}{closed}{call(name, ONE[1])}") == ("", draft, [ONE])
+    assert read(name, f"x {opened}{draft}")[1] == ""  # thinking opens a turn
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("mark", ["</tool_call>", "</think>", "<tool_call|>", "[TOOL_CALLS]", "</parameter>", '"\n\\'])
+def test_a_mark_inside_an_argument_is_text(name: str, mark: str) -> None:
+    if (name, mark) == ("gemma4", "<tool_call|>"):
+        mark = "x<tool_call|>"
+    wanted = ("zap", {"s": f"a {mark} b"})
+    assert read(name, call(name, wanted[1])) == ("", "", [wanted])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "muse"])
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("k", "7", 7), ("k", "seven", "seven"), ("k", "1e999", "1e999"), ("s", "7", "7"), ("s", "null", "null"),
+        ("ref", "7", 7), ("gone", "7", "7"), ("maybe", "7", 7), ("maybe", "null", None), ("one", "[1]", [1]),
+        ("all", "7", 7), ("all", "x", "x"), ("listed", "2", 2), ("listed", "a", "a"), ("listed", "3", "3"),
+        ("fixed", "True", True), ("fixed", "1", "1"), ("text", "12", "12"), ("text", "true", "true"),
+        ("text", "null", None), ("free", "7", "7"), ("unknown", "7", "7"), ("s", "a\n\nb", "a\n\nb"),
+    ],
+)  # fmt: skip
+def test_arguments_written_as_text_get_the_type_of_the_schema(name: str, key: str, text: str, value: Any) -> None:
+    ((_, arguments),) = read(name, call(name, {key: text}))[2]
+    assert arguments == {key: value} and type(arguments[key]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "zap", "arguments": []}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 1}</tool_call>'),
+        ("hermes", f"<tool_call>{'[' * 9999}</tool_call>"),
+        ("hermes", "<tool_call>x</tool_call>" + call("hermes", ONE[1])),
+        ("hermes", call("qwen3_coder", ONE[1])),
+        ("qwen3_coder", "<tool_call><function=zap><parameter=k>1</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=zap><parameter=k>1<parameter=s>x</parameter></function></tool_call>"),
+        ("glm", "<tool_call>zap\n<arg_key>k</arg_key><arg_key>s</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("lfm", "<|tool_call_start|>[zap(k=1, s=)]<|tool_call_end|>"),
+        ("lfm", "<|tool_call_start|>[zap(1)]<|tool_call_end|>"),
+        ("lfm", "<|tool_call_start|>[zap(k=open('x'))]<|tool_call_end|>"),
+    ],
+)
+def test_a_broken_call_stays_text(name: str, text: str) -> None:
+    assert read(name, text) == (text, "", [])
+
+
+def test_text_around_calls_is_content() -> None:
+    assert read("hermes", f"Let me.\n{call('hermes', ONE[1])}\nDone.")[0] == "Let me.\n\nDone."
+    assert read("hermes", '<tool_call>{"name": "zap"}</tool_call>') == ("", "", [("zap", {})])
+    assert read("hermes", " no call ") == (" no call ", "", [])
+    assert read("hermes", call("hermes", ONE[1]), tools=[])[0] == call("hermes", ONE[1])
+    python = "<|tool_call_start|>[zap(s={'a': true}), zap()]<|tool_call_end|>"
+    assert read("lfm", python)[2] == [("zap", {"s": {"a": True}}), ("zap", {})]
+
+
+def test_thinking_that_no_mark_opens_holds_no_calls() -> None:
+    draft, said = f"perhaps {call('hermes', TWO[1])}", call("hermes", ONE[1])
+    assert read("hermes", f"{draft}</think>{said}") == ("", draft, [ONE])
+    assert read("hermes", f"{draft}</think>done")[2] == []
+    twice = f"<think>a</think><think>{draft}</think>"
+    assert read("hermes", twice + said) == ("", f"a</think><think>{draft}", [ONE])
+    assert read("hermes", f"{twice}done")[2] == []
+
+
+def test_thinking_stays_in_the_content_if_the_template_shows_none() -> None:
+    form = response_form(tokenizer("{{ messages }}"), "hermes")
+    said = f"<think>perhaps {call('hermes', TWO[1])}</think>"
+    assert form.message("", f"{said}done", TOOLS).content == f"{said}done"
+    reply = form.message("", said + call("hermes", ONE[1]), TOOLS)
+    assert (reply.content, len(reply.tool_calls)) == (said, 1)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rewards_read_thinking_between_the_same_marks(name: str) -> None:
+    opened, closed, *_ = FORMS[name]
+    final = {"harmony": "<|channel|>final<|message|>42", "muse": " to=user<|message|>42"}.get(name, "42")
+    form = form_of(name)
+    assert form.marked("p", f"{opened}5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
+    assert form.marked(f"p{opened}", f"5?{closed}{final}").replace("\n", "") == "<think>5?</think>42"
+    assert form.marked("p", f"{opened}5?").replace("\n", "") == "<think>5?"
+    assert form.marked("p", final) == "42"
+
+
+HISTORY = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{% set f = c.function %}"
+)
+NEXT = "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATES = {
+    "hermes": "<tool_call>{{ f | tojson }}</tool_call>",
+    "qwen3_coder": "<tool_call><function={{ f.name }}>{% for k, v in f.arguments.items() %}<parameter={{ k }}>"
+    "{{ v }}</parameter>{% endfor %}</function></tool_call>",
+    "kimi": "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>",
+    "deepseek_v31": tokens("<tool_call_begin>{{ f.name }}<tool_sep>{{ f.arguments + '' }}<tool_call_end>"),
+    "mistral": "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{{ eos_token }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_form_is_the_one_that_reads_back_the_template(name: str) -> None:
+    made = tokenizer("{{ tools }}" + HISTORY + TEMPLATES[name] + NEXT)
+    form = response_form(made)
+    assert form.template == form_of(name).template and form.has_calls
+    assert form.text_arguments == (name == "deepseek_v31")
+    assert not response_form(made, "none").has_calls
+
+
+def test_the_checkpoints_own_form_comes_first_if_it_fits(tmp_path: Path, rejects: Rejects) -> None:
+    own = {**form_of("hermes").template, "defaults": {"role": "assistant"}}
+    made = tokenizer("{{ tools }}" + HISTORY + TEMPLATES["hermes"] + NEXT)
+    made.response_template = own
+    assert response_form(made).template == own
+    made.chat_template = "{{ tools }}" + HISTORY + TEMPLATES["kimi"] + NEXT
+    assert response_form(made).template == form_of("kimi").template
+    file = tmp_path / "form.json"
+    file.write_text(json.dumps(own))
+    assert response_form(made, str(file)).template == own
+    file.write_text('{"fields": {}}')
+    for setting in (str(file), "unknown"):
+        with rejects(ConfigError, "bad-response-template"):
+            response_form(made, setting)
+
+
+def test_a_checkpoints_form_may_need_the_stop_token() -> None:
+    made = tokenizer("{{ tools }}" + HISTORY + "CALL {{ f | tojson }}<eos>" + NEXT)
+    made.response_template = {
+        "start_anchor": "<assistant>",
+        "fields": {
+            "tool_calls": {
+                "open": "CALL ", "close": "<eos>", "content": "json", "repeats": True,
+                "transform": {"function": "{content}"},
+            },
+            "content": {"content": "text", "close": "<eos>"},
+        },
+    }  # fmt: skip
+    form, said = response_form(made), 'CALL {"name": "zap", "arguments": {"k": 1, "s": "5"}}'
+    assert form.template == made.response_template and form.has_calls
+    reply = form.message("<assistant>", f"so {said}", TOOLS, stop="<eos>")
+    assert (reply.content, [(one.name, one.arguments) for one in reply.tool_calls]) == ("so", [ONE])
+    assert form.message("<assistant>", f"so {said}", TOOLS).content == f"so {said}"
+    assert form.message("<assistant>", "done", TOOLS, stop="<eos>").content == "done"
+
+
+@pytest.mark.parametrize("called", ["CALL {{ f.name }}", ""])
+def test_agents_need_a_form_that_reads_calls(called: str, rejects: Rejects) -> None:
+    def config(**agent: Any) -> RunConfig:
+        base = {"run_dir": "r", "model": {"path": "m"}, "rollout": {"agent": agent}}
+        return RunConfig.model_validate({**base, **({"reward": {"functions": [{"name": "agent"}]}} if agent else {})})
+
+    made = tokenizer("{{ tools }}" + HISTORY + called + NEXT)
+    with rejects(ConfigError, "no-call-form"):
+        require_calls(made, config(name="a:b"))
+    require_calls(made, config())
+    require_calls(made, config(name="a:b", tool_parser="none"))
+    require_calls(made, config(name="a:b", tool_parser="kimi"))
+    assert config(name="a:b", tool_parser="x.json").rollout.agent.tool_parser == str(Path("x.json").absolute())
+    made.chat_template = HISTORY + called + NEXT  # shows no tools
+    require_calls(made, config(name="a:b"))
+
+
+@pytest.mark.parametrize(
+    ("text", "has_ended", "judged"),
+    [
+        ("<think>5</think>42<eos>", True, "<think>5</think>42"),
+        ("<think>5</think><eos>", False, "<think>5</think>"),
+        ("<think>5</think>", False, "<think>5</think>"),  # cut off after a mark that is a special token
+        ("a , b .<stop>", True, "a , b ."),
+        ("a<stop>b<pad><pad>", False, "a<stop>b"),
+    ],
+)
+def test_only_stop_tokens_and_padding_are_left_out(text: str, has_ended: bool, judged: str) -> None:
+    made = tokenizer("{{ messages }}")
+    made.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<stop>"]})
+    made.clean_up_tokenization_spaces = True
+    ids = made.encode(text, add_special_tokens=False)
+    form = response_form(made)
+    assert form.judged([1], ids, has_ended) == judged
+    opened = made.encode("3+4?<think>", add_special_tokens=False)
+    assert form.judged(opened, made.encode("5</think>42", add_special_tokens=False), False) == "<think>5</think>42"

@@ -1,0 +1,65 @@
+"""The models of a run, where they compute, and what a worker of one is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.config.roles import Roles
+from slime_like.orchestration.cluster.bundles import pieces_of
+from slime_like.orchestration.cluster.placement import Placement
+
+WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 2}, "path": "/models/ref"}
+KL = {"algorithm": {"kl_coef": 0.1}}
+
+
+def config(**sections: Any) -> RunConfig:
+    raw = {"run_dir": "/runs/x", "model": {"path": "/models/x", "weights": "/runs/w"}, "trainer": {"parallel": {}}}
+    return RunConfig.model_validate(raw | sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "roles", "held", "scoring", "workers"),
+    [
+        ({}, ["policy"], [], [], []),
+        ({"algorithm": {"minibatches": 2}}, ["policy"], [], ["policy"], []),
+        (KL, ["policy", "reference"], ["reference"], ["reference"], []),
+        ({"algorithm": {"kl_reward_coef": 0.1}}, ["policy", "reference"], ["reference"], ["policy", "reference"], []),
+        (KL | {"reference": WORKERS}, ["policy", "reference"], [], [], ["reference"]),
+        ({"algorithm": {"loss": "sft", "epochs": 2}}, ["policy"], [], [], []),
+    ],
+)
+def test_where_every_model_scores(
+    sections: dict[str, Any], roles: list[str], held: list[str], scoring: list[str], workers: list[str]
+) -> None:
+    run = config(**sections)
+    assert [role.name for role in run.roles.values()] == [*run.roles] == roles
+    found = [[role.name for role in some] for some in (run.roles.held, run.roles.scoring, run.roles.with_workers)]
+    assert found == [held, scoring, workers]
+    assert [role.trained for role in run.roles.values()] == [name == "policy" for name in roles]
+
+
+def test_a_worker_holds_its_roles_weights_in_its_roles_layout() -> None:
+    run = config(**KL, reference=WORKERS)
+    worker = run.for_worker(run.roles["reference"])
+    assert (worker.model.path, worker.model.weights) == (Path("/models/ref"), None)
+    assert worker.trainer.parallel.tensor == 2 and run.trainer.parallel.tensor == 1
+    same = config(**KL, reference=WORKERS | {"path": None})
+    assert same.for_worker(same.roles["reference"]).model == same.model
+
+
+def test_workers_of_two_roles_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two reference workers of two ranks, then a teacher of four, two of them in a tensor-parallel group."""
+    teacher = {**WORKERS, "workers": 1, "parallel": {"tensor": 2, "data": 2}}
+    run, other = (config(**KL, reference=section) for section in (WORKERS, teacher))
+    roles = [*run.roles.values(), other.reference.role("teacher", "teacher_logprobs")]
+    monkeypatch.setattr(RunConfig, "roles", property(lambda self: Roles({role.name: role for role in roles})))
+    assert pieces_of(run).workers == [2, 2, 2, 2]
+    placement = Placement(run)
+    placement._order = list(range(10))  # a trainer rank and an engine come first
+    bundles = [
+        placement._worker_bundle(worker, rank) for worker, ranks in enumerate((2, 2, 4)) for rank in range(ranks)
+    ]
+    assert bundles == list(range(2, 10))
+    assert [role.name for role in placement.workers] == ["reference", "reference", "teacher"]
