@@ -54,7 +54,7 @@ async def solve(task, reward=1.0):
     if word == "more":
         call(task, said, {"role": "user", "content": "more"})
     if word == "own":
-        call(task, said, chat_template_kwargs={"b": 1}, stop=["zz"])
+        call(task, said, {"role": "user", "content": "on"}, chat_template_kwargs={"b": 1}, stop=["zz"])
     if word == "fork":
         await asyncio.gather(*(asyncio.to_thread(call, task, {"role": "user", "content": str(i)}) for i in range(2)))
     if word == "daemon":
@@ -206,6 +206,7 @@ def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
     assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
 
 
+@pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize(("run", "ignored"), [({"b": 1}, {}), ({"b": 2}, {"chat_template_kwargs": {"b": 1}})])
 def test_a_call_may_repeat_the_run_s_template_variables_and_add_stop_strings(run: Any, ignored: Any) -> None:
     engine = Engine(["own"])
