@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from slime_like.agents.messages import Message, Tool
@@ -44,6 +44,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._text_arguments = text_arguments
         self._special = special_token_pattern(tokenizer)
+        self._decode = partial(decoded, tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], next_turn: bool = True) -> Rendering:
         """Render messages up to where the model's next turn begins, or to their end. Raises ``TemplateFault``."""
@@ -123,6 +124,3 @@ class ChatFormat:
         context = list(before[-_CONTEXT_TOKENS:])
         start, whole = self._decode(context), self._decode([*context, *tokens])
         return whole.removeprefix(start) if whole.startswith(start) else self._decode(tokens)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return decoded(self._tokenizer, tokens)

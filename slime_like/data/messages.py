@@ -36,14 +36,11 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
         remedy = "give every row one; train on demonstrations under data.response_key in another run"
         raise row.fault("no-conversation", f"has no {key!r}", remedy)
     messages = read_messages(row, key, "bad-messages")
-    if all(message["role"] != "assistant" for message in messages):
-        roles = ", ".join(sorted({message["role"] for message in messages}))
-        problem = f"{key!r} has no message of the assistant; its roles: {roles}"
-        raise row.fault("no-assistant-turn", problem, "correct the roles, or remove the row")
     messages = [_switched(row, f"{key!r}, message {number}", each) for number, each in enumerate(messages, start=1)]
     if not any(map(is_trained, messages)):
-        problem = f"{key!r} has no message of the assistant that carries loss"
-        raise row.fault("no-assistant-turn", problem, "correct the switches of its messages, or remove the row")
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        problem = f"{key!r} has no message of the assistant that carries loss; its roles: {roles}"
+        raise row.fault("no-assistant-turn", problem, "correct roles and loss switches, or remove the row")
     return messages, read_tools(row)
 
 
