@@ -115,8 +115,8 @@ class ChatFormat:
         end = re.search(rf"(?:{self._special.pattern})?\s*\Z", rendering.text)
         return (rendering.text[: end.start()], end[0].rstrip()) if end is not None else (rendering.text, "")
 
-    def turn_text(self, before: Sequence[int], tokens: Sequence[int], stops: Collection[int] = ()) -> str:
-        """Decode a turn without the stop token that ended it, EOS or one of ``stops``."""
+    def turn_text(self, before: Sequence[int], tokens: Sequence[int], stops: Collection[int] | None = ()) -> str:
+        """Decode a turn without the stop token that ended it (``without_stop``)."""
         return self.continuation(before, without_stop(self._tokenizer, tokens, stops))
 
     def continuation(self, before: Sequence[int], tokens: Sequence[int]) -> str:

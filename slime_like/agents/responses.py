@@ -79,16 +79,16 @@ class ResponseForm:
             content, thinking = (text[: end.end()] + content if calls else text), ""
         return Message("assistant", content.strip() if calls else content, tuple(calls), reasoning=thinking)
 
-    def judged(self, turns: Iterable[tuple[Sequence[int], Sequence[int]]], stops: Collection[int]) -> list[str]:
+    def judged(self, turns: Iterable[tuple[Sequence[int], Sequence[int], Collection[int] | None]]) -> list[str]:
         """Decode turns as reward functions and environments read them, with thinking in ``<think>...</think>``.
 
         Args:
-            turns: all tokens before each turn, and the turn's. A prompt may open thinking, which is marked then.
-            stops: tokens that end a turn, besides EOS. They are left out.
+            turns: all tokens before each turn, which may open thinking; the turn's; and the stop tokens that are left
+                out at its end (``without_stop``).
         """
         parts = [
             part
-            for before, tokens in turns
+            for before, tokens, stops in turns
             for part in (list(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, stops))
         ]
         texts = iter(self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False))
@@ -222,7 +222,7 @@ def require_calls(form: ResponseForm, config: RunConfig, has_tools: bool) -> Non
     if has_tools or (config.rollout.agent.is_set and ChatFormat(tokenizer).renders_tools):
         written = [text for _, text, _, _ in _probes(tokenizer) if _data()["call"]["name"] in text]
         problem = f"writes calls as `{written[0]}`, which no known form reads back" if written else "renders no calls"
-        remedy = "give a response template (JSON), or ship one in tokenizer_config.json"
+        remedy = "give a response template (JSON), ship one in tokenizer_config.json, or use none to read no calls"
         said = f"{_SETTING}={setting}: the chat template of {config.model.path} {problem}; {remedy}"
         raise ConfigError([said], code="no-call-form")
 

@@ -47,12 +47,15 @@ Sample = Callable[[SampleCall], Awaitable[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of one session: number of calls, tokens per turn, tokens of prompt plus turn, and ids that end a turn."""
+    """Limits of one session: number of calls, tokens per turn, and tokens of prompt plus turn.
+
+    ``stop_token_ids`` end a turn, besides EOS; with ``None``, every special token does.
+    """
 
     max_calls: int
     max_new_tokens: int
     max_model_len: int
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 class Session:
@@ -109,9 +112,8 @@ class Session:
         asked = replace(self._asked(prompt), stop=call.stop)
         async with self._places:
             generation = await self._generate(asked)
-        tokens = generation.token_ids.tolist()
-        text = self._chat.turn_text(prompt.token_ids, tokens, self._limits.stop_token_ids)
-        stop = self._chat.continuation(prompt.token_ids, tokens).removeprefix(text)
+        text = self.tree.sampled_text(prompt, generation)
+        stop = self._chat.continuation(prompt.token_ids, generation.token_ids.tolist()).removeprefix(text)
         text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
         turn = self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
         if call.model not in ("", MODEL):

@@ -48,13 +48,16 @@ def decoded(tokenizer: Any, tokens: Iterable[int]) -> str:
     return text
 
 
-def without_stop(tokenizer: Any, tokens: Iterable[int], stops: Collection[int]) -> list[int]:
-    """Return a turn's tokens without the special token that ended it, EOS or one of ``stops``, and without padding.
+def without_stop(tokenizer: Any, tokens: Iterable[int], stops: Collection[int] | None) -> list[int]:
+    """Return a turn's tokens without the special token that ended it, and without padding.
 
     Other special tokens are kept, because thinking and tool calls may be marked with them.
+
+    Args:
+        stops: tokens that end a turn, besides EOS; ``None`` if every special token does.
     """
     kept, ends = list(map(int, tokens)), {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    if kept and kept[-1] in stops and not tokenizer.decode(kept[-1:], skip_special_tokens=True):
+    if kept and (stops is None or kept[-1] in stops) and not tokenizer.decode(kept[-1:], skip_special_tokens=True):
         kept.pop()
     while kept and kept[-1] in ends:
         kept.pop()

@@ -130,7 +130,7 @@ class Conversations:
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
                 return response.finished("length")
-            (text,) = self._form.judged([(tokens, sampled)], stops)
+            (text,) = self._form.judged([(tokens, sampled, stops)])
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:

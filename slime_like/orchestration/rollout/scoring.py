@@ -42,10 +42,13 @@ class Scorer:
     """Scorer that computes rewards in worker processes, then advantages. Thread-safe.
 
     Args:
-        stops: tokens that end a response, besides EOS. Reward functions don't get them.
+        stops: tokens that end a response, besides EOS, which reward functions don't get; ``None`` if every special
+            token does.
     """
 
-    def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any, stops: Collection[int] = ()) -> None:
+    def __init__(
+        self, config: RunConfig, pool: RewardPool, tokenizer: Any, stops: Collection[int] | None = None
+    ) -> None:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
@@ -57,7 +60,7 @@ class Scorer:
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         """Score every rollout with all reward functions, in order. They get the model's last turn."""
         rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
-        responses = self._form.judged(map(_judged_tokens, rollouts), self._stops)
+        responses = self._form.judged(_judged_tokens(rollout, self._stops) for rollout in rollouts)
         prompt_tokens = [group.prompt_tokens for group in groups]
         texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
@@ -148,8 +151,10 @@ class Scorer:
         return metadata
 
 
-def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[list[int], list[int]]:
-    """Return the tokens before the turn that reward functions get, and the turn's.
+def _judged_tokens(
+    rollout: Rollout[UnscoredTrajectory], stops: Collection[int] | None
+) -> tuple[list[int], list[int], Collection[int] | None]:
+    """Return the tokens before the turn that reward functions get, the turn's, and the stop tokens that may end it.
 
     Observations may contain the answer, and are before the turn.
     """
@@ -158,7 +163,7 @@ def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[list[int], lis
     start, end = turns[-1] if turns else (0, row.response_len)
     tokens = [*row.prompt_tokens.tolist(), *row.response_tokens[:end].tolist()]
     first = len(row.prompt_tokens) + start
-    return tokens[:first], tokens[first:]
+    return tokens[:first], tokens[first:], () if rollout.finish_reason in ("length", "abort") else stops
 
 
 def by_reason(reasons: Sequence[str]) -> str:

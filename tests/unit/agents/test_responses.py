@@ -323,4 +323,5 @@ def test_only_stop_tokens_and_padding_are_left_out(text: str, judged: str) -> No
     stops = made.encode("<stop>x", add_special_tokens=False)
     assert ChatFormat(made).turn_text([1], ids, stops) == judged
     opened = [made.encode(said, add_special_tokens=False) for said in ("3+4?<think>", "5</think>42")]
-    assert form.judged([([1], ids), tuple(opened)], stops) == [judged, "<think>5</think>42"]
+    assert form.judged([([1], ids, stops), (*opened, stops)]) == [judged, "<think>5</think>42"]
+    assert form.judged([(*opened, None), ([1], made.encode("a<stop><think>"), None)])[1] == "a<stop>"
