@@ -13,7 +13,7 @@ from slime_like.agents.responses import require_calls
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
-from slime_like.config.sections import DebugConfig, ReferenceConfig
+from slime_like.config.sections import DebugConfig, ModelConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.observability.progress import Progress
@@ -59,9 +59,9 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
         return Evaluator(config, EngineClient(supervisor), scorer, datasets).run(0, progress, keep_all)
 
 
-def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -> None:
+def write_responses(model: ModelConfig, result: EvaluationResult, output: Path) -> None:
     """Write the responses as JSONL, one row each, with the columns of the held-out table except the step."""
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     rows = held_out_rows(0, result.samples, partial(tokenizer.decode, clean_up_tokenization_spaces=False))
     with whole_file(output) as file:
         for row in rows:

@@ -248,7 +248,8 @@ def _train(
 ) -> Measurement:
     """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
     ranks = trainers.ranks
-    packed = ExperienceBatcher(config, ranks.num_replicas, pad_token_id=0).batch(batch)
+    batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, pad_token_id=0)
+    packed = batcher.batch(batch)
     ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, packed.replicas))
     _drain(exported_tensors(ranks, RankExport.begin_gradient_export, 0, packed.denominators[0]), gradients)
     stats = [

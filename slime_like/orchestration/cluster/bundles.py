@@ -79,10 +79,10 @@ def assign_nodes(pieces: Pieces, devices: Sequence[int]) -> list[int]:
     return places
 
 
-def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
-    """Return whether the run fits on empty nodes with these numbers of devices."""
+def fits_on_nodes(pieces: Pieces, devices: Sequence[int]) -> bool:
+    """Return whether a run's pieces fit on empty nodes with these numbers of devices."""
     try:
-        assign_nodes(pieces_of(config), devices)
+        assign_nodes(pieces, devices)
     except NoRoomError:
         return False
     return True
@@ -111,6 +111,6 @@ def slots_per_node(config: RunConfig, nodes: int) -> int:
     sizes = [*pieces.ranks, *pieces.engines, *pieces.workers]
     step = math.lcm(config.trainer.parallel.tensor, *pieces.engines, *pieces.workers)
     slots = step * math.ceil(max(sum(sizes) / nodes, *sizes) / step)
-    while not fits_on_nodes(config, [slots] * nodes):
+    while not fits_on_nodes(pieces, [slots] * nodes):
         slots += step
     return slots

@@ -12,7 +12,7 @@ from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.interfaces import Conversation, Scores
-from slime_like.orchestration.rollout.advantages import row_advantages, total_rewards
+from slime_like.orchestration.rollout.advantages import Advantages
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.sandbox.rewards.response_parts import without_opening
@@ -42,7 +42,7 @@ class Scorer:
     """Scorer that computes rewards in worker processes, then advantages. Thread-safe."""
 
     def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any) -> None:
-        self._config = config
+        self._advantages = Advantages(config)
         self._pool = pool
         self._tokenizer = tokenizer
         self._form = response_form(tokenizer, config.rollout.agent.tool_parser)
@@ -82,7 +82,7 @@ class Scorer:
         rollouts = rollouts_of(trajectories)
         places = {rollout.last.rollout_id: place for place, rollout in enumerate(rollouts)}
         totals = torch.cat([rewarded.totals for rewarded in groups])
-        advantages = row_advantages(self._config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
+        advantages = self._advantages.of_rows(rollouts, totals, step)
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
@@ -110,7 +110,7 @@ class Scorer:
         found = [next(outcomes) for _ in rollouts]
         rewards = torch.tensor([outcome.rewards for outcome in found], dtype=torch.float32)
         successes = torch.tensor([outcome.successes for outcome in found], dtype=torch.float32)
-        totals = total_rewards(self._config, rewards, [rollout.length for rollout in rollouts])
+        totals = self._advantages.totals(rewards, [rollout.length for rollout in rollouts])
         of_rollout = {rollout.last.rollout_id: outcome for rollout, outcome in zip(rollouts, found, strict=True)}
         metadata = [self._metadata(of_rollout[row.rollout_id], row) for row in group.trajectories]
         return RewardedGroup(group, rewards, successes, totals, metadata, [{} for _ in metadata])
