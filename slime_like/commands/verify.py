@@ -85,7 +85,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     config = _loaded(model, [*settings, *flags])
     from slime_like.checks.check import require_valid
 
-    require_valid(config, loading_needs(config, RANKS))
+    require_valid(config, loading_needs(config.model, RANKS))
     return config
 
 

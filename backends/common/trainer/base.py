@@ -162,7 +162,7 @@ class TrainerBase(TrainerBackend):
     def _open(self) -> None:
         problems, on_cuda = self._machine_problems(), torch.cuda.is_available()
         if on_cuda:
-            problems += [*rejected_on_cuda(self.config), *allocator_problems(self.config, os.environ)]
+            problems += [*rejected_on_cuda(self.config.model), *allocator_problems(self.config, os.environ)]
         if problems:
             raise ConfigError(problems)
         if on_cuda:
