@@ -1,7 +1,7 @@
 """Bookkeeping that all engines share: requests, pauses, sleep, state of the weights."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
@@ -15,6 +15,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
+from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
 
@@ -26,7 +27,33 @@ Running = TypeVar("Running")
 T = TypeVar("T")
 
 
-class EngineHooks(Generic[Running]):
+class UpdateTarget:
+    """Part of an engine that updates replace. ``EngineBase`` calls the methods after its checks.
+
+    Attributes:
+        expected: name and shape of every tensor of an update.
+    """
+
+    expected: Mapping[str, tuple[int, ...]]
+
+    async def _begin_update(self) -> None:
+        """Start an update, even if the last one failed and is still open."""
+        raise NotImplementedError
+
+    async def _update(self, bucket: BucketMetadata) -> None:
+        """Fetch, hash and load a checked bucket. If this raises, the update has failed."""
+        raise NotImplementedError
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        """Return the hashes of all tensors received in the open update, and the seconds spent hashing."""
+        raise NotImplementedError
+
+    async def _finish_update(self, version: int) -> None:
+        """Serve the complete update, and flush every cache."""
+        raise NotImplementedError
+
+
+class EngineHooks(UpdateTarget, Generic[Running]):
     """Methods that an engine implements. ``EngineBase`` calls them after its checks. ``Running`` is a started engine.
 
     ``rollout.request_timeout_s`` or ``sync.timeout_s`` bounds the methods after ``_own_process_ids``.
@@ -60,22 +87,6 @@ class EngineHooks(Generic[Running]):
     async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    async def _begin_update(self) -> None:
-        """Start an update, even if the last one failed and is still open."""
-        raise NotImplementedError
-
-    async def _update(self, bucket: BucketMetadata) -> None:
-        """Fetch, hash and load a checked bucket. If this raises, the update has failed."""
-        raise NotImplementedError
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        """Return the hashes of all tensors received in the open update, and the seconds spent hashing."""
-        raise NotImplementedError
-
-    async def _finish_update(self, version: int) -> None:
-        """Serve the complete update, and flush every cache."""
-        raise NotImplementedError
-
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         """Release the device's memory. On a CPU, this and ``_take_memory`` are not called."""
         raise NotImplementedError
@@ -89,6 +100,7 @@ class EngineBase(EngineHooks[Running]):
 
     Attributes:
         returns_supports: generations for training include the support of each token.
+        targets: what an update can replace, by ``Manifest.updates``: the model, which the engine itself loads.
     """
 
     returns_supports = False
@@ -99,7 +111,9 @@ class EngineBase(EngineHooks[Running]):
         self._name = f"{kind} engine {engine_index}"
         self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self._expected = expected_tensors(config.model.path)
+        self.expected = expected_tensors(config.model.path)
+        self._target: UpdateTarget = self
+        self.targets: dict[str, UpdateTarget] = {MODEL: self}
         self._promised: dict[str, int] = {}
         self._reset()
 
@@ -122,7 +136,7 @@ class EngineBase(EngineHooks[Running]):
             raise
 
     def _reset(self) -> None:
-        self._state = WeightUpdateState(self._name, self._expected)
+        self._state = WeightUpdateState(self._name, {name: each.expected for name, each in self.targets.items()})
         self._paused = self._resume_after_update = False
         self._asleep: set[str] = set()
 
@@ -183,20 +197,21 @@ class EngineBase(EngineHooks[Running]):
             await self.pause("keep")
             self._resume_after_update = True
         self._state.begin(version, manifest)
-        await self._sync_call("begin_update", self._begin_update())
+        self._target = self.targets[manifest.updates]
+        await self._sync_call("begin_update", self._target._begin_update())
 
     async def update(self, bucket: BucketMetadata) -> None:
         self._alive()
         self._require_awake(("weights",))
         self._state.check_bucket(bucket.entries)
-        await self._sync_call("update", self._update(bucket))
+        await self._sync_call("update", self._target._update(bucket))
 
     async def finish_update(self, version: int) -> UpdateReceipt:
         self._alive()
         self._require_awake(("weights",))
-        received, hash_s = await self._sync_call("finish_update", self._received())
+        received, hash_s = await self._sync_call("finish_update", self._target._received())
         self._state.check_complete(version, received)
-        await self._sync_call("finish_update", self._finish_update(version))
+        await self._sync_call("finish_update", self._target._finish_update(version))
         receipt = self._state.commit(received, hash_s)
         if self._resume_after_update:
             self._resume_after_update = False

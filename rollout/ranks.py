@@ -1,6 +1,8 @@
 """Answers of an engine's ranks to a collective call."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -19,6 +21,12 @@ def attempt(call: Callable[[], Any]) -> RankAnswer:
         return call(), None, ""
     except Exception as error:
         return None, one_line(error), code_of(error, "rank-failed")
+
+
+def function_of(rank: object, name: str) -> Callable[..., Any]:
+    """Return a method of ``rank``, or the function "MODULE:NAME" in the package ``rollout``, applied to ``rank``."""
+    module, _, function = name.rpartition(":")
+    return partial(getattr(import_module(f"rollout.{module}"), function), rank) if module else getattr(rank, name)
 
 
 def results(answers: Sequence[RankAnswer]) -> list[Any]:

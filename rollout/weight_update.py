@@ -18,13 +18,13 @@ class WeightUpdateState:
     Nothing may be sampled until the next update is finished. A check that raises also fails the open update.
 
     Args:
-        model: name and shape of every tensor of the served model, which the manifest of a whole update must match.
+        targets: name and shape of every tensor that the manifest of an update must have, by what it updates.
     """
 
-    def __init__(self, engine: str, model: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, engine: str, targets: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
         self.version = 0
         self._engine = engine
-        self._model = model
+        self._targets = targets
         self._manifest = Manifest({})
         self._open_version: int | None = None
         self._failure: str | None = None
@@ -49,14 +49,18 @@ class WeightUpdateState:
         self._open_version = None
 
     def begin(self, version: int, manifest: Manifest) -> None:
-        """Open an update, and compare its manifest with the model: a tensor missing from an export would stay stale."""
-        self._open_version = version
+        """Open an update, and compare its manifest with its target. A tensor that is missing would stay stale."""
+        was_whole, self._open_version = self.is_whole, version
         # An open update counts as failed until it is finished, so nothing is sampled whatever happens in between.
         self._failure = f"{_MIXED} the update to version {version} did not finish"
-        if manifest.updates != MODEL:
-            raise self._rejection(f"it cannot update {manifest.updates}, only the {MODEL}", "update-target")
+        if manifest.updates not in self._targets:
+            known = ", ".join(self._targets)
+            raise self._rejection(f"it cannot update {manifest.updates}, only {known}", "update-target")
+        if manifest.updates != MODEL and not was_whole:
+            problem = f"it cannot update {manifest.updates} before the {MODEL}, which is not whole"
+            raise self._rejection(problem, "update-target")
         with self._failing():
-            require_model(manifest, self._model, self._engine)
+            require_model(manifest, self._targets[manifest.updates], self._engine)
         self._manifest = manifest
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from backends.common.step.packs import ResponseRows
+from backends.common.trainer.added import add_modules, own_parameters
 from backends.fsdp import attention, experts
 from backends.fsdp.names import checkpoint_names
 from backends.fsdp.output import Output
@@ -101,7 +102,7 @@ class LogprobModel(nn.Module):
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return every sharded parameter by its name in checkpoints. A tied head is not named twice."""
         self.shard_weights()
-        return {self.names[name.removeprefix(_PREFIX)]: parameter for name, parameter in self.named_parameters()}
+        return {self.names[name.removeprefix(_PREFIX)]: parameter for name, parameter in own_parameters(self)}
 
     def kept_by_name(self) -> dict[str, Tensor]:
         """Return the routers' biases by their names in checkpoints: whole on every rank, float32, never trained.
@@ -211,7 +212,9 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
             f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"
         )
     names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
-    return LogprobModel(hugging_face, names, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
+    model = LogprobModel(hugging_face, names, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
+    add_modules("fsdp", config, model)
+    return model
 
 
 def computes_alike(other: Path, config: RunConfig) -> bool:

@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from backends.common.trainer.added import add_modules
 from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
 from backends.megatron.families import family_of
@@ -218,6 +219,7 @@ def _build(
         model.chunk_tokens = config.trainer.head_chunk_tokens
         model.entropy_gradient = config.algorithm.entropy_coef > 0
         model.model_type = ModelType.encoder_or_decoder
+        add_modules("megatron", config, model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "word_embeddings" in name or "output_layer" in name:

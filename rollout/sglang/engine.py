@@ -90,7 +90,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._call("receive", "load", bucket.to_wire())
+        await self._call("receive", "sglang.scheduler:load", bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
         checksums, hash_s = await self._call("received")

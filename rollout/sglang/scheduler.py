@@ -9,7 +9,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.common import async_h2d
 
 from rollout.arguments import on_cpu
-from rollout.ranks import AnswerQueue, attempt
+from rollout.ranks import AnswerQueue, attempt, function_of
 from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
@@ -68,7 +67,7 @@ class EngineScheduler(Scheduler):
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
-        self._receiver = WeightReceiver(get_parallel().tp_rank)
+        self.receiver = WeightReceiver(get_parallel().tp_rank)
         # On a CPU, a flush collects garbage. Searching all imported objects would take half a second.
         gc.freeze()
 
@@ -115,15 +114,17 @@ class EngineScheduler(Scheduler):
 
     # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
     def receive(self, call: str) -> None:
-        """Call a method of the receiver, or load a bucket, and send the answer to the host."""
+        """Call a method of the receiver, or a function (``function_of``), and send the answer to the host."""
         method, *arguments = json.loads(call)
-        target: Callable[..., object] = self._load if method == "load" else getattr(self._receiver, method)
-        self.answers.put(attempt(lambda: target(*arguments)))
+        owner = self if ":" in method else self.receiver
+        self.answers.put(attempt(lambda: function_of(owner, method)(*arguments)))
 
-    def _load(self, metadata: dict[str, Any]) -> None:
-        runner = self.tp_worker.model_runner
-        with torch.inference_mode():
-            runner.model.load_weights(self._receiver.copies(BucketMetadata.from_wire(metadata), runner.device))
+
+def load(scheduler: EngineScheduler, metadata: dict[str, Any]) -> None:
+    """Load a bucket into the model of a rank's ``scheduler``."""
+    runner = scheduler.tp_worker.model_runner
+    with torch.inference_mode():
+        runner.model.load_weights(scheduler.receiver.copies(BucketMetadata.from_wire(metadata), runner.device))
 
 
 def _join_without_nccl() -> None:

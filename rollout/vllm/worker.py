@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.ranks import RankAnswer, attempt
+from rollout.ranks import RankAnswer, attempt, function_of
 from rollout.vllm.arguments import BACKEND
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
@@ -85,12 +85,12 @@ class WorkerExtension(_Worker):
     weight_transfer_engine: BucketTransferEngine
 
     def attempt(self, method: str, arguments: dict[str, Any]) -> RankAnswer:
-        """Call one of this worker's methods, and return errors as answers.
+        """Call one of this worker's methods, or a function (``function_of``), and return errors as answers.
 
         vLLM 0.32 stops reading its workers' replies at the first exception. The other workers' replies would stay in
         their queues and be taken as answers to the next call.
         """
-        return attempt(lambda: getattr(self, method)(**arguments))
+        return attempt(lambda: function_of(self, method)(**arguments))
 
     def begin_update(self) -> None:
         """Start a weight update, even if the last one is still open because it failed on another worker."""

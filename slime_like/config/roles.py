@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from slime_like.config.base import Section
 from slime_like.config.trainer import ParallelConfig
 
 POLICY, REFERENCE = "policy", "reference"
@@ -20,7 +21,7 @@ class ModelRole:
             outputs are dropped.
         trained, scores: whether optimizer steps change it; whether trainer ranks score every batch with it first.
         head: what it computes for each response token, a key of ``backends.common.step.objective.OBJECTIVES``.
-        adapter: factors added to its weights; no role has any yet.
+        adapter: settings of factors added to its weights; no role has any yet.
         placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
         parallel: layout of the trainer ranks, or of each worker.
         workers, max_restarts: number of its workers, and their restarts in a run.
@@ -31,8 +32,8 @@ class ModelRole:
     fields: tuple[str, ...]
     trained: bool = False
     scores: bool = False
-    head: Literal["logprob"] = "logprob"
-    adapter: None = None
+    head: str = "logprob"
+    adapter: Section | None = None
     placement: Literal["trainer", "workers"] = "trainer"
     parallel: ParallelConfig
     workers: int = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.conversion.compare import Difference, compare_sources
 from slime_like.errors import ConfigError
-from slime_like.interfaces import load_backend
+from slime_like.interfaces import backend_of
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Converter, Report, TensorSource
 from slime_like.observability.names import CONVERSION_SPEED
 from slime_like.observability.progress import Progress
@@ -27,7 +27,7 @@ def converter_of(config: RunConfig) -> Converter:
     # Megatron warns about every package that would make training faster, but nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    backend = load_backend(config.trainer.backend)
+    backend = backend_of(config)
     if not hasattr(backend, "converter"):
         raise ConfigError(f"trainer.backend={config.trainer.backend} does not convert checkpoints; use megatron")
     converter: Converter = backend.converter()

@@ -9,6 +9,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.process.agreement import listed
+from backends.common.trainer.added import own_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank
@@ -117,7 +118,7 @@ def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimens
 
 def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """Yield everything a checkpoint holds of a chunk: parameters, and buffers that are weights."""
-    yield from chunk.named_parameters()
+    yield from own_parameters(chunk)
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(f".{EXPERT_BIAS}"))
 
 

@@ -9,9 +9,11 @@ import torch
 from rollout.weight_update import WeightUpdateState
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Manifest, TensorEntry
+from slime_like.interfaces.weights import MODEL
 from tests.support.rejections import Rejects
 
 TENSORS = {"model.norm.weight": torch.ones(4), "model.embed_tokens.weight": torch.ones(3, 4)}
+SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 WHOLE = Manifest.of(TENSORS)
 
 
@@ -38,6 +40,10 @@ REJECTED: dict[str, tuple[str, Callable[[WeightUpdateState], None]]] = {
         lambda state: state.begin(2, Manifest.of(TENSORS | {"model.norm.weight": torch.ones(5)})),
     ),
     "an adapter": ("update-target", lambda state: state.begin(2, replace(WHOLE, updates="adapter"))),
+    "an adapter on mixed weights": (
+        "update-target",
+        lambda state: (state.begin(2, WHOLE), state.begin(3, replace(WHOLE, updates="head")))[1],
+    ),
     "another type": (
         "tensor-shape",
         lambda state: (state.begin(2, WHOLE), state.check_bucket(_entries("bfloat16")))[1],
@@ -52,7 +58,7 @@ REJECTED: dict[str, tuple[str, Callable[[WeightUpdateState], None]]] = {
 @pytest.mark.parametrize("what", REJECTED)
 def test_nothing_is_sampled_after_a_rejected_update(what: str, rejects: Rejects) -> None:
     code, update = REJECTED[what]
-    state = WeightUpdateState("engine", {name: tuple(tensor.shape) for name, tensor in TENSORS.items()})
+    state = WeightUpdateState("engine", dict.fromkeys((MODEL, "head"), SHAPES))
     _update(state)
     with rejects(WeightSyncError, code):
         update(state)
@@ -61,3 +67,4 @@ def test_nothing_is_sampled_after_a_rejected_update(what: str, rejects: Rejects)
     with rejects(WeightSyncError, "no-open-update"):
         state.check_bucket(_entries())
     _update(state, version=3)
+    _update(state, replace(WHOLE, updates="head"), version=4)
