@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from backends.common.step.packs import ResponseRows
-from backends.common.trainer.added import add_modules, own_parameters
+from backends.common.trainer.roles import add_modules, is_added, reset_added
 from backends.fsdp import attention, experts
 from backends.fsdp.names import checkpoint_names
 from backends.fsdp.output import Output
@@ -83,7 +83,11 @@ class LogprobModel(nn.Module):
         output = self.hugging_face.base_model(
             input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=boundaries, **options
         )
-        selected = rows.spread(output.last_hidden_state[0].index_select(0, rows.index))
+        scored = self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
+        return (scored, *output.router_logits) if routers else (scored,)
+
+    def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states."""
         hidden, weight = self.output.projection(self.hugging_face.get_output_embeddings(), selected)
         logprobs, entropy = fused_logprobs(
             hidden,
@@ -96,13 +100,17 @@ class LogprobModel(nn.Module):
             supports=rows.supports,
             check_values=False,  # `require_computable` checks them
         )
-        scored = torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
-        return (scored, *output.router_logits) if routers else (scored,)
+        return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return every sharded parameter by its name in checkpoints. A tied head is not named twice."""
         self.shard_weights()
-        return {self.names[name.removeprefix(_PREFIX)]: parameter for name, parameter in own_parameters(self)}
+        short = {name.removeprefix(_PREFIX): parameter for name, parameter in self.named_parameters()}
+        return {name if is_added(name) else self.names[name]: parameter for name, parameter in short.items()}
+
+    def own_by_name(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that a Hugging Face checkpoint of the model has."""
+        return {name: each for name, each in self.parameters_by_name().items() if not is_added(name)}
 
     def kept_by_name(self) -> dict[str, Tensor]:
         """Return the routers' biases by their names in checkpoints: whole on every rank, float32, never trained.
@@ -164,6 +172,7 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer)
+    reset_added(model)
     return model
 
 

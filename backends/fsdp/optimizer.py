@@ -21,7 +21,7 @@ class Optimizer:
     def __init__(self, config: RunConfig, model: LogprobModel, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._parameters = model.parameters_by_name()
+        self._parameters = {name: p for name, p in model.parameters_by_name().items() if p.requires_grad}
         # The shards' memory without their distributed type, because each operation on that type is slow.
         self._shards = {name: nn.Parameter(shard_of(p).detach()) for name, p in self._parameters.items()}
         settings = config.trainer.optimizer

@@ -74,7 +74,8 @@ class FsdpTrainer(TrainerBase):
         self.model.requires_grad_(False)
 
     def _require_own_forward(self) -> None:
-        require_own_forward(self.config, self.dimensions, self.model, self._score, self.device)
+        if self._role.head == "logprob":
+            require_own_forward(self.config, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -29,7 +29,7 @@ def shard_of(parameter: Tensor) -> Tensor:
 def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
     """Return names and shapes of a whole checkpoint of this model."""
     shapes: dict[str, Shape] = {}
-    for name, tensor in (model.parameters_by_name() | model.kept_by_name()).items():
+    for name, tensor in (model.own_by_name() | model.kept_by_name()).items():
         shapes |= stored_shapes(name, tuple(tensor.shape))
     return shapes
 
@@ -60,7 +60,7 @@ def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
 
 @torch.no_grad()
 def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
-    for name, parameter in model.parameters_by_name().items():
+    for name, parameter in model.own_by_name().items():
         for piece in pieces(name, shard_of(parameter), rows_of_rank(parameter).start):
             if piece.view.numel():
                 values = checkpoint.read(piece.name, 0, piece.start, len(piece.view))
@@ -98,7 +98,7 @@ def export_buckets(
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
     kept = model.kept_by_name() if rows is None else {}
-    for name, tensor in (model.parameters_by_name() | kept).items():
+    for name, tensor in (model.own_by_name() | kept).items():
         size = tensor.nbytes if name in kept else tensor.numel() * dtype.itemsize
         if nbytes and nbytes + size > bucket_bytes:
             yield WeightBucket(bucket)

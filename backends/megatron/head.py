@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from backends.common.step.packs import ResponseRows
 from backends.megatron.attention import PackedLayout
 from slime_like.algorithms.head import fused_logprobs
 
@@ -69,7 +70,10 @@ class LogprobModel(GPTModel):
         selected = hidden_states.squeeze(1)
         if not (getattr(self.decoder.layers[-1], "scores", False) and len(responses.index)):
             selected = selected.index_select(0, responses.index)
-        selected = responses.spread(selected)
+        return self.outputs(responses.spread(selected), responses)
+
+    def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states."""
         if self.gather_weight is not None:
             self.gather_weight()
         weight = self.output_weight()
@@ -77,14 +81,14 @@ class LogprobModel(GPTModel):
         logprobs, entropy = fused_logprobs(
             selected,
             weight,
-            responses.targets,
-            responses.temperatures,
+            rows.targets,
+            rows.temperatures,
             vocab_start=group.rank() * weight.shape[0],
             vocab_size=self.true_vocab_size,
             all_reduce_max=partial(_all_reduce, group, dist.ReduceOp.MAX),
             all_reduce_sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
             chunk_tokens=self.chunk_tokens,
-            supports=responses.supports,
+            supports=rows.supports,
             check_values=False,  # `require_computable` checks them
         )
         # A merely reported entropy must not cost a gradient.

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from backends.common.trainer.added import add_modules
+from backends.common.trainer.roles import add_modules
 from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
 from backends.megatron.families import family_of

@@ -21,7 +21,10 @@ from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
 from slime_like.weights.transports import names
 
 LOSSES = {name: f"slime_like.algorithms.losses.policy:{part}" for name, part in algorithm.LOSSES.items()}
-ADVANTAGES = {name: f"slime_like.algorithms.advantages:{part}" for name, part in algorithm.ADVANTAGES.items()}
+ADVANTAGES = {
+    name: part if ":" in part else f"slime_like.algorithms.advantages:{part}"
+    for name, part in algorithm.ADVANTAGES.items()
+}
 TRANSPORTS = {name: f"slime_like.weights.transports.{module}" for name, (module, _) in names.TRANSPORTS.items()}
 _OWN_PACKAGES = ("backends.", "rollout.")
 _ROOT = Path(__file__).parents[2]

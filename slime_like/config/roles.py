@@ -20,7 +20,7 @@ class ModelRole:
         fields: pack fields (``TensorField``) that hold its scores, in the order of its head's outputs. A head's further
             outputs are dropped.
         trained, scores: whether optimizer steps change it; whether trainer ranks score every batch with it first.
-        head: what it computes for each response token, a key of ``backends.common.step.objective.OBJECTIVES``.
+        head: what it computes for each response token, a key of ``backends.common.trainer.roles.OBJECTIVES``.
         adapter: settings of factors added to its weights; no role has any yet.
         placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
         parallel: layout of the trainer ranks, or of each worker.

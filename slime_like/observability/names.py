@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,10 +44,7 @@ ZERO_SPREAD = 1e-6
 
 _SHOWN_SHARE = 10.0
 
-_MEANS = (
-    "loss", "policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kls", "entropy", "grad_norm",
-    "engine_gap_mean", "importance_weight", "importance_clipfrac", "bounded_fraction", "moe_aux_loss",
-)  # fmt: skip
+_NOT_MEANS = {"old_gap_max", "engine_gap_max", "learning_rate", "num_tokens", "metadata"}
 
 
 def phase_seconds(phase: str) -> str:
@@ -71,7 +69,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
     metrics |= source_metrics(record)
     for role, work in record.scoring.items():
-        metrics |= scoring_metrics(role, work)
+        metrics |= scoring_metrics(role, work) | work.metrics
     if record.sync is not None:
         metrics |= sync_metrics(record.sync)
     if record.probe_gap is not None:
@@ -85,7 +83,8 @@ def update_metrics(updates: Sequence[GRPOStats]) -> dict[str, float]:
     ``old_gap_max`` is from the first optimizer step, because later ones differ from the old policy by design.
     ``engine_gap_max`` is the largest, ``learning_rate`` the last, and ``num_tokens`` the sum.
     """
-    figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in _MEANS}
+    means = [each.name for each in fields(updates[0]) if each.name not in _NOT_MEANS]
+    figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in means}
     figures["old_gap_max"] = float(updates[0].old_gap_max)
     figures["engine_gap_max"] = float(np.max([float(update.engine_gap_max) for update in updates]))
     figures["learning_rate"] = float(updates[-1].learning_rate)

@@ -59,12 +59,14 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRecord:
-    """One step of a frozen role: total seconds, seconds of scoring (the rest is waiting), and scored tokens."""
+    """One step of a role besides the policy: total seconds, seconds of scoring (the rest is waiting), scored tokens, and
+    further metrics by name."""
 
     total_s: float
     model_running_s: float
     response_tokens: int
     total_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,10 +54,6 @@ class Objective:
         return output.loss
 
 
-OBJECTIVES = {"logprob": Objective}
-"""What a trained role minimizes, by its head. An objective's ``add`` gets the head's outputs in their order."""
-
-
 def configured_loss(config: AlgorithmConfig) -> Loss:
     """Build the configured loss, as ``build_loss`` does.
 

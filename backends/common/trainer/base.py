@@ -17,8 +17,8 @@ from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
-from backends.common.step.objective import OBJECTIVES
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from backends.common.trainer.roles import objective_of
 from backends.common.trainer.state import TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
@@ -71,7 +71,7 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
-        self._objective = OBJECTIVES[self._role.head](config)
+        self._objective = objective_of(self._role.head)(config)
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes

@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.common.trainer.added import own_parameters
+from backends.common.trainer.roles import is_added
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank
@@ -113,12 +113,13 @@ def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: Mode
 def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> Iterator[tuple[str, Tensor]]:
     for chunk in model_chunks:
         for name, parameter in named_weights(chunk):
-            yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
+            if not is_added(name):
+                yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
 
 
 def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """Yield everything a checkpoint holds of a chunk: parameters, and buffers that are weights."""
-    yield from own_parameters(chunk)
+    yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(f".{EXPERT_BIAS}"))
 
 

@@ -67,7 +67,9 @@ def start_engines(
     shared_devices = trainers.devices() if colocated else ()
     watch = trainers.liveness().check
     supervisor, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
-    workers = [RankedWorker(config, placement, index) for index in range(len(placement.workers))]
+    workers = [
+        RankedWorker(config, placement, index) for index, role in enumerate(placement.workers) if not role.trained
+    ]
     for worker in workers:
         stack.callback(worker.close)
         worker.launch()
