@@ -19,14 +19,14 @@ class TensorField:
 
     Attributes:
         dtype: dtype of the packed and unpacked tensor. A float dtype accepts any number, an integer dtype any integer.
-        over: what the first dimension counts: tokens of the prompt, of the response or of its supports, or reward
-            functions.
+        over: what the first dimension counts: tokens of the prompt, of the response or of its supports, "inputs" (all
+            tokens but the last, which no pass reads), or reward functions.
         optional: whether the tensor may be ``None``, in all sequences of a pack or in none.
         entry_ndim: number of further dimensions, with the same size in every sequence of a pack.
     """
 
     dtype: torch.dtype
-    over: Literal["prompt", "response", "supports", "functions"] = "response"
+    over: Literal["prompt", "response", "supports", "inputs", "functions"] = "response"
     optional: bool = False
     entry_ndim: int = 0
 

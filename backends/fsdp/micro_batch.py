@@ -35,7 +35,7 @@ def model_input(
     """
     shard = split_for_context_parallel(pack, context.size(), context.rank(), layout="contiguous")
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
-    routed = None if balance is None else RoutedTokens.of(pack, shard, slice(None), balance)
+    routed = RoutedTokens.of(pack, shard, slice(None), balance)
     boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(pack, shard)
     moved, shard, boundaries, responses, routed = on_device((pack, shard, boundaries, responses, routed), device)
     return ModelInput(pack, moved, shard, context, boundaries, responses, routed)

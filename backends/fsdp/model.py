@@ -11,6 +11,7 @@ from torch.distributed._composable import checkpoint as recompute
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.common.trainer.roles import add_modules, is_added, reset_added
 from backends.fsdp import attention, experts
@@ -66,7 +67,12 @@ class LogprobModel(nn.Module):
         return (self.hugging_face(input_ids=tokens[None], use_cache=False).logits[0],)
 
     def score_part(
-        self, tokens: Tensor, positions: Tensor, boundaries: attention.Boundaries, rows: ResponseRows, routers: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        boundaries: attention.Boundaries,
+        rows: ResponseRows,
+        routed: RoutedTokens | None,
     ) -> tuple[Tensor, ...]:
         """Score one rank's part of a pack.
 
@@ -74,17 +80,17 @@ class LogprobModel(nn.Module):
             tokens, positions: (T_local,) ids, and positions that begin at 0 in every sequence.
             boundaries: input of attention.
             rows: the local positions that predict the r response tokens.
-            routers: also return router logits.
+            routed: what routers need, whose logits are then returned, too.
 
         Returns:
             (2, r) logprobs and entropies (nats); then, if requested, (T_local, E) router logits of every layer.
         """
-        options = {"output_router_logits": True} if routers else {}
+        options = {"output_router_logits": True} if routed is not None else {}
         output = self.hugging_face.base_model(
             input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=boundaries, **options
         )
         scored = self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
-        return (scored, *output.router_logits) if routers else (scored,)
+        return (scored, *output.router_logits) if routed is not None else (scored,)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
         """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states."""

@@ -105,17 +105,17 @@ class FsdpTrainer(TrainerBase):
 
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""
-        scored, *routers = self._forward(batch, routers=batch.routed is not None)
+        scored, *routers = self._forward(batch)
         loss = self._objective.add(self._step, batch.given, batch.pack, *batch.whole(scored))
         if batch.routed is None:
             return loss
         biases = list(self.model.kept_by_name().values())
         return loss + balance_loss(self.dimensions, biases, routers, batch.routed, self.groups.context)
 
-    def _forward(self, batch: ModelInput, routers: bool) -> tuple[Tensor, ...]:
+    def _forward(self, batch: ModelInput) -> tuple[Tensor, ...]:
         shard = batch.shard
         result: tuple[Tensor, ...] = self.model(
-            shard.tokens, shard.position_ids, batch.boundaries, batch.responses, routers
+            shard.tokens, shard.position_ids, batch.boundaries, batch.responses, batch.routed
         )
         return result
 
@@ -140,7 +140,7 @@ class FsdpTrainer(TrainerBase):
         with self._phase("score"):
             for pack in micro_batches:
                 batch = self._batch(pack)
-                (part,) = self._forward(batch, routers=False)
+                (part,) = self._forward(batch)
                 scored.append(batch.whole(part))
             self.model.shard_weights()
         return scored

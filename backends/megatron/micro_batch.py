@@ -83,7 +83,7 @@ class BatchBuilder:
             # Transformer Engine's attention reads the fields that Megatron defines.
             attention=None if name == "transformer_engine" else choose_attention(name, shard, self._context_group),
             responses=ResponseRows.of(pack, shard),
-            routed=None if balance is None else RoutedTokens.of(pack, shard, self._rows(shard), balance),
+            routed=RoutedTokens.of(pack, shard, self._rows(shard), balance),
         )
 
     def _rows(self, shard: ContextShard) -> slice:

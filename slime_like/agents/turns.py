@@ -171,8 +171,9 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     tokens = np.array(leaf.token_ids[start:], np.int64)
     logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
     versions, turns = np.zeros(len(tokens), np.int64), []
-    supports, covered = list[Supports](), 0
+    supports, covered, fields = list[Supports](), 0, dict[str, np.ndarray]()
     for turn in branch:
+        fields = turn.generation.extending(fields)
         first, end = len(turn.prompt.token_ids) - start, len(turn.token_ids) - start
         versions[first:end] = turn.generation.weight_versions
         versions[end:] = turn.generation.weight_versions[-1]  # tokens up to the next turn
@@ -186,7 +187,8 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     prompt, joined = np.array(leaf.token_ids[:start], np.int64), None
     if leaf.generation.supports is not None:
         joined = Supports.joined([*supports, Supports.whole(len(tokens) - covered)])
-    return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, leaf.generation.finish_reason), tuple(turns))
+    reason = leaf.generation.finish_reason
+    return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields), tuple(turns))
 
 
 def _branch(turn: Turn | None) -> Iterator[Turn]:

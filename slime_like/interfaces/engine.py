@@ -103,6 +103,7 @@ class Segment:
         loss_mask: (n,) bool, True where the model sampled the token and this row trains it.
         supports: as in ``Generation``.
         finish_reason: of the row's last turn; ``None`` means the rollout's.
+        fields: as in ``Generation``.
     """
 
     prompt_tokens: np.ndarray
@@ -112,6 +113,7 @@ class Segment:
     loss_mask: np.ndarray
     supports: Supports | None = None
     finish_reason: FinishReason | None = None
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ class Generation:
             row.
         supports: the tokens that each token was drawn from, if training truncates the distribution; ``logprobs`` are
             then over these. Observations have none.
+        fields: further tensors of the row by name, each a ``TensorField`` over "inputs" of ``SampledFields``.
     """
 
     token_ids: np.ndarray
@@ -142,6 +145,14 @@ class Generation:
     conversation: Conversation | None = None
     segments: tuple[Segment, ...] = ()
     supports: Supports | None = None
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def extending(self, earlier: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the fields after a turn with ``earlier`` ones, which keep what was recorded when they were sampled."""
+        return {
+            name: np.concatenate([earlier[name], values[len(earlier[name]) :]]) if name in earlier else values
+            for name, values in self.fields.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRecord:
-    """One step of a role besides the policy: total seconds, seconds of scoring (the rest is waiting), scored tokens, and
-    further metrics by name."""
+    """One step of a role besides the policy: total seconds, seconds of scoring (the rest is waiting), scored tokens,
+    and further metrics by name."""
 
     total_s: float
     model_running_s: float

@@ -95,8 +95,10 @@ class RoutedTokens:
     loss: BalanceLoss
 
     @classmethod
-    def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss) -> Self:
-        """Create it for the ``rows`` of the token axis of ``shard``."""
+    def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss | None) -> Self | None:
+        """Create it for the ``rows`` of the token axis of ``shard``; ``None`` if routers need nothing."""
+        if loss is None:
+            return None
         source, lengths = shard.source[rows], pack.prompt_lens + pack.response_lens
         sequence = pack.sequence_mask[source.clamp_min(0)].long()
         is_real = (source >= 0) & (sequence >= 0) & (not pack.is_filler)

@@ -128,7 +128,7 @@ class _Rank:
 
     def _loss(self, pack: PackedTrajectory) -> Tensor:
         batch = model_input(pack, torch.device("cpu"), self._groups.context)
-        (scored,) = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses, False)
+        (scored,) = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses, None)
         return torch.stack(batch.whole(scored)).sum()
 
     def _memory(self, worst: _Followed, forward_peak: int) -> TrainerMemory:
@@ -136,14 +136,15 @@ class _Rank:
         numel = sum(shard.numel() for shard in shards)
         padded = sum(shard.untyped_storage().nbytes() for shard in shards)
         state, on_host = numel * torch.float32.itemsize, self._config.trainer.optimizer.offload
-        gradients = 0 if on_host else state
+        trained = sum(each.nbytes for each in (shard_of(p) for p in self._model.parameters() if p.requires_grad))
+        gradients = 0 if on_host else trained
         gathered, head, whole = (worst.labelled.get(label, 0) for label in (GATHERED, HEAD, GRADIENTS))
         return TrainerMemory(
             parameters=numel,
             parameter_bytes=0 if on_host else padded,
             gradient_bytes=gradients,
             window_gradient_bytes=max(0, whole - gradients),
-            optimizer_bytes=0 if on_host else 2 * state,
+            optimizer_bytes=0 if on_host else 2 * trained,
             activation_bytes=worst.peak - head - gathered - whole,
             head_bytes=head,
             saved_bytes=worst.saved,
@@ -151,7 +152,7 @@ class _Rank:
             forward_bytes=max(0, forward_peak - gathered),
             update_bytes=0,
             communication_bytes=gathered,
-            host_optimizer_bytes=4 * state if on_host else 0,
+            host_optimizer_bytes=state + 3 * trained if on_host else 0,
             host_frozen_bytes=state * len(self._config.roles.held),
         )
 

@@ -36,7 +36,8 @@ def pack_tensors(
         tensors |= _loss_tensors(sequences, lengths, tensors, ignore_index)
         for name, described in _present(sequences).items():
             tensors[name] = _per_response(sequences, lengths, name, described)
-            _require_finite(sequences, lengths, name, tensors[name], tensors["loss_mask"])
+            if described.over != "inputs":
+                _require_finite(sequences, lengths, name, tensors[name], tensors["loss_mask"])
         if isinstance(sequences[0], ScoredTrajectory):
             tensors |= _reward_tensors(sequences)
     return tensors
@@ -93,6 +94,8 @@ def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: s
     try:
         if described.over == "supports":
             counts = [int(sequence.support_sizes.sum()) for sequence in sequences]  # type: ignore[union-attr]
+        elif described.over == "inputs":
+            counts = [sequence.total_len - 1 for sequence in sequences]
         values = _gathered(sequences, name, counts, len if described.entry_ndim else Tensor.numel)
         entry = values[0].shape[1:] if described.entry_ndim else ()
         return _joined(values, torch.empty(sum(counts), *entry, dtype=described.dtype))

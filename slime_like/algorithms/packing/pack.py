@@ -129,11 +129,11 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     cls: type[Trajectory] = UnscoredTrajectory if packed.advantages is None else ScoredTrajectory
     response_lens = packed.response_lens.tolist()
     columns = _token_columns(packed, response_lens)
-    described = tensor_fields(cls)
-    for name in RESPONSE_FIELDS:
-        if name in described:
-            lengths = _support_totals(packed) if described[name].over == "supports" else response_lens
-            columns[name] = _split_owned(getattr(packed, name), lengths)
+    inputs = (packed.prompt_lens + packed.response_lens - 1).tolist()
+    lengths = {"supports": _support_totals(packed), "inputs": inputs}
+    for name, described in tensor_fields(cls).items():
+        if name in RESPONSE_FIELDS:
+            columns[name] = _split_owned(getattr(packed, name), lengths.get(described.over, response_lens))
     columns |= {name: getattr(packed, plural) for name, plural in _PLAIN.items()}
     if packed.advantages is None:
         columns["conversation"] = packed.conversations or [None] * packed.num_sequences

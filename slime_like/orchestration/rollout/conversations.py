@@ -28,6 +28,7 @@ class _Response:
         self._steps: list[dict[str, Any]] = []
         self._reward = 0.0
         self._success = False
+        self._fields = dict[str, np.ndarray]()
 
     @property
     def length(self) -> int:
@@ -41,6 +42,7 @@ class _Response:
         self.tokens += generation.token_ids.tolist()
         self._logprobs.append(generation.logprobs)
         self._versions.append(generation.weight_versions)
+        self._fields = generation.extending(self._fields)
         if generation.supports is not None:
             self._supports.append(generation.supports)
 
@@ -65,6 +67,7 @@ class _Response:
             logprobs=np.concatenate([np.zeros(0, np.float32), *self._logprobs])[:length],
             weight_versions=np.concatenate([np.zeros(0, np.int64), *self._versions])[:length],
             supports=Supports.joined(self._supports).first(length) if self._supports else None,
+            fields=self._fields,
             finish_reason=reason,
             conversation=Conversation(tuple(self._turns), self._reward, self._success, failure, tuple(self._steps)),
         )

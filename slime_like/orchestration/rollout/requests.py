@@ -115,6 +115,7 @@ def _rows(
             temperature=temperature,
             finish_reason=(segment is not segments[-1] and segment.finish_reason) or generation.finish_reason,
             conversation=generation.conversation if segment is segments[-1] else None,
+            **{name: torch.from_numpy(np.array(values)) for name, values in segment.fields.items()},
         )
 
 
@@ -130,6 +131,7 @@ def _whole(prompt_tokens: np.ndarray, generation: Generation) -> Segment:
         generation.weight_versions,
         loss_mask,
         generation.supports,
+        fields=generation.fields,
     )
 
 
