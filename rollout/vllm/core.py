@@ -116,7 +116,7 @@ class EngineCore:
     def _import(self) -> None:
         from rollout.vllm.arguments import prepare_environment
 
-        prepare_environment(self._config)
+        prepare_environment(self._config.rollout)
         import vllm.v1.engine.async_llm  # noqa: F401
 
         from rollout.vllm.compact_logprobs import use_compact_logprobs

@@ -103,7 +103,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         """Drop the weights or move them to host memory. vLLM skips parts that are asleep."""
-        require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
+        require_sleep_mode(self._config.rollout, self._config.cluster, SLEEP_ARGUMENT, self._name)
         level = sleep_level(keep_weights, self._state.is_whole, self._dimensions)
         await self._core.while_alive(self._alive().sleep(level=level, mode="abort"))
 

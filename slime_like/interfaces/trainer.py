@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket
@@ -55,7 +55,7 @@ Scores = dict[str, Tensor]
 class Planner(Protocol):
     """Estimates of a backend's ranks on GPUs, computed in this process without touching a device."""
 
-    def rank_kinds(self, config: RunConfig) -> list[RankKind]:
+    def rank_kinds(self, trainer: TrainerConfig) -> list[RankKind]:
         """Group the layout's ranks by contents and work. Every rank belongs to one kind."""
 
     def estimate(self, config: RunConfig, rank: int) -> RankEstimate:

@@ -76,7 +76,7 @@ def counted_dimensions(
     converter = getattr(backend, "converter", None)
     if dimensions.foreign is None or config.trainer.backend != FSDP or converter is None:
         return dimensions
-    sizes = {name: prod(shape) for name, shape in converter().prove(config).items()}
+    sizes = {name: prod(shape) for name, shape in converter(config.model, config.trainer).prove().items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     active, outer = sum(sizes.values()), dimensions.vocab_size * dimensions.hidden_size
     if dimensions.num_experts:
@@ -88,12 +88,13 @@ def counted_dimensions(
 
 def _check_tensors(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None:
     """Check that conversion covers every tensor of the architecture, and that the weight files contain them."""
-    converter, path = getattr(backend, "converter", None), config.model.path
-    if converter is None or not hasattr(converter(), "prove"):
+    make, path = getattr(backend, "converter", None), config.model.path
+    converter = make and make(config.model, config.trainer)
+    if converter is None or not hasattr(converter, "prove"):
         plan.notes.append(f"trainer.backend={config.trainer.backend} has no conversion to check: no tensor was checked")
         return
     try:
-        expected = converter().prove(config)
+        expected = converter.prove()
     except CheckpointError as error:
         plan.problems.append(f"model.path={path}: {error}; the family's conversion rules do not cover it")
         return
@@ -120,7 +121,7 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
         except ConfigError as error:
             plan.problems.append(str(error))
     seconds = [_work_out_workers(plan, run, role, backend, note) for role in config.roles.with_workers]
-    found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
+    found = estimated_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
     estimates = [estimate for _, estimate in found]
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]
     plan.host = host_memory(run, estimates, plan.engine, plan.transport)
@@ -133,7 +134,7 @@ def _work_out_workers(plan: Plan, run: PlannedRun, role: ModelRole, backend: typ
     path = worker.model.path
     if not (path / "config.json").is_file() or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
         return 0.0
-    kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
+    kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker.trainer)]
     found = estimated_kinds(worker, backend, kinds, note)
     for kind, estimate in found:
         plan.references.append(KindPlan(kind, estimate, (worker_phase(plan.hardware, role.name, kind, estimate),)))

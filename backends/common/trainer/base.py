@@ -70,7 +70,7 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
-        self._objective = OBJECTIVES[self._role.head](config)
+        self._objective = OBJECTIVES[self._role.head](config.algorithm)
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -167,7 +167,7 @@ class TrainerBase(TrainerBackend):
             raise ConfigError(problems)
         if on_cuda:
             use_expandable_segments(self.config, os.environ)
-        prepare_processor(self.config, self.placement)
+        prepare_processor(self.config.trainer, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self._build()
 

@@ -51,7 +51,7 @@ def test_segments_expand_unless_engines_map_them(
 @pytest.mark.parametrize(("sections", "rejected"), [(ALONE, True), (BESIDE, False)])
 def test_sglangs_memory_saver_rejects_expandable_segments(sections: dict[str, Any], rejected: bool) -> None:
     config = _config(**sections)
-    problem = memory_saver_problem(config, OURS)
+    problem = memory_saver_problem(config.rollout, config.cluster, OURS)
     assert (problem is not None) is rejected
     assert not rejected or "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in str(problem)
-    assert memory_saver_problem(config, {}) is None
+    assert memory_saver_problem(config.rollout, config.cluster, {}) is None
