@@ -68,7 +68,7 @@ class MegatronTrainer(TrainerBase):
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
         self.chunks = build_chunks(self.config, self.dimensions)
         self.device = next(self.chunks[0].parameters()).device
-        self.state = MegatronState(self.config, self.chunks, self.dimensions)
+        self.state = MegatronState(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
 
     def _prepare_training(self) -> Optimizer:
         self.wrapped = self.state.wrapped = wrap_for_data_parallel(self.config.trainer.optimizer, self.chunks)

@@ -22,7 +22,7 @@ class RankPlacement:
     ``local_rank`` is the index of its device among the devices its process can see. ``ranks_on_node`` ranks share the
     node's cores; by default all ranks do. If all ranks are on one host, ``store`` is a file for torch's ``FileStore``,
     so they meet without a port. Their keys' names begin with ``key``, which is random. ``role`` is the model whose
-    weights the ranks' modules hold, a key of ``RunConfig.roles``.
+    weights the ranks' modules hold, a key of the run's ``roles``.
     """
 
     rank: int

@@ -161,12 +161,14 @@ class TrainerBase(TrainerBackend):
 
     def _open(self) -> None:
         problems, on_cuda = self._machine_problems(), torch.cuda.is_available()
+        mapped = self.config.engines_map_memory
         if on_cuda:
-            problems += [*rejected_on_cuda(self.config), *allocator_problems(self.config, os.environ)]
+            problems += rejected_on_cuda(self.config)
+            problems += allocator_problems(self.config.sync.transport, mapped, os.environ)
         if problems:
             raise ConfigError(problems)
         if on_cuda:
-            use_expandable_segments(self.config, os.environ)
+            use_expandable_segments(mapped, os.environ)
         prepare_processor(self.config.trainer, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self._build()

@@ -1,6 +1,5 @@
 """Estimate of one rank on GPUs, without GPUs: its real shard, DDP and optimizer on shapes, and a traced step."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -56,22 +55,10 @@ def planned_attention(trainer: TrainerConfig) -> Attention:
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
     """See ``slime_like.interfaces.Planner.estimate``."""
-    with _rank_alone(config, rank) as followed:
-        return followed.estimate(rank)
-
-
-def holdings(config: RunConfig, rank: int) -> dict[str, int]:
-    """Return fields of ``TrainerMemory`` that ``rank`` holds throughout a run. Exact, and faster than ``estimate``."""
-    with _rank_alone(config, rank) as followed:
-        return followed.holdings()
-
-
-@contextlib.contextmanager
-def _rank_alone(config: RunConfig, rank: int) -> Iterator["_Rank"]:
     trainer = config.trainer.model_copy(update={"attention": planned_attention(config.trainer)})
     local = config.model_copy(update={"trainer": trainer})
     with alone_as(trainer, rank, on_meta=True):
-        yield _Rank(local)
+        return _Rank(local).estimate(rank)
 
 
 class _Rank:
@@ -114,10 +101,6 @@ class _Rank:
             communicators=communicators(),
             layers=f"local layers, {attention} attention",
         )
-
-    def holdings(self) -> dict[str, int]:
-        self._update()
-        return _holdings_of(self._chunks, self._wrapped, self._optimizer)
 
     def _memory(
         self, per_pack: Sequence[Sequence[ChunkPasses]], worst: int, peak: WindowPeak, standing: int, update_bytes: int
