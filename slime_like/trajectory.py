@@ -153,14 +153,9 @@ class UnscoredTrajectory(SampledFields):
         """Build a row that no policy sampled, such as a demonstration. By default, all response tokens carry loss."""
         every = torch.ones(len(response_tokens), dtype=torch.bool)
         absent = {"logprobs": None, "answer": "", "policy_version": 0, "group_id": 0, "loss_mask": every}
-        return cls(
-            sequence_id=sequence_id,
-            prompt_tokens=prompt_tokens,
-            response_tokens=response_tokens,
-            prompt_len=len(prompt_tokens),
-            response_len=len(response_tokens),
-            **absent | others,
-        )
+        tokens: dict[str, Any] = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens}
+        lengths: dict[str, Any] = {"prompt_len": len(prompt_tokens), "response_len": len(response_tokens)}
+        return cls(sequence_id=sequence_id, **tokens, **lengths, **absent | others)
 
     @property
     def total_len(self) -> int:

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from backends.common.checkpoint.data_file import refused_by_disk, write_data_file
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged
-from backends.common.checkpoint.plans import plan_from_plain, plan_to_plain, results_from_plain, results_to_plain
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format
 from backends.common.hugging_face.files import Shape
@@ -29,7 +28,6 @@ from backends.fsdp.model import LogprobModel
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
 from slime_like.errors import CheckpointError
-from slime_like.system.json_collectives import gather_json, scatter_json
 
 MODEL, MOMENTS, RANDOM = "model.", "optimizer.", "random."
 """Prefixes of the stored tensors' names."""
@@ -128,12 +126,13 @@ class CheckpointWriter(RankWriting):
         """Plan this rank's files. Rank 0 merges all plans and keeps the index."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=dist.get_rank() == 0)
-        plans = gather_json(plan_to_plain(planner.create_local_plan()), self._device)
+        plans = _gathered(planner.create_local_plan())
         settled: list[SavePlan] | None = None
         if plans is not None:
-            settled, self._metadata = planner.create_global_plan([plan_from_plain(plan) for plan in plans])
-        own = scatter_json(settled and [plan_to_plain(plan) for plan in settled], self._device)
-        return planner, planner.finish_plan(plan_from_plain(own))
+            settled, self._metadata = planner.create_global_plan(plans)
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, settled)
+        return planner, planner.finish_plan(own[0])
 
     def _write(self) -> None:
         if not self._entries:
@@ -144,8 +143,7 @@ class CheckpointWriter(RankWriting):
         self._entries = []
 
     def _write_index(self) -> None:
-        plain = gather_json(results_to_plain(self._results), self._device)
-        results = plain and [results_from_plain(one) for one in plain]
+        results = _gathered(self._results)
         together(lambda: self._write_plain_files(results), f"writing {self._directory}", self._device)
 
     def _write_plain_files(self, results: list[list[WriteResult]] | None) -> None:
@@ -157,6 +155,13 @@ class CheckpointWriter(RankWriting):
                 json.dump(self._common, file, sort_keys=True)
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def _gathered(value: Any) -> list[Any] | None:
+    """Return every rank's ``value`` on rank 0, and ``None`` on the others. Only listed classes are read."""
+    everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, everyones)
+    return everyones
 
 
 # ----------------------------------------------------------------------------------------------------------- the state

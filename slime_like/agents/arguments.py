@@ -36,15 +36,22 @@ def python_calls(text: str) -> list[ToolCall]:
     """Parse calls with keyword arguments, ``[f(a=1), g()]``. Raises ``ValueError`` for anything else."""
     try:
         body: Any = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
-        calls = [
-            ToolCall(ast.unparse(c.func), {k.arg: ast.literal_eval(k.value) for k in c.keywords}) for c in body.elts
-        ]
-        json.dumps([call.arguments for call in calls], allow_nan=False)
+        found = [_dashed(node) for node in body.elts]
+        calls = [ToolCall(name, {k.arg: ast.literal_eval(k.value) for k in c.keywords}) for name, c in found]
+        json.dumps([call.arguments for call in calls], ensure_ascii=False, allow_nan=False).encode()
     except (SyntaxError, AttributeError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"not a list of calls: {error}") from error
-    if not calls or any(one.args or any(k.arg is None for k in one.keywords) for one in body.elts):
+    if not calls or any(one.args or any(k.arg is None for k in one.keywords) for _, one in found):
         raise ValueError("not a list of calls with keyword arguments")
     return calls
+
+
+def _dashed(node: Any) -> tuple[str, Any]:
+    """Return a call's name and the call. Python reads the dashes of a name as subtraction."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub):
+        return ast.unparse(node.func), node
+    name, call = _dashed(node.right)
+    return f"{ast.unparse(node.left).replace(' - ', '-')}-{name}", call
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -76,6 +83,7 @@ def _accepts(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
     if value is None and schema.get("nullable") is True:
         return True
     kinds = set(_KINDS.get(type(value), ()))
+    kinds |= {"integer"} if isinstance(value, float) and value.is_integer() else set()
     declared = schema.get("type") or ("object" if "properties" in schema else "array" if "items" in schema else None)
     listed = [schema["const"]] if "const" in schema else schema.get("enum")
     some = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]

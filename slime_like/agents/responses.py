@@ -32,7 +32,7 @@ _OPENING_TOKENS = 64
 
 _MARK = re.compile(r"<|\[(?=[A-Z/])")
 _CUT = "\ufdd2"
-"""Inserted into marks inside JSON, where they are text. It is a Unicode noncharacter."""
+"""Inserted into marks that are text. It is a Unicode noncharacter."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class ResponseForm:
             found = _parsed(self._bare, prefix, text)
             content, thinking, calls = found.get("content") or "", _thinking(found), []
         if thinking and not (self.shows_thinking or self._is_open(prefix)):
-            end = self._thought.close_re.search(text)
+            closes, start = self._thought.close_re, text.find(thinking) + len(thinking)
+            end = closes.search(text, start) or closes.search(text)
             content, thinking = (text[: end.end()] + content if calls else text), ""
         return Message("assistant", content.strip() if calls else content, tuple(calls), reasoning=thinking)
 
@@ -100,10 +101,12 @@ class ResponseForm:
             return whole
         opens, closes = self._thought.open_re.pattern, self._thought.close_re.pattern
         thoughts = regex.compile(rf"{opens}(?P<thought>.*?)(?:(?P<end>{closes})|\Z)", regex.DOTALL)
-        said: str = thoughts.sub(lambda m: f"<think>{m['thought']}{'</think>' if m['end'] else ''}", whole)
+        said: str = thoughts.sub(
+            lambda m: f"<think>{m['thought']}{'</think>' if m['end'] else ''}", self._masked(whole)
+        )
         for marks in (fields["header"].open_re, fields["content"].close_re) if "header" in fields else ():
             said = marks.sub("", said)
-        return said
+        return said.replace(_CUT, "")
 
     @cached_property
     def _loaded(self) -> Any:
@@ -135,25 +138,33 @@ class ResponseForm:
         """Return content, thinking and calls. Raises ``ValueError`` if a call is cut off or does not parse."""
         masked, spec = self._masked(text), self._loaded.fields.get("tool_calls")
         found = _parsed(self._loaded, prefix, masked)
-        content, thinking = (found.get("content") or "").replace(_CUT, ""), _thinking(found).replace(_CUT, "")
+        content, thinking = found.get("content") or "", _thinking(found).replace(_CUT, "")
         if self._loaded.implicit is None and text.strip() and not (content or thinking or found.get("tool_calls")):
             raise ValueError("the form has no place for this text")
-        if spec is None or not found.get("tool_calls"):
-            return content, thinking, []
-        if self._thought and self._thought.close_re.search(content):  # thinking without an opening mark, or two blocks
-            *_, end = self._thought.close_re.finditer(masked)
+        given = found.get("tool_calls") or []
+        if (thinking or given) and self._thought and self._thought.close_re.search(content):
+            *_, end = self._thought.close_re.finditer(masked)  # thinking has no opening mark, or two blocks
             content, _, calls = self._read("", masked[end.end() :], tools)
             thinking = self._thought.open_re.sub("", masked[: end.start()], count=1)
             return content, thinking.replace(_CUT, ""), calls
+        content = content.replace(_CUT, "")
+        if not given:
+            return content, thinking, []
         marks = spec.open_re.search(content, partial=True), spec.close_re.search(content)
         if any(mark is not None and mark.group().strip() for mark in marks):
             raise ValueError("a mark of a call is cut off, or is in an argument")
-        given = found["tool_calls"] if isinstance(found["tool_calls"], list) else [found["tool_calls"]]
+        given = given if isinstance(given, list) else [given]
         as_text = spec.content in ("xml-inline", "kv-lines")
         return content, thinking, [call for one in given for call in _calls(one, tools if as_text else None)]
 
     def _masked(self, text: str) -> str:
-        """Insert a cut into marks inside the JSON of calls, so they do not end the call."""
+        """Insert a cut into quoted marks of thinking and into marks inside the JSON of calls. They end neither."""
+        import regex
+
+        if self._thought is not None:
+            closes = self._thought.close_re.pattern.removesuffix(r"\s*")
+            quoted = rf"(?P<quote>[`\"'])(?:{closes})(?P=quote)"
+            text = regex.sub(quoted, lambda found: found[0][:2] + _CUT + found[0][2:], text)
         spec = self._loaded.fields.get("tool_calls")
         if spec is None or spec.content != "json" or spec.content_args.get("string_delims"):
             return text
@@ -281,10 +292,11 @@ def _calls(found: Any, tools: Sequence[Tool] | None) -> list[ToolCall]:
     """Check one parsed call. With ``tools``, its arguments are text, to be typed. Raises ``ValueError``."""
     function = found["function"]
     if isinstance(function, str):
-        return python_calls(function)
+        return python_calls(function.replace(_CUT, ""))
     name, arguments = function.get("name"), function.get("arguments")
     arguments = {} if arguments is None else arguments
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("not a call")
     typed = arguments if tools is None else typed_arguments(name, arguments, tools)
-    return [ToolCall(name, json.loads(json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")))]
+    plain = json.dumps(typed, ensure_ascii=False, allow_nan=False).replace(_CUT, "")
+    return [ToolCall(name, json.loads(plain.encode()))]  # rejects half of a surrogate pair

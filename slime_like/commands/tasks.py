@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime_like.commands.command import Command, at_least_one, given_path
 from slime_like.errors import ConfigError
+from slime_like.system.disk import whole_file
 from slime_like.system.words import counted
 
 _TAGGED = "[{name: reasoning_gym}]"
@@ -43,11 +44,9 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
     other = _questions(given.exclude) if given.exclude is not None else ()
     rows = task_rows(given.task, given.count, given.seed, settings, not given.plain, other)
     lines = [json.dumps(row) for row in rows]
-    text = "".join(f"{line}\n" for line in lines)
-    partial = out.with_name(f"{out.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(out)
+        with whole_file(out) as file:
+            file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
     print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: {_TAGGED}")

@@ -26,7 +26,7 @@ _LARGEST_GROUP = 3
 
 
 def make_look_alike(
-    model: Path, directory: Path, layers: int = 2, with_vocabulary: bool = True, seed: int = 0, ends: Sequence[int] = ()
+    model: Path, directory: Path, layers: int = 2, with_vocabulary: bool = True, ends: Sequence[int] = ()
 ) -> None:
     """Write a float32 checkpoint like ``model``. Does not read the weights of ``model``.
 
@@ -62,7 +62,7 @@ def make_look_alike(
     write_random_weights(
         config,
         directory,
-        seed,
+        0,
         generation or transformers.GenerationConfig.from_model_config(config),
         lambda made: _sample_often(made, list(ends)) if ends else None,
     )

@@ -21,9 +21,9 @@ class EngineFaults:
     def likely_cause(self) -> str:
         return f"{LIKELY_KILLER}, and {self.log}"
 
-    def start_timeout(self, timeout_s: float, remedy: str = "") -> EngineError:
+    def start_timeout(self, timeout_s: float) -> EngineError:
         problem = f"{self.name} did not start within rollout.start_timeout_s={timeout_s:g} s"
-        return EngineError(problem, code="engine-start-timeout", remedy=remedy)
+        return EngineError(problem, code="engine-start-timeout")
 
     def start_failed(self, reason: str, remedy: str = "") -> EngineError:
         return EngineError(f"{self.name} did not start: {reason}", code="engine-start-failed", remedy=remedy)

@@ -12,20 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from slime_like.observability.names import folded
+from slime_like.observability.names import phases_text
 from slime_like.observability.waiting import Waiting
-
-_COLORS = {
-    "wait": "bright_black",
-    "generate": "cyan",
-    "reward": "yellow",
-    "score": "blue",
-    "train": "green",
-    "sync": "magenta",
-    "orchestration": "red",
-    "other": "white",
-}
-_SHARE_WIDTH = 60
 
 
 class LiveDisplay:
@@ -75,7 +63,7 @@ class LiveDisplay:
         waiting = self._waiting
         text = waiting[0].under_way(self._now() - waiting[1]) if waiting is not None else ""
         head = (self._bar.get_renderable(), Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
-        return Group(*head, _table(self._figures), _shares(self._phases)) if self._figures else Group(*head)
+        return Group(*head, _table(self._figures), Text(phases_text(self._phases))) if self._figures else Group(*head)
 
 
 def _table(figures: Sequence[tuple[str, str]]) -> Columns:
@@ -83,16 +71,3 @@ def _table(figures: Sequence[tuple[str, str]]) -> Columns:
     return Columns(
         (Text.assemble((label, "dim"), "\n", (value, "bold")) for label, value in figures), padding=(0, 3, 0, 0)
     )
-
-
-def _shares(shares: Sequence[tuple[str, float]]) -> Group:
-    """Return a bar divided in proportion to the phases, and its legend."""
-    bar, legend = Text(), Text()
-    drawn, total = 0, 0.0
-    for phase, share in folded(shares):
-        total += share
-        width = round(_SHARE_WIDTH * total / 100) - drawn
-        drawn += width
-        bar.append("█" * width, style=_COLORS[phase])
-        legend.append("■ ", style=_COLORS[phase]).append(f"{phase} {share:.0f}%  ")
-    return Group(bar, legend)

@@ -298,8 +298,8 @@ def phase_shares(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(phase, 100 * value / total) for phase, value in seconds.items() if value > 0]
 
 
-def folded(shares: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Return the ``phase_shares`` of a tenth or more, and the sum of all others as "other"."""
+def phases_text(shares: Sequence[tuple[str, float]]) -> str:
+    """Format the ``phase_shares`` of a tenth or more, and the sum of all others as "other"."""
     long = [(phase, share) for phase, share in shares if share >= _SHOWN_SHARE]
     rest = sum(share for _, share in shares) - sum(share for _, share in long)
-    return [*long, *([("other", rest)] if rest > 0.5 else [])]
+    return " ".join(f"{phase} {share:.0f}%" for phase, share in [*long, *([("other", rest)] if rest > 0.5 else [])])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from slime_like.observability.names import ACCURACY, folded, phase_shares, shown_figures
+from slime_like.observability.names import ACCURACY, phase_shares, phases_text, shown_figures
 from slime_like.observability.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -167,6 +167,6 @@ class PlainDisplay:
         fresh = figures if before is None else [figure for figure in figures if figure not in before]
         parts = [f"{self._unit} {step}/{self._total_steps}", *(f"{label} {value}" for label, value in fresh)]
         if before is None and shares:
-            parts.append(" ".join(f"{phase} {share:.0f}%" for phase, share in folded(shares)))
+            parts.append(phases_text(shares))
         if fresh or before is None:
             self.note(" | ".join(parts))

@@ -24,17 +24,13 @@ class Tracker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._done = 0
+        self.done = 0
         self._stopped = threading.Event()
-
-    @property
-    def done(self) -> int:
-        return self._done
 
     def advance(self, nbytes: int) -> None:
         """Count a finished tensor. Raises ``StoppedError`` after a failure of another job."""
         with self._lock:
-            self._done += nbytes
+            self.done += nbytes
         if self._stopped.is_set():
             raise StoppedError
 

@@ -54,6 +54,7 @@ class Sender(Protocol):
 
     def rest(self) -> None:
         """Free device memory until the next sync. No bucket is in flight, and receivers have called ``rest``."""
+        return
 
     def close(self) -> None:
         """Release everything. May be called twice; never waits for a receiver."""
@@ -67,6 +68,8 @@ class Receiver(Protocol):
 
     def rest(self) -> None:
         """Free device memory until the next sync. Received tensors are no longer read."""
+        return
 
     def close(self) -> None:
         """Release everything. May be called twice."""
+        return

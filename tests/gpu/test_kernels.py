@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import AttentionKernel, CudaFlash, FlashAttention, Pairing, Saved
-from slime_like.checks.packages import has_flash_attention_2
+from backends.common.attention.kernels import AttentionKernel, CudaFlash, Pairing, Saved
 from tests.parallel.dense import dense_attention, relative_error, segments_of
 from tests.parallel.ring_steps import ring_by_steps
 
@@ -15,13 +14,9 @@ BOUND = 2e-2  # bfloat16, by norm
 LSE_BOUND = 1e-3
 
 
-@pytest.fixture(params=["torch", "flash-attn"])
-def kernel(request: pytest.FixtureRequest) -> AttentionKernel:
-    if request.param == "torch":
-        return CudaFlash()
-    if not has_flash_attention_2():
-        pytest.skip("flash-attn is not installed")
-    return FlashAttention()
+@pytest.fixture
+def kernel() -> AttentionKernel:
+    return CudaFlash()
 
 
 def _noise(tokens: int, heads: int, width: int, seed: int) -> Tensor:

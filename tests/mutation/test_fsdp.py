@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from backends.common.attention.allgather import AllGatherAttention
+from backends.common.attention.prefixes import PrefixAttention
 from backends.fsdp import micro_batch, optimizer, trainer
 from backends.fsdp import model as fsdp_model
 from slime_like.algorithms.context import ContextShard
@@ -30,8 +30,8 @@ from tests.parallel.steps import RankResult
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
 def sequences_begin_where_the_rank_begins() -> None:
-    def attention(name: str, shard: ContextShard, group: Any) -> AllGatherAttention:
-        return AllGatherAttention.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0, group)
+    def attention(name: str, shard: ContextShard, group: Any) -> PrefixAttention:
+        return PrefixAttention.of(shard.cu_seqlens_local, None, range(shard.tokens.numel()), group)
 
     micro_batch.choose_attention = attention
 

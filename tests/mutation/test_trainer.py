@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.allgather import AllGatherAttention
 from backends.common.attention.prefixes import PrefixAttention
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from backends.common.step import packs
@@ -64,8 +63,8 @@ def ring_gets_contiguous_chunks() -> None:
 
 
 def sequences_begin_where_the_rank_begins() -> None:
-    def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> AllGatherAttention:
-        return AllGatherAttention.of(shard.cu_seqlens_local, shard.cu_seqlens_local, 0, group)
+    def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> PrefixAttention:
+        return PrefixAttention.of(shard.cu_seqlens_local, None, range(shard.tokens.numel()), group)
 
     micro_batch.choose_attention = attention
 
@@ -73,7 +72,9 @@ def sequences_begin_where_the_rank_begins() -> None:
 def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
     correct = PrefixAttention.of
 
-    def of(boundaries: Tensor, parents: Tensor, part: range, group: dist.ProcessGroup) -> PrefixAttention:
+    def of(boundaries: Tensor, parents: Tensor | None, part: range, group: dist.ProcessGroup) -> PrefixAttention:
+        if parents is None:
+            return correct(boundaries, parents, part, group)
         held = (boundaries[:-1] >= part.start) & (boundaries[1:] <= part.stop)
         return correct(boundaries, torch.where(held[parents.clamp_min(0)], parents, -1), part, group)
 

@@ -30,22 +30,23 @@ def ring_by_steps(
     for rank, mine in enumerate(parts):
         plans = [ring_step(step, rank, size, segments, scale) for step in range(size)]
         owners = [parts[(rank - step) % size] for step in range(size)]
-        merged = None
+        merged: tuple[Tensor, Tensor] | None = None
         for plan, theirs in zip(plans, owners, strict=True):
-            queries, keys = _rows(mine, plan.q_rows), _rows(theirs, plan.k_rows)
+            queries, keys = mine[plan.q_rows], theirs[plan.k_rows]
             part = kernel.forward(q[queries], k[keys], v[keys], plan.pairing)
-            merged = merged_attention(merged, part, plan.q_rows)
+            if merged is None:
+                merged = part[0].to(part[1].dtype), part[1]
+                continue
+            out, lse = merged
+            rows = plan.q_rows
+            out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
         assert merged is not None
         outs[mine] = merged[0].to(q.dtype)
         for plan, theirs in zip(plans, owners, strict=True):
-            queries, keys = _rows(mine, plan.q_rows), _rows(theirs, plan.k_rows)
-            lse = merged[1] if plan.q_rows is None else merged[1][:, plan.q_rows].contiguous()
+            queries, keys = mine[plan.q_rows], theirs[plan.k_rows]
+            lse = merged[1][:, plan.q_rows].contiguous()
             saved = Saved(q[queries], k[keys], v[keys], outs[queries], lse)
             grads = kernel.backward(grad[queries], saved, plan.pairing)
             for total, rows, part in zip(sums, (queries, keys, keys), grads, strict=True):
                 total[rows] += part.float()
     return [outs, *sums]
-
-
-def _rows(part: Tensor, rows: Tensor | None) -> Tensor:
-    return part if rows is None else part[rows]

@@ -1,18 +1,15 @@
 """Attention kernels and the ring's steps agree with softmax attention written out in float64."""
 
-import sys
 from importlib import invalidate_caches
 from pathlib import Path
 
 import pytest
 import torch
 
-from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
 from backends.common.attention.kernels import (
     AttentionKernel,
     CpuFlash,
     CudaFlash,
-    FlashAttention,
     Pairing,
     Saved,
     Segments,
@@ -85,13 +82,6 @@ class _Called(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
         self.operators.append((function._schema.name, arguments))
         return function(*arguments, **(options or {}))
-
-
-def test_flash_attn_is_called_by_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package needs CUDA, so CPU functions with the same arguments replace it."""
-    for name, module in flash_attn_modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    _check(FlashAttention(), WIDTH, [7, 1, 12])
 
 
 def test_empty_segments_are_left_out() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backends.common.attention import allgather, packed_attention, prefixes, ring
+from backends.common.attention import packed_attention, prefixes, ring
 from backends.common.attention.kernels import CpuFlash
 from slime_like.interfaces import load_backend
 from slime_like.models.dimensions import ModelDimensions
@@ -58,7 +58,7 @@ def test_ranks_take_the_planned_memory(
     configs = {name: planned_config(backend, qwen3, tmp_path, **layout) for name, layout in layouts.items()}
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     taken = run_each(measure_rank, world_size, tmp_path / "ranks", [(config,) for config in selected.values()])
-    for module in (packed_attention, allgather, prefixes, ring):
+    for module in (packed_attention, prefixes, ring):
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     planner, far = load_backend(backend).planner(), []
     for (name, config), ranks in zip(selected.items(), taken, strict=True):

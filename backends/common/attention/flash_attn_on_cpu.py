@@ -31,9 +31,10 @@ def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) 
     """Return (Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors for flash-attn's dropout mask and state."""
     kernel, ((_, keys, pairing), *far) = CpuFlash(), _parts(**options)
     out, lse = kernel.forward(q, k[keys], v[keys], pairing)
+    out = out.to(lse.dtype)
     for rows, keys, pairing in far:
         part = kernel.forward(q[rows], k[keys], v[keys], pairing)
-        out, lse = merged_attention((out.to(lse.dtype), lse), part, rows)
+        out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
     return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
 
 

@@ -5,16 +5,13 @@ Through ``kernel_for``, values may have narrower heads than queries and keys; ou
 are plain forward and backward functions; the caller handles autograd.
 """
 
-import importlib
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
-
-from slime_like.checks.packages import has_flash_attention_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,42 +126,6 @@ def _boundaries(pairing: Pairing) -> tuple[Tensor, Tensor, int, int]:
     return pairing.q.device, pairing.k.device, pairing.q.longest, pairing.k.longest
 
 
-class FlashAttention:
-    """The flash-attn package (2.7 and later, CUDA, bfloat16 and float16). Grouped heads are read in place."""
-
-    def __init__(self) -> None:
-        # Importing the package requires CUDA.
-        interface = importlib.import_module("flash_attn.flash_attn_interface")
-        self._forward = interface._flash_attn_varlen_forward
-        self._backward = interface._flash_attn_varlen_backward
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._forward(q, k, v, **_varlen_options(pairing))
-        return out, lse
-
-    def backward(self, grad: Tensor, saved: Saved, pairing: Pairing) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
-        self._backward(grad, *saved, dq, dk, dv, **_varlen_options(pairing), deterministic=False)
-        return dq, dk, dv
-
-
-def _varlen_options(pairing: Pairing) -> dict[str, Any]:
-    """Return the common arguments of flash-attn's two functions."""
-    return {
-        "cu_seqlens_q": pairing.q.device,
-        "cu_seqlens_k": pairing.k.device,
-        "max_seqlen_q": pairing.q.longest,
-        "max_seqlen_k": pairing.k.longest,
-        "dropout_p": 0.0,
-        "softmax_scale": pairing.scale,
-        "causal": pairing.causal,
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }
-
-
 class NarrowValues:
     """Wrapper that lets a kernel for heads of one width take narrower values. Zero padding doesn't change results."""
 
@@ -188,15 +149,11 @@ def _as_wide(x: Tensor, like: Tensor) -> Tensor:
 
 @cache
 def kernel_for(device_type: str) -> AttentionKernel:
-    """Return flash-attn on CUDA if installed, else torch's flash kernel; torch's CPU kernel elsewhere.
+    """Return torch's flash attention for this kind of device.
 
     Shapes ("meta") represent tensors on CUDA.
     """
-    if device_type == "meta":
-        return NarrowValues(CudaFlash())
-    if device_type != "cuda":
-        return NarrowValues(CpuFlash())
-    return NarrowValues(FlashAttention() if has_flash_attention_2() else CudaFlash())
+    return NarrowValues(CudaFlash() if device_type in ("cuda", "meta") else CpuFlash())
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,24 +201,14 @@ def _sum_heads(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[1] == groups else x.view(x.shape[0], groups, -1, x.shape[2]).sum(2)
 
 
-def merged_attention(
-    accumulated: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], rows: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the softmax-weighted mean of two partial results (out, lse) over the same queries, in the lse's precision.
+def merged_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the softmax-weighted mean of two partial results over the same queries, in the precision of their lse.
 
-    ``part`` covers the queries ``rows`` of ``accumulated`` (None: all of them).
+    Each is (out, lse).
     """
-    part_out, part_lse = part[0].to(part[1].dtype), part[1]
-    if accumulated is None:
-        return part_out, part_lse
-    out, lse = accumulated
-    old_lse = lse if rows is None else lse.index_select(1, rows)
-    new_lse = torch.logaddexp(old_lse, part_lse)
-    old_out = out if rows is None else out.index_select(0, rows)
-    merged = old_out * _weight(old_lse, new_lse) + part_out * _weight(part_lse, new_lse)
-    if rows is None:
-        return merged, new_lse
-    return out.index_copy(0, rows, merged), lse.index_copy(1, rows, new_lse)
+    total = torch.logaddexp(one[1], other[1])
+    ours, theirs = (out.to(total.dtype) * _weight(lse, total) for out, lse in (one, other))
+    return ours + theirs, total
 
 
 def _weight(lse: Tensor, total: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
-"""Attention over sequences with shared prefixes, each computed once: causal within a segment, full over its prefixes.
+"""Attention over sequences that may share prefixes, or continue from another rank's part of the pack.
 
-All descendants of a segment directly follow it on the token axis. So one call per level of the tree lets every query
-see its prefix segment of that level. Results are merged by their log-sum-exp, as in a ring
-(https://arxiv.org/abs/2310.01889), and gradients of keys and values add up. With context ranks, every rank holds one
-contiguous part of the axis and gathers all keys and values, as in ``allgather``. The earlier part of a segment that
-continues from other ranks is one more level.
+Attention is causal within a segment, and full over its prefixes, each computed once. All descendants of a segment
+directly follow it on the token axis. So one call per level of the tree lets every query see its prefix segment of that
+level. Results are merged by their log-sum-exp, as in a ring (https://arxiv.org/abs/2310.01889), and gradients of keys
+and values add up.
+
+With context ranks, every rank holds one contiguous part of the axis and gathers all keys and values, as in Llama 3
+(https://arxiv.org/abs/2407.21783, section 3.3.2). The earlier part of a segment that continues from other ranks is one
+more level. Communication of keys, values and their gradients overlaps with a rank's local computation.
 """
 
 from collections.abc import Sequence
@@ -16,33 +19,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.allgather import gather, sum_parts
 from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
 from backends.common.attention.packed_attention import PackedAttention
 
 Rows = slice | Tensor
 
 
-class Tree(NamedTuple):
-    """Segments of the whole axis.
+class _OnItsWay(NamedTuple):
+    """Result of a running collective. Its input must stay alive until the collective ends."""
 
-    Attributes:
-        boundaries: (S + 1,) segment boundaries.
-        parents: (S,) the segment that each one continues, -1 for none.
-        longest: tokens of the longest path.
-    """
+    work: dist.Work
+    result: Tensor
+    source: Tensor
 
-    boundaries: tuple[int, ...]
-    parents: tuple[int, ...]
-    longest: int
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.result
 
-    @classmethod
-    def of(cls, segments: Sequence[range], parents: Sequence[int]) -> Self:
-        """Create it from the segments of one axis. Each comes after its parent."""
-        paths: list[int] = []
-        for one, parent in zip(segments, parents, strict=True):
-            paths.append(len(one) + (paths[parent] if parent >= 0 else 0))
-        return cls((segments[0].start, *(one.stop for one in segments)), tuple(parents), max(paths))
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
+    """Start gathering every rank's part of ``x``."""
+    x, whole = x.contiguous(), x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    return _OnItsWay(dist.all_gather_into_tensor(whole, x, group=group, async_op=True), whole, x)
+
+
+def _sum_parts(x: Tensor, group: dist.ProcessGroup) -> _OnItsWay:
+    """Start summing the gradient ``x`` of a gathered tensor over ranks; returns this rank's part."""
+    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    return _OnItsWay(dist.reduce_scatter_tensor(part, x, group=group, async_op=True), part, x)
 
 
 class _Seen(NamedTuple):
@@ -67,34 +71,30 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class PrefixAttention(PackedAttention):
-    """Attention of this rank's part of a pack whose sequences share prefixes.
+    """Attention of this rank's part of a pack.
 
     Attributes:
-        tree: all segments.
         local: boundaries of the segments, or pieces of them, on this rank.
         levels: what queries see in other segments.
         far: tokens of the whole axis that the levels read.
         group: ranks that hold the other parts; ``None`` if there is only one part.
     """
 
-    tree: Tree
     local: Segments
     levels: tuple[Level, ...]
     far: Rows
     group: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, boundaries: Tensor, parents: Tensor, part: range, group: dist.ProcessGroup) -> Self:
+    def of(cls, boundaries: Tensor, parents: Tensor | None, part: range, group: dist.ProcessGroup) -> Self:
         """Create it from all segments' boundaries and parents, and the ``part`` of the axis on this rank."""
         segments = [range(*ends) for ends in pairwise(boundaries.tolist())]
-        tree = Tree.of(segments, parents.tolist())
-        levels = [_reaching_in(segments, part), *_levels(segments, tree.parents)]
+        levels = [_reaching_in(segments, part), *([] if parents is None else _levels(segments, parents.tolist()))]
         mine = [[_Seen(both, keys) for queries, keys in level if (both := _shared(queries, part))] for level in levels]
         alone = group.size() == 1
         needed = [part] if alone else _joined([keys for level in mine for _, keys in level])
         device = boundaries.device
         return cls(
-            tree,
             Segments.of((boundaries - part.start).clamp(0, len(part))),
             tuple(_level(level, part, needed, device) for level in mine if level),
             _rows(needed, device),
@@ -104,7 +104,7 @@ class PrefixAttention(PackedAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
         kernel = kernel_for(q.device.type)
         # Every rank joins the gathers, even if its queries don't use them.
-        gathering = [] if self.group is None else [gather(x, self.group) for x in (k, v)]
+        gathering = [] if self.group is None else [_gather(x, self.group) for x in (k, v)]
         out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
         out = out.to(lse.dtype)
         far = [_copied(whole.wait(), self.far) for whole in gathering]
@@ -112,7 +112,7 @@ class PrefixAttention(PackedAttention):
         for level in self.levels:
             rows = level.rows
             part = kernel.forward(q[rows], keys[level.keys], values[level.keys], level.pairing(scale))
-            out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part, None)
+            out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
         return out.to(q.dtype), lse, *far
 
     def backward(
@@ -127,7 +127,7 @@ class PrefixAttention(PackedAttention):
             parts = kernel.backward(grad[rows], seeing, level.pairing(scale))
             for whole, place, value in zip((dq, dk, dv), (rows, seen, seen), parts, strict=True):
                 whole[place] += value
-        homecoming = None if self.group is None else [sum_parts(self._spread(x, k), self.group) for x in (dk, dv)]
+        homecoming = None if self.group is None else [_sum_parts(self._spread(x, k), self.group) for x in (dk, dv)]
         local = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scale))
         far = (dq, dk, dv) if homecoming is None else (dq, *(gradient.wait() for gradient in homecoming))
         of_q, of_k, of_v = (x.add_(part).to(part.dtype) for x, part in zip(far, local, strict=True))

@@ -70,11 +70,14 @@ class _Exchange:
         return self._received
 
 
-class RingStep(NamedTuple):
-    """Computation of one ring step: query rows, key rows (None: all), and their pairing."""
+_ALL = slice(None)
 
-    q_rows: Tensor | None
-    k_rows: Tensor | None
+
+class RingStep(NamedTuple):
+    """Computation of one ring step: query rows, key rows, and their pairing."""
+
+    q_rows: slice | Tensor
+    k_rows: slice | Tensor
     pairing: Pairing
 
 
@@ -82,19 +85,15 @@ def ring_step(step: int, rank: int, size: int, segments: RingSegments, scale: fl
     """Return ``rank``'s computation in ``step`` of a ring of ``size``, with rank ``(rank - step) % size``'s keys."""
     whole, half = segments.whole, segments.half
     if step == 0:
-        return RingStep(None, None, Pairing(whole, whole, True, scale))
+        return RingStep(_ALL, _ALL, Pairing(whole, whole, True, scale))
     if (rank - step) % size < rank:
-        return RingStep(None, segments.front, Pairing(whole, half, False, scale))
-    return RingStep(segments.back, None, Pairing(half, whole, False, scale))
+        return RingStep(_ALL, segments.front, Pairing(whole, half, False, scale))
+    return RingStep(segments.back, _ALL, Pairing(half, whole, False, scale))
 
 
-def _take(x: Tensor, rows: Tensor | None, axis: int = 0) -> Tensor:
-    return x if rows is None else x.index_select(axis, rows)
-
-
-def _add(target: Tensor, rows: Tensor | None, value: Tensor) -> None:
-    if rows is None:
-        target.add_(value)
+def _add(target: Tensor, rows: slice | Tensor, value: Tensor) -> None:
+    if isinstance(rows, slice):
+        target[rows].add_(value)
     else:
         target.index_add_(0, rows, value.to(target.dtype))
 
@@ -113,16 +112,19 @@ class RingAttention(PackedAttention):
             yield ring_step(step, self.group.rank(), size, self.segments, scale), step + 1 < size
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
-        accumulated: tuple[Tensor, Tensor] | None = None
         kernel = kernel_for(q.device.type)
+        out = lse = q  # until the first step, which covers all queries
         for plan, goes_on in self._steps(scale):
             exchange = _Exchange([k, v], self.group) if goes_on else None
-            part = kernel.forward(_take(q, plan.q_rows), _take(k, plan.k_rows), _take(v, plan.k_rows), plan.pairing)
-            accumulated = merged_attention(accumulated, part, plan.q_rows)
+            rows, keys, pairing = plan
+            part = kernel.forward(q[rows], k[keys], v[keys], pairing)
+            if out is q:
+                out, lse = part[0].to(part[1].dtype), part[1]
+            else:
+                out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
             if exchange is not None:
                 k, v = exchange.wait()
-        assert accumulated is not None
-        return accumulated[0].to(q.dtype), accumulated[1]
+        return out.to(q.dtype), lse
 
     def backward(
         self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
@@ -133,11 +135,8 @@ class RingAttention(PackedAttention):
         for plan, goes_on in self._steps(scale):
             onward = _Exchange([k, v], self.group) if goes_on else None
             mine, theirs = plan.q_rows, plan.k_rows
-            parts = kernel.backward(
-                _take(grad, mine),
-                Saved(_take(q, mine), _take(k, theirs), _take(v, theirs), _take(out, mine), _take(lse, mine, axis=1)),
-                plan.pairing,
-            )
+            seen = Saved(q[mine], k[theirs], v[theirs], out[mine], lse[:, mine].contiguous())
+            parts = kernel.backward(grad[mine], seen, plan.pairing)
             _add(dq, mine, parts[0])
             if homeward is not None:
                 # These gradients belong to the current keys; they arrive one hop later.

@@ -144,9 +144,7 @@ class Checksums:
 
     def verify_lengths(self) -> None:
         """Reject data files that are missing, cut off or longer than written, even if the affected part is not read."""
-        missing = sorted(name for name in self._lengths if not (self._directory / name).is_file())
-        if missing:
-            raise damaged(self._directory, f"files that its index lists are missing: {listed(missing)}")
+        self.require_files(self._lengths)
         for name in sorted(self._lengths):
             self._verify_length(name, (self._directory / name).stat().st_size)
 

@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple, Self
 
 from backends.common.checkpoint.integrity import Piece
 from slime_like.errors import CheckpointError
-from slime_like.system.disk import replace_directory, sync
+from slime_like.system.disk import replace_directory, sync_tree
 
 _JOURNAL = "journal.jsonl"
 
@@ -71,9 +71,7 @@ class PartialOutput:
             OSError: the disk rejected the write.
         """
         (self.path / _JOURNAL).unlink()
-        for path in sorted(self.path.rglob("*")):
-            sync(path)
-        sync(self.path)
+        sync_tree(self.path)
         replace_directory(self.path, self.final)
 
 

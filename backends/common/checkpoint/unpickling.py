@@ -29,23 +29,15 @@ _INDEX: Mapping[str, frozenset[str]] = {
     "pathlib._local": frozenset(["PosixPath"]),  # since Python 3.13
     "torch": DTYPES | {"Size"},
     "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
-    "torch.distributed.checkpoint.metadata": frozenset(
-        [
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        ]
-    ),
+    "torch.distributed.checkpoint.metadata": frozenset([
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ]),
     "torch.distributed.checkpoint.planner": frozenset(
         ["BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"]
     ),
     "torch.serialization": frozenset(["_get_layout"]),
-}
+}  # fmt: skip
 """Full names of the classes in torch's index, by module."""
 
 
@@ -106,11 +98,8 @@ def _is_chunk(chunk: Any, size: torch.Size) -> bool:
     if not (isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)):
         return False
     same_rank = len(chunk.offsets) == len(chunk.sizes) == len(size)
-    return same_rank and all(map(_fits, chunk.offsets, chunk.sizes, size))
-
-
-def _fits(start: int, length: int, size: int) -> bool:
-    return start + length <= size
+    ends = zip(chunk.offsets, chunk.sizes, size, strict=False)
+    return same_rank and all(start + length <= end for start, length, end in ends)
 
 
 def _are_sizes(value: Any) -> bool:

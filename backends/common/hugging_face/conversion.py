@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from slime_like.interfaces.conversion import ConversionOptions, Report
 from slime_like.system.threads import Tracker, run_jobs
 
 Item = TypeVar("Item")
+Content = TypeVar("Content")
 
 
 def fingerprint(directory: Path) -> list[list[Any]]:
@@ -60,20 +61,14 @@ def refused_by_disk(path: Path, tensors: Sequence[str] = ()) -> Iterator[None]:
         ) from error
 
 
-class FileJob(Protocol):
-    """One file to write."""
+@dataclass(frozen=True, slots=True)
+class FileJob(Generic[Content]):
+    """One file to write, and its tensors' names and bytes."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def tensors(self) -> list[str]: ...
-
-
-Job = TypeVar("Job", bound=FileJob)
+    name: str
+    content: Content
+    tensors: list[str]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,7 @@ class FileFaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion(ABC, Generic[Job]):
+class Conversion(ABC, Generic[Content]):
     """A conversion to disk."""
 
     source: Path
@@ -100,10 +95,12 @@ class Conversion(ABC, Generic[Job]):
     options: ConversionOptions
 
     @abstractmethod
-    def _pieces(self, job: Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
-        """Read, arrange and write the content of ``job``'s file."""
+    def _pieces(
+        self, content: Content, stream: ChecksumStream, faults: FileFaults, tracker: Tracker
+    ) -> Iterator[Piece]:
+        """Read, arrange and write the content of a file."""
 
-    def write_files(self, jobs: Sequence[Job], report: Report) -> tuple[dict[str, FinishedFile], int]:
+    def write_files(self, jobs: Sequence[FileJob[Content]], report: Report) -> tuple[dict[str, FinishedFile], int]:
         """Write all unfinished files; return all files by name, and how many were already finished.
 
         Raises:
@@ -130,11 +127,11 @@ class Conversion(ABC, Generic[Job]):
         _require_whole_values(list(files.values()), self.source, self.options)
         return files, reused
 
-    def _write(self, job: Job, tracker: Tracker) -> FinishedFile:
+    def _write(self, job: FileJob[Content], tracker: Tracker) -> FinishedFile:
         """Write one file. It is durable when this returns."""
         faults, path = FileFaults(), self.partial.path / job.name
         with refused_by_disk(path, job.tensors), path.open("wb") as file:
-            pieces = tuple(self._pieces(job, ChecksumStream(file), faults, tracker))
+            pieces = tuple(self._pieces(job.content, ChecksumStream(file), faults, tracker))
             file.flush()
             os.fsync(file.fileno())
         return FinishedFile(job.name, pieces, tuple(faults.nan), tuple(faults.too_large))

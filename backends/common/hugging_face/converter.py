@@ -13,6 +13,7 @@ from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     Conversion,
     FileFaults,
+    FileJob,
     common_dtype,
     fingerprint,
     in_files,
@@ -69,7 +70,7 @@ class HuggingFaceConverter(Converter):
             weight_map = {name: job.name for job in jobs for name in job.tensors}
             with refused_by_disk(partial.path):
                 write_index(partial.path, weight_map, total)
-                dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.groups])
+                dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.content])
                 copy_companions(self.model.path, partial.path, dtype)
                 partial.commit()
         return ConversionSummary(len(weight_map), total, len(jobs), reused)
@@ -106,40 +107,36 @@ class _Group:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values()) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    name: str
-    groups: Sequence[_Group]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(group.nbytes for group in self.groups)
-
-    @property
-    def tensors(self) -> list[str]:
-        return [name for group in self.groups for name in group.shapes]
-
-
 def _type_of(source: TensorSource, name: str, wanted: torch.dtype | None) -> torch.dtype:
     stored: torch.dtype = getattr(torch, source.tensors[name].dtype)
     return stored if wanted is None or keeps_type(name) else wanted
 
 
-def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[_Job]:
+def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[FileJob[list[_Group]]]:
     files = in_files(groups, lambda group: group.nbytes, max_bytes)
     # Wide types first, so that every tensor begins at a multiple of its element size.
     ordered = [sorted(file, key=lambda group: -group.dtype.itemsize) for file in files]
-    return [_Job(file_name(number, len(files)), file) for number, file in enumerate(ordered, start=1)]
+    return [
+        FileJob(
+            file_name(number, len(files)),
+            file,
+            [name for group in file for name in group.shapes],
+            sum(group.nbytes for group in file),
+        )
+        for number, file in enumerate(ordered, start=1)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class _ToHuggingFace(Conversion[_Job]):
+class _ToHuggingFace(Conversion[list[_Group]]):
     tensors: TensorSource
 
-    def _pieces(self, job: _Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
-        stream.write(_header(job))
+    def _pieces(
+        self, content: list[_Group], stream: ChecksumStream, faults: FileFaults, tracker: Tracker
+    ) -> Iterator[Piece]:
+        stream.write(_header(content))
         yield stream.piece("header")
-        for group in job.groups:
+        for group in content:
             for name, tensor in self.tensors.read(list(group.shapes)).items():
                 cast = tensor.to(group.dtype)
                 faults.note(name, tensor, cast)
@@ -148,12 +145,12 @@ class _ToHuggingFace(Conversion[_Job]):
             tracker.advance(group.nbytes)
 
 
-def _header(job: _Job) -> bytes:
+def _header(groups: list[_Group]) -> bytes:
     """Return a safetensors header: length, names with types, shapes and places, padded to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     type_names = {dtype: name for name, dtype in DTYPES.items()}
     offset = 0
-    for group in job.groups:
+    for group in groups:
         for name, shape in group.shapes.items():
             end = offset + torch.Size(shape).numel() * group.dtype.itemsize
             described[name] = {"dtype": type_names[group.dtype], "shape": shape, "data_offsets": [offset, end]}

@@ -1,6 +1,6 @@
 """Reading of objects from torch's collectives as data, because a stranger's pickle could run code.
 
-torch's and Megatron's checkpoints use these collectives; this project's values are sent as JSON
+Checkpoints of torch and Megatron use these collectives; this project's other values are sent as JSON
 (``slime_like.system.json_collectives``).
 """
 
@@ -42,25 +42,17 @@ class _ReceivedUnpickler(ListedUnpickler):
         "megatron.core.dist_checkpointing.mapping": frozenset(["ShardedObject", "ShardedTensor"]),
         "torch": DTYPES | {"Size"},
         "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
-        "torch.distributed.checkpoint.metadata": frozenset(
-            ["ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING"]
-        ),
-        "torch.distributed.checkpoint.planner": frozenset(
-            [
-                "BytesIOWriteData",
-                "LoadItemType",
-                "LoadPlan",
-                "ReadItem",
-                "SavePlan",
-                "TensorWriteData",
-                "WriteItem",
-                "WriteItemType",
-            ]
-        ),
+        "torch.distributed.checkpoint.metadata": frozenset([
+            "ChunkStorageMetadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        ]),
+        "torch.distributed.checkpoint.planner": frozenset([
+            "BytesIOWriteData", "LoadItemType", "LoadPlan", "ReadItem",
+            "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+        ]),
         "torch.distributed.checkpoint.storage": frozenset(["WriteResult"]),
         "torch.serialization": frozenset(["_get_layout"]),
         "traceback": frozenset(["FrameSummary", "StackSummary"]),
-    }
+    }  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(sys.modules.get(module), name, None)

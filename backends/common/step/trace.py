@@ -99,13 +99,17 @@ class Trace(TorchDispatchMode):
         self.peak, self.peak_labelled = self.live, dict(self.labelled)
 
     @contextlib.contextmanager
-    def label(self, name: str) -> Iterator[None]:
-        """Count storages created inside also under ``name``."""
-        before, self._label = self._label, name
+    def _replaced(self, attribute: str, value: Any) -> Iterator[None]:
+        before = getattr(self, attribute)
+        setattr(self, attribute, value)
         try:
             yield
         finally:
-            self._label = before
+            setattr(self, attribute, before)
+
+    def label(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Count storages created inside also under ``name``."""
+        return self._replaced("_label", name)
 
     def relabel(self, tensor: Tensor, name: str) -> None:
         """Count a storage created inside under ``name`` from now on."""
@@ -114,14 +118,9 @@ class Trace(TorchDispatchMode):
         found.label = name
         self._change(found.nbytes, name)
 
-    @contextlib.contextmanager
-    def counting(self, counted: Counted) -> Iterator[None]:
+    def counting(self, counted: Counted) -> contextlib.AbstractContextManager[None]:
         """Add work and messages inside the block to ``counted``."""
-        before, self.counted = self.counted, counted
-        try:
-            yield
-        finally:
-            self.counted = before
+        return self._replaced("counted", counted)
 
     @contextlib.contextmanager
     def resizes_followed(self) -> Iterator[None]:

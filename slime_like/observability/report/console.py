@@ -1,5 +1,6 @@
 """Summary of a run as tables on a terminal."""
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_like.observability.report.data import RunData, summary
-from slime_like.observability.report.panels import PhasePicture, key_metrics, panels, phase_picture
+from slime_like.observability.report.panels import key_metrics, panels, phase_picture
 from slime_like.observability.report.text import bare_answer, last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, response_column
 from slime_like.system.words import counted
@@ -23,11 +24,14 @@ def show(run: RunData, console: Console) -> None:
     console.print(_labelled(f"Run {run.run_dir.name}", [summary(run)]))
     drawn, constant, _ = panels(run)
     if run.trained_steps:
-        console.print(_metrics(key_metrics(run, drawn)))
+        columns = "metric", "first", "last", "lowest", "highest"
+        metrics = [(name, each[0], each[-1], min(each), max(each)) for name, each in key_metrics(run, drawn)]
+        console.print(_ruled("Metrics by training step", columns, metrics))
     if constant:
         console.print(Text(f"The same at every step: {'; '.join(panel.values for panel in constant)}\n"))
     if picture := phase_picture(run):
-        console.print(_phases(picture))
+        phases = [(phase, f"{share:.1f}%", fmean(seconds), max(seconds)) for phase, seconds, share in picture.parts]
+        console.print(_ruled("Where the time went", ("phase", "share", "mean seconds a step", "longest"), phases))
     samples = run.tables.get(SAMPLE_TABLE)
     if samples is not None and samples.rows:
         newest = samples.rows[-_NEWEST_SAMPLES:]
@@ -45,20 +49,6 @@ def _printable(value: Any) -> Text:
     if isinstance(value, float):
         text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
     return Text(spelled_out(shortened(text, _MAX_TEXT), one_line=True))
-
-
-def _metrics(logged: list[tuple[str, list[float]]]) -> Table:
-    table = _new_table("Metrics by training step", "metric", "first", "last", "lowest", "highest")
-    for name, values in logged:
-        table.add_row(*map(_printable, (name, values[0], values[-1], min(values), max(values))))
-    return table
-
-
-def _phases(picture: PhasePicture) -> Table:
-    table = _new_table("Where the time went", "phase", "share", "mean seconds a step", "longest")
-    for phase, seconds, share in picture.parts:
-        table.add_row(*map(_printable, (phase, f"{share:.1f}%", fmean(seconds), max(seconds))))
-    return table
 
 
 def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -112,8 +102,10 @@ def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:
     return table
 
 
-def _new_table(title: str, *columns: str) -> Table:
+def _ruled(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(_printable(column), overflow="fold")
+    for row in rows:
+        table.add_row(*map(_printable, row))
     return table

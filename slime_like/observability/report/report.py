@@ -7,8 +7,6 @@ security policy allows only plotly and the page's script, by hash, and no networ
 import base64
 import hashlib
 import json
-import os
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from slime_like.observability.report.data import Row, RunData, StoredTable, summ
 from slime_like.observability.report.panels import panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, response_column
+from slime_like.system.disk import whole_file
 
 REPORT_FILE = "report.html"
 # Characters shown of one cell. With more, a table of 32k-token responses would not open.
@@ -37,15 +36,12 @@ def write_page(run: RunData, output: Path | None = None) -> Path:
     """
     page = _render_page(run)
     path = run.run_dir / REPORT_FILE if output is None else output
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Lone surrogates in broken text have no UTF-8 form.
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
-        unfinished.replace(path)
+        with whole_file(path) as file:
+            # Lone surrogates in broken text have no UTF-8 form.
+            file.write(page.encode(errors="backslashreplace").decode())
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         problem, remedy = f"cannot be written ({error.strerror})", "choose another output file"
         raise SlimeLikeError(problem, code="output-not-writable", who=str(path), remedy=remedy) from error
     return path

@@ -57,7 +57,7 @@ def remote(
 ) -> RewardResult:
     """POST ``{"prompt", "response", "answer"}`` to ``url``; it answers ``{"reward": x, "success": true}``.
 
-    Without ``success``, a reward above 0 is a success. Other keys become metadata.
+    ``success`` is optional. Other keys become metadata.
 
     Args:
         url: starts with http:// or https://.

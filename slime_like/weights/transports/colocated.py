@@ -24,7 +24,7 @@ from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.device_memory import DeviceMemory, gpu_uuid
 from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
-from slime_like.weights.transports.shared_memory import Segment, SegmentMap, Segments
+from slime_like.weights.transports.shared_memory import Segment, SegmentMap, new_segments
 
 NAME = "colocated"
 
@@ -46,25 +46,20 @@ class Place:
         return f"{self.device} of {self.node}"
 
 
-def pair(ranks: Sequence[Place], workers: Sequence[Place]) -> list[int]:
-    """Return the trainer rank on each worker's device.
+def rank_on(own: Place, ranks: Sequence[Place]) -> int:
+    """Return the index of the trainer rank on a worker's device.
 
     Raises:
-        WeightSyncError: a worker's device has no rank, or a device has two.
+        WeightSyncError: no rank is there, or several are.
     """
-    on: dict[Place, int] = {}
-    for rank, place in enumerate(ranks):
-        if place in on:
-            raise _unpaired(f"trainer ranks {on[place]} and {rank} are both on {place}")
-        on[place] = rank
-    if alone := [place for place in workers if place not in on]:
-        raise _unpaired(f"no trainer rank is on {', '.join(map(str, alone))}, where an engine's worker is")
-    return [on[place] for place in workers]
-
-
-def _unpaired(problem: str) -> WeightSyncError:
+    found = [index for index, place in enumerate(ranks) if place == own]
+    if len(found) == 1:
+        return found[0]
+    problem = f"trainer ranks {', '.join(map(str, found))} are all on {own}"
+    if not found:
+        problem = f"no trainer rank is on {own}, where an engine's worker is"
     remedy = "use sync.transport: shared_memory, or gloo between hosts"
-    return WeightSyncError(problem, code="unpaired", who="weight sync between colocated processes", remedy=remedy)
+    raise WeightSyncError(problem, code="unpaired", who="weight sync between colocated processes", remedy=remedy)
 
 
 class ColocatedSender:
@@ -76,7 +71,7 @@ class ColocatedSender:
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._stage, self._keep_nbytes = settings.stage, settings.keep_nbytes
         self._senders = self._gathering_ranks(settings)
-        self._new_memory: Callable[[int], Segment | DeviceMemory] = Segments(session).create
+        self._new_memory: Callable[[int], Segment | DeviceMemory] = new_segments(session)
         if torch.cuda.is_available():
             self._new_memory = DeviceMemory
         self._memory: list[Segment | DeviceMemory | None] = [None, None]
@@ -205,8 +200,7 @@ class ColocatedReceiver:
         self._session = str(ranks[0]["sender"])
         check_session(self._session)
         own = Place.of_this_process(rendezvous.get("first_rank", 0) + worker)
-        (found,) = pair([Place(rank["node"], rank["device"]) for rank in ranks], [own])
-        self._rank: int = ranks[found]["rank"]
+        self._rank: int = ranks[rank_on(own, [Place(rank["node"], rank["device"]) for rank in ranks])]["rank"]
         self._segments = SegmentMap(self._session)
         self._mapped: dict[int, tuple[str, Tensor]] = {}
 

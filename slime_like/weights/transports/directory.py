@@ -21,7 +21,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import bucket_nbytes, describe_hashed, place_tensors, read_bucket
 from slime_like.weights.checksums import as_bytes
-from slime_like.weights.transport import TransportSettings
+from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.leftovers import check_name, check_session
 
 NAME = "directory"
@@ -30,7 +30,7 @@ _APPEARS_S = 10.0
 _LOOK_EVERY_S = 0.05
 
 
-class DirectorySender:
+class DirectorySender(Sender):
     """Sender that writes one file per bucket."""
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
@@ -71,9 +71,6 @@ class DirectorySender:
         self._in_flight.remove(name)
         (self._directory / name).unlink(missing_ok=True)
 
-    def rest(self) -> None:
-        """Do nothing: there is nothing to free."""
-
     def close(self) -> None:
         for name in self._in_flight:
             (self._directory / name).unlink(missing_ok=True)
@@ -90,8 +87,8 @@ class DirectorySender:
         )
 
 
-class DirectoryReceiver:
-    """Receiver that maps the files named by buckets."""
+class DirectoryReceiver(Receiver):
+    """Receiver that maps the files named by buckets. Mappings end with the last tensor that views them."""
 
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         self._session = rendezvous["session"]
@@ -102,12 +99,6 @@ class DirectoryReceiver:
         name = metadata.location["file"]
         check_name(name, self._session)
         return read_bucket(metadata.entries, _read(self._directory / name))
-
-    def rest(self) -> None:
-        """Do nothing: there is nothing to free."""
-
-    def close(self) -> None:
-        """Do nothing: mappings end with the last tensor that views them."""
 
 
 def _write(path: Path, bucket: WeightBucket) -> tuple[tuple[TensorEntry, ...], float]:

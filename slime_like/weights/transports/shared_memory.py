@@ -9,10 +9,11 @@ tracker removes segments when any attached process ends.
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,23 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.pinning import LockedMemory
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
-from slime_like.weights.transport import TransportSettings
+from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, buckets_in_flight, check_name, check_session
 
 NAME = "shared_memory"
 _GRANULE = 1 << 20
 
 
-class SharedMemorySender:
-    """Sender that writes buckets into two segments in turn. Use from one thread."""
+class SharedMemorySender(Sender):
+    """Sender that writes buckets into two segments in turn. Use from one thread.
+
+    ``rest`` keeps the segments, because their pages are expensive to allocate.
+    """
 
     def __init__(self, _: str, session: str, settings: TransportSettings) -> None:
         check_session(session)
         self._session = session
-        self._new = Segments(session)
+        self._new = new_segments(session)
         self._segments: list[Segment | None] = [None, None]
         self._in_flight: dict[str, int] = {}
         self._turn = 0
@@ -61,9 +65,6 @@ class SharedMemorySender:
     def release(self, metadata: BucketMetadata) -> None:
         del self._in_flight[metadata.location["segment"]]
 
-    def rest(self) -> None:
-        """Do nothing: segments are kept, because their pages are expensive to allocate."""
-
     def close(self) -> None:
         for segment in self._segments:
             if segment is not None:
@@ -78,11 +79,11 @@ class SharedMemorySender:
             if segment is not None:
                 segment.remove()
                 self._segments[self._turn] = None
-            segment = self._segments[self._turn] = self._new.create(nbytes)
+            segment = self._segments[self._turn] = self._new(nbytes)
         return segment
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(Receiver):
     """Receiver that maps segments named by buckets. It serves any number of senders of its session."""
 
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
@@ -91,25 +92,17 @@ class SharedMemoryReceiver:
     def receive(self, metadata: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         return read_bucket(metadata.entries, self._segments.open(metadata.location))
 
-    def rest(self) -> None:
-        """Do nothing: segments stay mapped."""
-
     def close(self) -> None:
         self._segments.clear()
 
 
-class Segments:
-    """Factory of one sender's segments. Their names identify the sender."""
-
-    def __init__(self, session: str) -> None:
-        # The process id is not enough: a receiver may still map segments of an earlier sender of this process.
-        self._prefix = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
-        self._created = 0
-
-    def create(self, nbytes: int) -> Segment:
-        path = SHARED_MEMORY / f"{self._prefix}.{self._created}"
-        self._created += 1
-        return Segment.create(path, -(-max(nbytes, 1) // _GRANULE) * _GRANULE)
+def new_segments(session: str) -> Callable[[int], Segment]:
+    """Return a function that creates one sender's segments of at least so many bytes."""
+    # The process id is not enough: a receiver may still map segments of an earlier sender of this process.
+    prefix, numbers = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}", itertools.count()
+    return lambda nbytes: Segment.create(
+        SHARED_MEMORY / f"{prefix}.{next(numbers)}", -(-max(nbytes, 1) // _GRANULE) * _GRANULE
+    )
 
 
 class SegmentMap:

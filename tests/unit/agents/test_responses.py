@@ -159,6 +159,7 @@ def test_a_mark_inside_an_argument_is_text(name: str, mark: str) -> None:
         ("all", "7", 7), ("all", "x", "x"), ("listed", "2", 2), ("listed", "a", "a"), ("listed", "3", "3"),
         ("fixed", "True", True), ("fixed", "1", "1"), ("text", "12", "12"), ("text", "true", "true"),
         ("text", "null", None), ("free", "7", "7"), ("unknown", "7", "7"), ("s", "a\n\nb", "a\n\nb"),
+        ("k", "5.0", 5.0), ("k", "5.5", "5.5"), ("s", "a\r\nb", "a\r\nb"),
     ],
 )  # fmt: skip
 def test_arguments_written_as_text_get_the_type_of_the_schema(name: str, key: str, text: str, value: Any) -> None:
@@ -171,12 +172,16 @@ def test_arguments_written_as_text_get_the_type_of_the_schema(name: str, key: st
     [
         ("hermes", '<tool_call>{"name": "zap", "arguments": []}</tool_call>'),
         ("hermes", '<tool_call>{"name": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": ""}</tool_call>'),
         ("hermes", f"<tool_call>{'[' * 9999}</tool_call>"),
         ("hermes", "<tool_call>x</tool_call>" + call("hermes", ONE[1])),
         ("hermes", call("qwen3_coder", ONE[1])),
         ("qwen3_coder", "<tool_call><function=zap><parameter=k>1</function></tool_call>"),
         ("qwen3_coder", "<tool_call><function=zap><parameter=k>1<parameter=s>x</parameter></function></tool_call>"),
         ("glm", "<tool_call>zap\n<arg_key>k</arg_key><arg_key>s</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("hermes", '<tool_call>{"name": "zap", "arguments": {"s": "\\ud83d"}}</tool_call>'),
+        ("lfm", "<|tool_call_start|>[zap(s='\\ud83d')]<|tool_call_end|>"),
+        ("lfm", "<|tool_call_start|>[a + zap(k=1)]<|tool_call_end|>"),
         ("lfm", "<|tool_call_start|>[zap(k=1, s=)]<|tool_call_end|>"),
         ("lfm", "<|tool_call_start|>[zap(1)]<|tool_call_end|>"),
         ("lfm", "<|tool_call_start|>[zap(k=open('x'))]<|tool_call_end|>"),
@@ -193,6 +198,10 @@ def test_text_around_calls_is_content() -> None:
     assert read("hermes", call("hermes", ONE[1]), tools=[])[0] == call("hermes", ONE[1])
     python = "<|tool_call_start|>[zap(s={'a': true}), zap()]<|tool_call_end|>"
     assert read("lfm", python)[2] == [("zap", {"s": {"a": True}}), ("zap", {})]
+    dashed = "<|tool_call_start|>[a.b-c-d(k=1), e(s='<|tool_call_end|>')]<|tool_call_end|>"
+    assert read("lfm", dashed)[2] == [("a.b-c-d", {"k": 1}), ("e", {"s": "<|tool_call_end|>"})]
+    windows = call("qwen3_coder", ONE[1]).replace("\n", "\r\n")
+    assert read("qwen3_coder", windows) == ("", "", [ONE])
 
 
 def test_thinking_that_no_mark_opens_holds_no_calls() -> None:
@@ -201,7 +210,22 @@ def test_thinking_that_no_mark_opens_holds_no_calls() -> None:
     assert read("hermes", f"{draft}</think>done")[2] == []
     twice = f"<think>a</think><think>{draft}</think>"
     assert read("hermes", twice + said) == ("", f"a</think><think>{draft}", [ONE])
-    assert read("hermes", f"{twice}done")[2] == []
+    assert read("hermes", f"{twice}done") == ("done", f"a</think><think>{draft}", [])
+    assert read("hermes", "x</think>done") == ("x</think>done", "", [])
+
+
+@pytest.mark.parametrize("name", sorted(FORMS.keys() - {"harmony", "muse"}))
+def test_a_quoted_mark_does_not_end_thinking(name: str) -> None:
+    opened, closed, *_ = FORMS[name]
+    draft = f"`{closed}` ends it {call(name, TWO[1])}"
+    assert read(name, f"{opened}{draft}") == ("", draft, [])
+    assert read(name, f"{opened}{draft}{closed}done") == ("done", draft, [])
+    assert read(name, f"{opened}a{closed}`{closed}` ends it") == (f"`{closed}` ends it", "a", [])
+    assert read(name, f'{opened}"yes"{closed}\n"no"') == ('"no"', '"yes"', [])
+    marked = form_of(name).marked("p", f"{opened}`{closed}` 5{closed}42")
+    assert marked.replace("\n", "") == f"<think>`{closed}` 5</think>42"
+    quoting = ("zap", {"s": f'"{closed}"'})
+    assert read(name, f"{opened}a{closed}{call(name, quoting[1])}") == ("", "a", [quoting])
 
 
 def test_thinking_stays_in_the_content_if_the_template_shows_none() -> None:
@@ -210,6 +234,8 @@ def test_thinking_stays_in_the_content_if_the_template_shows_none() -> None:
     assert form.message("", f"{said}done", TOOLS).content == f"{said}done"
     reply = form.message("", said + call("hermes", ONE[1]), TOOLS)
     assert (reply.content, len(reply.tool_calls)) == (said, 1)
+    reply = form.message("", said + said + call("hermes", ONE[1]), TOOLS)
+    assert (reply.content, len(reply.tool_calls)) == (said + said, 1)
 
 
 @pytest.mark.parametrize("name", FORMS)

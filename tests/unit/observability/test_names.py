@@ -113,8 +113,8 @@ def test_documentation_names_all_metrics() -> None:
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     described = []
     for prefix, section in re.findall(r"^## `(\w+/)`\n(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE):
-        cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-        names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+        items = re.findall(r"^- (`.*?`): ", section, re.MULTILINE)
+        names = [name for item in items for name in re.findall(r"`([^`]+)`", item)]
         described += [prefix + re.sub("NAME|K$", ".+", re.escape(name)) for name in names]
     means = {"accuracy": 0.5, "response_length_mean": 3.0, "truncated_fraction": 0.0}
     evaluation = EvaluationRecord(**means, num_responses=4, pass_at={2: 0.75})

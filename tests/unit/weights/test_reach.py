@@ -9,7 +9,7 @@ import pytest
 from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
-from slime_like.weights.transports.colocated import Place, pair
+from slime_like.weights.transports.colocated import Place, rank_on
 from slime_like.weights.transports.libraries import Libraries
 from slime_like.weights.transports.registry import transport_of, use_delta
 from tests.support.rejections import Rejects
@@ -112,15 +112,14 @@ def gpus(nodes: int, per_node: int = 8) -> list[Place]:
 
 
 def test_ranks_without_a_worker() -> None:
-    assert pair(gpus(1), gpus(1)[5:7]) == [5, 6]
+    assert [rank_on(own, gpus(1)) for own in gpus(1)[5:7]] == [5, 6]
 
 
 def test_unpaired(rejects: Rejects) -> None:
     ranks = gpus(2, 2)
-    strangers = [Place("node-0", "GPU-1-0"), ranks[3], Place("node-7", "GPU-7-0")]
-    for several, workers in ((ranks, strangers), ([*ranks, ranks[1]], ranks[:1]), ([], ranks[:1])):
+    for several, own in ((ranks, Place("node-0", "GPU-1-0")), ([*ranks, ranks[1]], ranks[1]), ([], ranks[0])):
         with rejects(WeightSyncError, "unpaired"):
-            pair(several, workers)
+            rank_on(own, several)
 
 
 @pytest.mark.parametrize("slot", [0, 6])

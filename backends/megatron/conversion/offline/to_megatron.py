@@ -13,6 +13,7 @@ from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     Conversion,
     FileFaults,
+    FileJob,
     common_dtype,
     fingerprint,
     in_files,
@@ -31,25 +32,7 @@ from slime_like.models.converted import MODEL, WEIGHTS, write_description
 from slime_like.models.dimensions import ModelDimensions, keeps_type
 from slime_like.system.threads import Tracker
 
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One data file: its parameters and Megatron's objects."""
-
-    name: str
-    parameters: Sequence[ParameterPlan]
-    objects: Sequence[ShardedObject]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.parameters)
-
-    @property
-    def tensors(self) -> list[str]:
-        return [parameter.placement.name for parameter in self.parameters]
-
-    def entries(self) -> list[ShardedTensor | ShardedObject]:
-        return [*(entry for parameter in self.parameters for entry in parameter.entries()), *self.objects]
+_Job = FileJob[RankPlan]
 
 
 def to_megatron(
@@ -101,6 +84,10 @@ def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: Conversi
     return casts
 
 
+def _entries(plan: RankPlan) -> list[ShardedTensor | ShardedObject]:
+    return [*(entry for parameter in plan.parameters for entry in parameter.entries()), *plan.objects]
+
+
 def _jobs(plans: Sequence[RankPlan], max_bytes: int) -> list[_Job]:
     jobs = []
     for plan in plans:
@@ -108,21 +95,25 @@ def _jobs(plans: Sequence[RankPlan], max_bytes: int) -> list[_Job]:
         if plan.objects and not files:
             files = [[]]
         for number, parameters in enumerate(files):
-            name = f"{WEIGHTS}/__{plan.rank}_{number}.distcp"
-            jobs.append(_Job(name, parameters, plan.objects if number == 0 else ()))
+            name, objects = f"{WEIGHTS}/__{plan.rank}_{number}.distcp", plan.objects if number == 0 else ()
+            content = RankPlan(plan.rank, tuple(parameters), objects)
+            tensors = [parameter.placement.name for parameter in parameters]
+            jobs.append(FileJob(name, content, tensors, sum(parameter.nbytes for parameter in parameters)))
     return jobs
 
 
 @dataclass(frozen=True, slots=True)
-class _ToMegatron(Conversion[_Job]):
+class _ToMegatron(Conversion[RankPlan]):
     checkpoint: HfCheckpoint
 
-    def _pieces(self, job: _Job, stream: ChecksumStream, faults: FileFaults, tracker: Tracker) -> Iterator[Piece]:
-        for parameter in job.parameters:
+    def _pieces(
+        self, content: RankPlan, stream: ChecksumStream, faults: FileFaults, tracker: Tracker
+    ) -> Iterator[Piece]:
+        for parameter in content.parameters:
             for entry in parameter.entries(self._values(parameter, faults)):
                 yield write_entry(stream, entry)
             tracker.advance(parameter.nbytes)
-        for entry in job.objects:
+        for entry in content.objects:
             yield write_object(stream, entry)
 
     def _values(self, parameter: ParameterPlan, faults: FileFaults) -> Tensor:
@@ -136,14 +127,15 @@ class _ToMegatron(Conversion[_Job]):
 
 
 def _convert(parallel: ParallelConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
-    partial, parameters = work.partial, [parameter for job in jobs for parameter in job.parameters]
+    partial, parameters = work.partial, [parameter for job in jobs for parameter in job.content.parameters]
     with refused_by_disk(partial.path):
         (partial.path / WEIGHTS).mkdir(exist_ok=True)
     files, reused = work.write_files(jobs, report)
     dtype = common_dtype([(parameter.dtype, parameter.nbytes) for parameter in parameters])
     with refused_by_disk(partial.path):
         write_index(
-            partial.path / WEIGHTS, [(Path(job.name).name, job.entries(), files[job.name].pieces) for job in jobs]
+            partial.path / WEIGHTS,
+            [(Path(job.name).name, _entries(job.content), files[job.name].pieces) for job in jobs],
         )
         (partial.path / MODEL).mkdir(exist_ok=True)
         copy_companions(work.source, partial.path / MODEL, dtype)

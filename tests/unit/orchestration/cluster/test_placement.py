@@ -7,7 +7,7 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.weights.transports.colocated import pair
+from slime_like.weights.transports.colocated import rank_on
 from tests.unit.weights.test_reach import gpus
 
 
@@ -71,9 +71,9 @@ def test_engines_of_tensor_4_on_the_devices_of_tensor_8_pipeline_2_context_2() -
     taken: list[int] = []
     for engine in range(8):
         devices = [ranks[rank] for rank in placement.shared_ranks(engine)]
-        assert pair(ranks, devices) == list(range(4 * engine, 4 * engine + 4))
+        assert [rank_on(device, ranks) for device in devices] == list(range(4 * engine, 4 * engine + 4))
         # CUDA may number a process's devices in another order.
-        assert pair(ranks, devices[::-1]) == [4 * engine + 3 - worker for worker in range(4)]
+        assert [rank_on(device, ranks) for device in devices[::-1]] == [4 * engine + 3 - worker for worker in range(4)]
         assert len({place.node for place in devices}) == 1
-        taken += pair(ranks, devices)
+        taken += [rank_on(device, ranks) for device in devices]
     assert sorted(taken) == list(range(32))
