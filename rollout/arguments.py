@@ -19,7 +19,7 @@ def check_arguments(engine: str, config: RunConfig) -> None:
     Raises:
         EngineError: the first of ``engine_problems``.
     """
-    for problem in engine_problems(config, engine):
+    for problem in engine_problems(config.rollout, engine):
         raise EngineError(problem, code="engine-arguments")
 
 

@@ -51,7 +51,8 @@ class FsdpTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
-        return [*attention_problems(self.config), *missing_flash_attention(self.config, torch.cuda.is_available())]
+        trainer, on_cuda = self.config.trainer, torch.cuda.is_available()
+        return [*attention_problems(trainer, self.config.model), *missing_flash_attention(trainer, on_cuda)]
 
     def _build(self) -> None:
         # gloo in addition to NCCL, to measure gradients in host memory.

@@ -49,13 +49,13 @@ def context_layout_of(attention: Attention) -> Layout:
 
 def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
     """List reasons why this rank's machine cannot run the requested attention, each with a remedy."""
-    problems, attention = list(attention_problems(config)), config.trainer.attention
+    problems, attention = list(attention_problems(config.trainer, config.model)), config.trainer.attention
     if attention == "transformer_engine" and not on_cuda:
         problems.append(
             "trainer.attention=transformer_engine needs a CUDA device, but there is none; use trainer.attention=auto, "
             "which is Transformer Engine if it can run"
         )
-    return [*problems, *missing_flash_attention(config, on_cuda), *missing_compiler(on_cuda)]
+    return [*problems, *missing_flash_attention(config.trainer, on_cuda), *missing_compiler(on_cuda)]
 
 
 @dataclass

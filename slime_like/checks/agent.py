@@ -4,8 +4,9 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from slime_like.config.rollout import NODE
+from slime_like.config.rollout import NODE, AgentConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import ClusterConfig
 from slime_like.plugins.resolve import import_path_problem
 from slime_like.sandbox.agents.command import PLACES
 from slime_like.sandbox.agents.pool import start_problems
@@ -29,10 +30,9 @@ def agent_problems(config: RunConfig) -> Iterator[str]:
         yield f"{host} is the address of one node, but cluster.nodes={nodes}; use {NODE}"
 
 
-def custom_agent_problems(config: RunConfig) -> list[str]:
+def custom_agent_problems(agent: AgentConfig, cluster: ClusterConfig) -> list[str]:
     """Check that this host has the endpoint's address and a command's program. Have a worker import a function."""
-    agent = config.rollout.agent
-    if agent.host != NODE and (config.cluster.nodes or 1) == 1 and interface_of(agent.host) is None:
+    if agent.host != NODE and (cluster.nodes or 1) == 1 and interface_of(agent.host) is None:
         return [f"{_PREFIX}.host={agent.host} is not an address of this machine; use one of its addresses"]
     if agent.command and shutil.which(agent.command[0]) is None:
         remedy = "give the command as a list, [python, agent.py]" if " " in agent.command[0] else "correct its path"

@@ -3,7 +3,7 @@
 Sections reject combinations of fields themselves (``Section.conflicts``). Needs neither torch nor Ray.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from slime_like.checks import (
     agent,
@@ -24,70 +24,97 @@ from slime_like.checks.definition import Check, Needs, training_needs
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.config.base import CONFLICT
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import EvaluationConfig, ModelConfig
 from slime_like.errors import ConfigError, Problem, field_of
 from slime_like.models.dimensions import ModelDimensions
 
 
-def _nothing_to_evaluate(config: RunConfig) -> Iterator[str]:
-    if not config.evaluation.files:
+def _nothing_to_evaluate(evaluation: EvaluationConfig, model: ModelConfig) -> Iterator[str]:
+    if not evaluation.files:
         yield "evaluation.files=[] is empty; give at least one held-out file"
-    if config.model.weights is not None:
+    if model.weights is not None:
         yield (
-            f"model.weights={config.model.weights} is not evaluated, because engines load model.path; convert it to a "
+            f"model.weights={model.weights} is not evaluated, because engines load model.path; convert it to a "
             "Hugging Face directory with `slime-like convert to-hf`"
         )
 
 
 CHECKS: Sequence[Check] = (
-    Check("evaluation", {"evaluation"}, _nothing_to_evaluate),
+    Check("evaluation", {"evaluation"}, lambda run: _nothing_to_evaluate(run.evaluation, run.model)),
     # this machine
-    Check("model.path", {"files"}, lambda config: find_dimensions(config.model.path, "model.path")[1]),
-    Check("reference.model", {"files", "model", "training"}, model_directories.reference_problems),
-    Check("run_dir", {"files", "run"}, directories.run_directory_problems),
-    Check("debug.save-rollouts", {"files", "training"}, directories.dump_directory_problems),
-    Check("data.train", {"files", "training"}, rows.training_file_problems),
-    Check("evaluation.files", {"files", "data"}, rows.held_out_file_problems),
-    Check("logging.packages", {"files", "training"}, packages.logging_problems),
+    Check("model.path", {"files"}, lambda run: find_dimensions(run.model.path, "model.path")[1]),
+    Check("reference.model", {"files", "model", "training"}, sized=model_directories.reference_problems),
+    Check("run_dir", {"files", "run"}, lambda run: directories.run_directory_problems(run.run_dir)),
+    Check(
+        "debug.save-rollouts",
+        {"files", "training"},
+        lambda run: directories.writable_problems("debug.save_rollouts", run.debug.save_rollouts),
+    ),
+    Check("data.train", {"files", "training"}, lambda run: rows.training_file_problems(run.data, run.debug)),
+    Check(
+        "evaluation.files", {"files", "data"}, lambda run: rows.file_problems("evaluation.files", run.evaluation.files)
+    ),
+    Check("logging.packages", {"files", "training"}, lambda run: packages.logging_problems(run.logging)),
     Check("debug.load-rollouts", {"files", "training"}, earlier_run.kept_rollout_problems),
-    Check("model.weights", {"files", "trainer"}, earlier_run.start_weight_problems),
-    Check("model.converted", {"files"}, earlier_run.converted_problems),
-    Check("rollout.engine-installed", {"files", "engine"}, names.engine_installation_problems),
-    Check("custom.code", {"files", "engine"}, names.custom_code_problems),
-    Check("trainer.attention", {"files", "trainer"}, packages.attention_problems),
-    Check("cluster.visible-devices", {"files", "run"}, environment.device_problems),
-    Check("sync.directory", {"files", "training", "engine"}, directories.sync_directory_problems),
-    Check("model.weight-files", {"files", "model", "weights"}, model_directories.model_weight_problems),
-    Check("reference.weight-files", {"files", "model", "training"}, model_directories.reference_weight_problems),
+    Check("model.weights", {"files", "trainer"}, lambda run: earlier_run.start_weight_problems(run.model, run.trainer)),
+    Check("model.converted", {"files"}, lambda run: earlier_run.converted_problems(run.model)),
+    Check("rollout.engine-installed", {"files", "engine"}, lambda run: names.engine_installation_problems(run.rollout)),
+    Check("custom.code", {"files", "engine"}, lambda run: names.custom_code_problems(run.reward, run.rollout)),
+    Check("trainer.attention", {"files", "trainer"}, lambda run: packages.attention_problems(run.trainer, run.model)),
+    Check("cluster.visible-devices", {"files", "run"}, lambda _: environment.device_problems()),
+    Check("sync.directory", {"files", "training", "engine"}, lambda run: directories.sync_directory_problems(run.sync)),
+    Check(
+        "model.weight-files",
+        {"files", "model", "weights"},
+        sized=lambda run, size: model_directories.weight_problems(run.model.path, "model.path", size),
+    ),
+    Check(
+        "reference.weight-files",
+        {"files", "model", "training"},
+        lambda run: model_directories.reference_weight_problems(run.reference, run.algorithm),
+    ),
     # names, and sizes that may be `auto`
-    Check("trainer.backend", {"trainer"}, names.backend_name_problems),
-    Check("algorithm", {"training"}, names.algorithm_name_problems),
-    Check("algorithm.advantage", {"training", "engine"}, names.advantage_name_problems),
-    Check("rollout.engine", {"engine"}, names.engine_name_problems),
+    Check("trainer.backend", {"trainer"}, lambda run: names.backend_name_problems(run.trainer.backend)),
+    Check("algorithm", {"training"}, lambda run: names.algorithm_name_problems(run.algorithm)),
+    Check("algorithm.advantage", {"training", "engine"}, lambda run: names.advantage_name_problems(run.algorithm)),
+    Check("rollout.engine", {"engine"}, lambda run: names.engine_name_problems(run.rollout)),
     Check("algorithm.minibatches", {"training"}, devices.minibatch_problems),
-    Check("rollout.engine-args", {"engine"}, engine_arguments.engine_problems),
+    Check("rollout.engine-args", {"engine"}, lambda run: engine_arguments.engine_problems(run.rollout)),
     Check("cluster.gpus-idle", {"training"}, devices.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, devices.colocation_problems),
-    Check("reward.functions", {"engine"}, names.reward_problems),
-    Check("rollout.environment", {"engine"}, names.environment_problems),
+    Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),
+    Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
     Check("rollout.agent", {"engine"}, agent.agent_problems),
     # the model's sizes
-    Check("model.family", {"model", "trainer"}, families.family_problems),
-    Check("trainer.layout", {"model", "trainer"}, lambda run, size: layout.layout_problems(run.trainer.parallel, size)),
-    Check("rollout.tensor", {"model", "engine"}, layout.engine_rank_problems),
-    Check("rollout.stop-tokens", {"model", "data"}, lengths.stop_token_problems),
-    Check("rollout.length", {"model", "engine"}, lengths.length_problems),
+    Check("model.family", {"model", "trainer"}, sized=families.family_problems),
+    Check(
+        "trainer.layout",
+        {"model", "trainer"},
+        sized=lambda run, size: layout.layout_problems(run.trainer.parallel, size),
+    ),
+    Check(
+        "rollout.tensor", {"model", "engine"}, sized=lambda run, size: layout.engine_rank_problems(run.rollout, size)
+    ),
+    Check(
+        "rollout.stop-tokens", {"model", "data"}, sized=lambda run, size: lengths.stop_token_problems(run.rollout, size)
+    ),
+    Check("rollout.length", {"model", "engine"}, sized=lengths.length_problems),
     Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
     # slow checks
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
     Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
-    Check("rollout.agent-custom", {"engine", "code"}, agent.custom_agent_problems),
+    Check(
+        "rollout.agent-custom",
+        {"engine", "code"},
+        lambda run: agent.custom_agent_problems(run.rollout.agent, run.cluster),
+    ),
 )
 
 
 def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
     """Return every problem. ``needs`` defaults to the needs of training."""
     needs = training_needs(config) if needs is None else needs
-    return _run(CHECKS, needs, config, find_dimensions(config.model.path, "model.path")[0])
+    return _run(needs, config, find_dimensions(config.model.path, "model.path")[0])
 
 
 def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
@@ -106,13 +133,13 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs)
     The configuration may be a ``model_copy``, whose combinations of fields pydantic has not validated.
     """
     conflicts = [Problem(CONFLICT, text, field_of(text)) for text in config.all_conflicts()]
-    return conflicts + _run((one for one in CHECKS if "files" not in one.needs), needs, config, dimensions)
+    return conflicts + _run(needs - {"files"}, config, dimensions)
 
 
-def check_machine(config: RunConfig, dimensions: ModelDimensions, needs: Needs) -> list[Problem]:
-    """Return what this machine lacks: files, writable directories, packages."""
-    return _run((one for one in CHECKS if "files" in one.needs), needs, config, dimensions)
-
-
-def _run(checks: Iterable[Check], needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
-    return [problem for one in checks if one.needs <= needs for problem in one.find(config, dimensions)]
+def _run(needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
+    problems = []
+    for one in CHECKS:
+        if one.needs <= needs:
+            sized = () if dimensions is None else one.sized(config, dimensions)
+            problems += [Problem(one.code, text, field_of(text)) for text in (*one.run(config), *sized)]
+    return problems

@@ -1,12 +1,12 @@
 """Definition of a check: a stable code, the commands that it applies to, and its function."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
 from slime_like.config.run import RunConfig
-from slime_like.errors import Problem, field_of
+from slime_like.config.sections import ModelConfig
 from slime_like.models.dimensions import ModelDimensions
 
 Need = Literal[
@@ -22,28 +22,24 @@ Need = Literal[
     "evaluation",  # only the held-out accuracy
 ]
 Needs = AbstractSet[Need]
-NeedsOf = Callable[[RunConfig], Needs]
 
 CONVERSION: Needs = frozenset({"files", "model", "trainer"})
 RANKS: Needs = CONVERSION | {"run"}
 """Needs of trainer ranks without engines, rewards and prompts."""
+EVALUATION: Needs = frozenset({"files", "run", "model", "weights", "engine", "data", "code", "evaluation"})
+"""Needs of ``slime-like eval``, which has engines whatever the configuration says about training."""
 
 
 def training_needs(config: RunConfig) -> Needs:
     """Return the needs of ``slime-like train``; in supervised mode without engines."""
     needs: Needs = RANKS | {"training", "data"}
     # Engines always load model.path.
-    return loading_needs(config, needs) if config.supervised else needs | {"engine", "code", "weights"}
+    return loading_needs(config.model, needs) if config.supervised else needs | {"engine", "code", "weights"}
 
 
-def evaluation_needs(config: RunConfig) -> Needs:
-    """Return the needs of ``slime-like eval``, which has engines whatever ``config`` says about training."""
-    return frozenset({"files", "run", "model", "weights", "engine", "data", "code", "evaluation"})
-
-
-def loading_needs(config: RunConfig, needs: Needs) -> Needs:
+def loading_needs(model: ModelConfig, needs: Needs) -> Needs:
     """Return ``needs``, and the weight files of ``model.path`` unless ``model.weights`` replaces them."""
-    return needs | {"weights"} if config.model.weights is None else needs
+    return needs | {"weights"} if model.weights is None else needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +49,11 @@ class Check:
     Attributes:
         code: stable and unique. The part before the dot is the section of the configuration.
         needs: the check applies to commands with all these needs.
-        run: receives the configuration, and the model's sizes if "model" is needed. Yields one sentence per problem.
+        run: yields one sentence per problem.
+        sized: like ``run``, but finds none if the model's sizes are unknown.
     """
 
     code: str
     needs: Needs
-    run: Callable[..., Iterable[str]]
-
-    def find(self, config: RunConfig, dimensions: ModelDimensions | None) -> Iterator[Problem]:
-        """Yield the problems. A check that needs the model's sizes finds none if they are ``None``."""
-        if "model" not in self.needs:
-            found = self.run(config)
-        else:
-            found = () if dimensions is None else self.run(config, dimensions)
-        for text in found:
-            yield Problem(self.code, text, field_of(text))
+    run: Callable[[RunConfig], Iterable[str]] = lambda _: ()
+    sized: Callable[[RunConfig, ModelDimensions], Iterable[str]] = lambda _, __: ()

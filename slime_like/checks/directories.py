@@ -6,29 +6,26 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_like.config.run import RunConfig
+from slime_like.config.rollout import SyncConfig
 
 
-def run_directory_problems(config: RunConfig) -> Iterator[str]:
+def run_directory_problems(run_dir: Path) -> Iterator[str]:
     """Check that the run directory is writable and holds one run. A later run may rename it."""
-    place = os.path.realpath(config.run_dir)  # unlike Path.resolve, it accepts a link to itself
+    place = os.path.realpath(run_dir)  # unlike Path.resolve, it accepts a link to itself
     shared = {os.path.realpath(os.environ.get("HOME", "/")): "your home directory", "/": "the root of the file system"}
     if place in shared:
-        yield f"run_dir={config.run_dir} is {shared[place]}; give a directory in it, such as {Path(place, 'run')}"
-    elif problem := directory_problem(config.run_dir):
-        yield f"run_dir={config.run_dir} {problem}"
+        yield f"run_dir={run_dir} is {shared[place]}; give a directory in it, such as {Path(place, 'run')}"
+    else:
+        yield from writable_problems("run_dir", run_dir)
 
 
-def dump_directory_problems(config: RunConfig) -> Iterator[str]:
-    directory = config.debug.save_rollouts
+def sync_directory_problems(sync: SyncConfig) -> Iterator[str]:
+    return writable_problems("sync.directory", sync.directory if sync.transport == "directory" else None)
+
+
+def writable_problems(field: str, directory: Path | None) -> Iterator[str]:
     if directory is not None and (problem := directory_problem(directory)):
-        yield f"debug.save_rollouts={directory} {problem}"
-
-
-def sync_directory_problems(config: RunConfig) -> Iterator[str]:
-    directory = config.sync.directory if config.sync.transport == "directory" else None
-    if directory is not None and (problem := directory_problem(directory)):
-        yield f"sync.directory={directory} {problem}"
+        yield f"{field}={directory} {problem}"
 
 
 def directory_problem(path: Path) -> str | None:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import ModelConfig
+from slime_like.config.trainer import TrainerConfig
 from slime_like.data.dump_names import rollouts_name
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 
@@ -37,21 +39,21 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
     )
 
 
-def start_weight_problems(config: RunConfig) -> Iterator[str]:
+def start_weight_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
     """Check that ``model.weights`` is a checkpoint of this backend."""
-    weights = config.model.weights
+    weights = model.weights
     if weights is not None and not (weights / WEIGHTS).is_dir():
         yield (
             f"model.weights={weights} is not a checkpoint (it has no trainer/); give the output of `slime-like convert "
             "to-megatron`, or a run's checkpoints/step-N"
         )
-    elif weights is not None and (problem := backend_problem(weights, config.trainer.backend, "model.weights")):
+    elif weights is not None and (problem := backend_problem(weights, trainer.backend, "model.weights")):
         yield problem
 
 
-def converted_problems(config: RunConfig) -> Iterator[str]:
+def converted_problems(model: ModelConfig) -> Iterator[str]:
     """Check the small files of a converted checkpoint, whether its weights are used or not."""
-    path, weights = config.model.path, config.model.weights
+    path, weights = model.path, model.weights
     named: dict[Path, str] = {}
     if weights is not None and is_converted(weights):
         named[weights.resolve()] = f"model.weights={weights}"

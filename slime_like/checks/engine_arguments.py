@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -56,8 +57,6 @@ KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", 
 SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
 """By engine, the argument that sets its share of a GPU's memory."""
 
-_CACHE_BYTES: Mapping[str, str] = {"vllm": "kv_cache_memory_bytes"}
-
 WEIGHTS_BACKUP = "enable_weights_cpu_backup"
 """SGLang's argument that decides whether a sleeping engine keeps its weights. Its ``sleep`` cannot choose."""
 
@@ -83,10 +82,9 @@ def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
     return can_keep_weights(config, dimensions)
 
 
-def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[str]:
+def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterator[str]:
     """Yield one sentence per problem; none for a custom engine. An engine, which runs in ``rollout.python``, gives its
     name."""
-    rollout = config.rollout
     python, engine = None if engine else rollout.python, engine or rollout.engine
     arguments = rollout.engine_args_of(engine)
     refused = REFUSED.get(engine, {})
@@ -97,7 +95,7 @@ def engine_problems(config: RunConfig, engine: str | None = None) -> Iterator[st
         elif known is not None and name not in known:
             choices = f"use one of: {', '.join(known)}" if engine in KNOWN else "see `vllm serve --help`"
             yield f"rollout.engine_args.{name} is not an argument of {engine}; {choices}"
-    for name, most in ((SHARES.get(engine, ""), 1.0), (_CACHE_BYTES.get(engine, ""), inf)):
+    for name, most in ((SHARES.get(engine, ""), 1.0), ("kv_cache_memory_bytes" if engine == "vllm" else "", inf)):
         value = arguments.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")

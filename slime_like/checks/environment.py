@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from slime_like.config.run import RunConfig
 from slime_like.system.gpus import local_gpus
 
 _SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -28,7 +27,7 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def device_problems(_: RunConfig) -> Iterator[str]:
+def device_problems() -> Iterator[str]:
     """Check this machine, if it has GPUs."""
     if local_gpus() and (problem := visible_device_problem(os.environ)):
         yield problem

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from slime_like.config.run import RunConfig
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.trainer import ParallelConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -31,9 +31,8 @@ def layers_per_stage(dimensions: ModelDimensions, num_stages: int) -> list[int]:
     return layers
 
 
-def engine_rank_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
+def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
     """Check that all ranks of a vLLM or SGLang engine get the same number of heads. The engine checks the rest."""
-    rollout = config.rollout
     if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
         return []
     return [

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.checks.layout import layout_problems
+from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import ReferenceConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
@@ -33,12 +35,7 @@ def _missing(path: Path, field: str) -> list[str]:
     return [f"{field}={path} {problem}; give a Hugging Face checkpoint directory{download}"]
 
 
-def model_weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
-    path = config.model.path
-    return _weight_problems(path, "model.path", dimensions) if (path / "config.json").is_file() else []
-
-
-def _weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
+def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
     return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions)]
 
 
@@ -71,10 +68,10 @@ def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[s
         yield from (problem.replace("trainer.parallel", "reference.parallel") for problem in problems)
 
 
-def reference_weight_problems(config: RunConfig, _: ModelDimensions) -> list[str]:
+def reference_weight_problems(settings: ReferenceConfig, algorithm: AlgorithmConfig) -> list[str]:
     """Check the reference's weight files, if they are not the policy's."""
-    path = config.reference.path
-    if path is None or not config.algorithm.needs_reference:
+    path = settings.path
+    if path is None or not algorithm.needs_reference:
         return []
     reference = find_dimensions(path, "reference.path")[0]
-    return [] if reference is None else _weight_problems(path, "reference.path", reference)
+    return [] if reference is None else weight_problems(path, "reference.path", reference)

@@ -7,8 +7,8 @@ from typing import Any
 
 from slime_like.checks.engine_install import interpreter_problem, is_installed
 from slime_like.checks.rows import first_row
-from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES
-from slime_like.config.rollout import AGENT, ENVIRONMENT
+from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, AlgorithmConfig
+from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.resolve import CUSTOM, import_path_problem
@@ -21,19 +21,19 @@ from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, r
 from slime_like.system.credentials import shown_url
 
 
-def backend_name_problems(config: RunConfig) -> Iterator[str]:
-    return _unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
+def backend_name_problems(backend: str) -> Iterator[str]:
+    return _unknown("trainer.backend", backend, installed_names(BACKEND_GROUP))
 
 
-def engine_name_problems(config: RunConfig) -> Iterator[str]:
+def engine_name_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Check the engine's name. Engines of another environment are found when they start."""
-    if config.rollout.python is None:
-        yield from _unknown("rollout.engine", config.rollout.engine, installed_names(ENGINE_GROUP))
+    if rollout.python is None:
+        yield from _unknown("rollout.engine", rollout.engine, installed_names(ENGINE_GROUP))
 
 
-def engine_installation_problems(config: RunConfig) -> Iterator[str]:
+def engine_installation_problems(rollout: RolloutConfig) -> Iterator[str]:
     """Check that the interpreter exists, or that this environment has the engine's package."""
-    engine, python = config.rollout.engine, config.rollout.python
+    engine, python = rollout.engine, rollout.python
     if python is None and not is_installed(engine):
         yield (
             f"rollout.engine={engine} is not installed; install this distribution with the extra [{engine}], or set "
@@ -43,19 +43,19 @@ def engine_installation_problems(config: RunConfig) -> Iterator[str]:
         yield f"rollout.python={python} {problem}"
 
 
-def algorithm_name_problems(config: RunConfig) -> Iterator[str]:
+def algorithm_name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     known = {"loss": LOSSES, "kl_estimator": KL_ESTIMATORS, "importance_correction": CORRECTIONS}
     for field, names in known.items():
-        yield from _unknown_or_not_importable(f"algorithm.{field}", getattr(config.algorithm, field), [*names])
+        yield from _unknown_or_not_importable(f"algorithm.{field}", getattr(algorithm, field), [*names])
 
 
-def advantage_name_problems(config: RunConfig) -> Iterator[str]:
-    return _unknown_or_not_importable("algorithm.advantage", config.algorithm.advantage, [*ADVANTAGES])
+def advantage_name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    return _unknown_or_not_importable("algorithm.advantage", algorithm.advantage, [*ADVANTAGES])
 
 
-def reward_problems(config: RunConfig) -> Iterator[str]:
+def reward_problems(reward: RewardConfig) -> Iterator[str]:
     """Check the names of reward functions, and try the options of registered ones."""
-    for index, function in enumerate(config.reward.functions):
+    for index, function in enumerate(reward.functions):
         field = f"reward.functions.{index}.name={function.name}"
         if function.name in REGISTERED:
             try:
@@ -63,7 +63,7 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
             except ValueError as error:
                 yield f"reward.functions.{index}.options={_shown(function.options)} do not fit: {error}"
             else:
-                yield from _too_patient(config, index)
+                yield from _too_patient(reward, index)
         elif ":" not in function.name and not function.is_given:
             known = (*REGISTERED, ENVIRONMENT, AGENT)
             near = "".join(f" (did you mean {name}?)" for name in get_close_matches(function.name, known, n=1))
@@ -78,9 +78,9 @@ def _shown(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **hidden}
 
 
-def _too_patient(config: RunConfig, index: int) -> Iterator[str]:
+def _too_patient(reward: RewardConfig, index: int) -> Iterator[str]:
     """Check that the timeout of a service, or of tests, is below the worker's, which would end the worker."""
-    function, bound = config.reward.functions[index], config.reward.timeout_s
+    function, bound = reward.functions[index], reward.timeout_s
     if function.name in {*SERVICES, "code"}:
         default = inspect.signature(resolve_reward(function.name)).parameters["timeout_s"].default
         seconds = function.options.get("timeout_s", default)
@@ -91,12 +91,12 @@ def _too_patient(config: RunConfig, index: int) -> Iterator[str]:
             )
 
 
-def custom_code_problems(config: RunConfig) -> Iterator[str]:
+def custom_code_problems(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
     """Check that modules of custom rewards, environments and agents are on this machine."""
-    named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(config.reward.functions)}
-    named["rollout.environment.name"] = config.rollout.environment.name or ""
+    named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(reward.functions)}
+    named["rollout.environment.name"] = rollout.environment.name or ""
     found = {field: name for field, name in named.items() if ":" in name}
-    if (agent := config.rollout.agent.name) is not None:
+    if (agent := rollout.agent.name) is not None:
         found["rollout.agent.name"] = agent
     for field, name in found.items():
         if problem := import_path_problem(name):
@@ -110,15 +110,15 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     """
     names = enumerate(function.name for function in config.reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
-    first = first_row(config) if found else None
+    first = first_row(config.data, config.evaluation) if found else None
     sample = first and RewardItem(first[0].prompt, first[0].answer, first[0].answer, first[1])
     for index in found:
         yield from start_problems(config.reward, index, sample)
 
 
-def environment_problems(config: RunConfig) -> Iterator[str]:
+def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:
     """Check the environment's name and template, and create a built-in environment."""
-    environment, prefix = config.rollout.environment, "rollout.environment"
+    prefix = "rollout.environment"
     if environment.name is None:
         return
     if environment.name in ENVIRONMENTS:
@@ -137,7 +137,7 @@ def custom_environment_problems(config: RunConfig) -> list[str]:
     environment = config.rollout.environment
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
-    first = first_row(config)
+    first = first_row(config.data, config.evaluation)
     return start_problems_of_environment(environment, first and first[0])
 
 

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from slime_like.config.run import RunConfig
-from slime_like.config.trainer import FSDP
+from slime_like.config.sections import LoggingConfig, ModelConfig
+from slime_like.config.trainer import FSDP, TrainerConfig
 
 _PACKAGES = {
     "transformer_engine": (
@@ -30,9 +30,9 @@ def has_transformer_engine() -> bool:
     return any(next(place.glob("transformer_engine_torch*.so"), None) for place in places)
 
 
-def attention_problems(config: RunConfig) -> Iterator[str]:
+def attention_problems(trainer: TrainerConfig, model: ModelConfig) -> Iterator[str]:
     """Yield why ``trainer.attention`` cannot be used, each with the remedy."""
-    attention = config.trainer.attention
+    attention = trainer.attention
     if attention in _PACKAGES:
         package, remedy = _PACKAGES[attention]
         if not (has_transformer_engine() if attention == "transformer_engine" else find_spec(package)):
@@ -40,7 +40,7 @@ def attention_problems(config: RunConfig) -> Iterator[str]:
                 f"trainer.attention={attention} needs the package {package}, which is not installed; {remedy}, or use "
                 "trainer.attention=auto, which uses the best available attention"
             )
-    if attention == "transformer_engine" and config.model.dtype == "float32":
+    if attention == "transformer_engine" and model.dtype == "float32":
         yield (
             "trainer.attention=transformer_engine computes in bfloat16, but model.dtype=float32; set "
             "model.dtype=bfloat16, or use another attention on a CPU"
@@ -52,10 +52,10 @@ def has_flash_attention_2() -> bool:
     return find_spec("flash_attn_2_cuda") is not None
 
 
-def missing_flash_attention(config: RunConfig, on_cuda: bool) -> Iterator[str]:
+def missing_flash_attention(trainer: TrainerConfig, on_cuda: bool) -> Iterator[str]:
     """Check on a rank's machine for flash-attn 2, which ring-flash-attn calls on CUDA."""
-    if config.trainer.attention == "ring_flash_attn" and on_cuda and not has_flash_attention_2():
-        others = "allgather" if config.trainer.backend == FSDP else "ring or allgather"
+    if trainer.attention == "ring_flash_attn" and on_cuda and not has_flash_attention_2():
+        others = "allgather" if trainer.backend == FSDP else "ring or allgather"
         yield (
             "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
             f"pip install flash-attn, or use trainer.attention={others}"
@@ -74,15 +74,15 @@ def missing_compiler(on_cuda: bool) -> Iterator[str]:
         yield f"{include}: Triton compiles kernels with Python.h, which is missing; {remedy}"
 
 
-def rejected_on_cuda(config: RunConfig) -> Iterator[str]:
+def rejected_on_cuda(model: ModelConfig) -> Iterator[str]:
     """Yield settings that only work on a CPU."""
-    if config.model.dtype == "float32":
+    if model.dtype == "float32":
         yield "model.dtype=float32 does not run on CUDA, whose attention kernels are bfloat16; set bfloat16"
 
 
-def logging_problems(config: RunConfig) -> Iterator[str]:
+def logging_problems(logging: LoggingConfig) -> Iterator[str]:
     if find_spec("torch") is None:  # most others are missing, too; the first import says how to install all of them
         return
     for package in ("wandb", "tensorboard"):
-        if getattr(config.logging, package) and find_spec(package) is None:
+        if getattr(logging, package) and find_spec(package) is None:
             yield f"logging.{package}=true needs its package; pip install {package}, or set it to false"

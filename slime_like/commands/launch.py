@@ -139,7 +139,7 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
         yield f"node 0:   starts Ray's head, which listens on {head}, and waits at most {options.nodes_timeout_s:g} s"
         yield f"others:   join Ray's head at {head}, with the key as Ray's token"
     if options.plan:
-        yield f"plan:     {_shown(plan_arguments(options, config))}"
+        yield f"plan:     {_shown(plan_arguments(options, config.run_dir))}"
     address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
     yield f"train:    {_shown(train_arguments(options, address))}"
     yield f"run_dir:  {config.run_dir} (resume: {config.resume})"

@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     _write(output, plan.to_json())
     if not plan.kinds:  # nothing was worked out
         raise ConfigError(plan.problems, code="plan-rejected")
-    print_plan(config, plan)
+    print_plan(plan)
     return _DOES_NOT_FIT if plan.problems else 0
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from slime_like.checks.definition import NeedsOf, evaluation_needs, training_needs
+from slime_like.checks.definition import EVALUATION, Needs, training_needs
 from slime_like.commands.command import Command, given_path, output_problem, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reference import fields_help
@@ -23,7 +23,7 @@ _FILE = {"[CONFIG.yaml]": "configuration file"}
 
 def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
     config = load_config(arguments.config, flags)
-    _require_valid(config, training_needs)
+    _require_valid(config, training_needs(config))
     with permanent_allocations():
         from slime_like.train import train  # imports torch and Ray, so only after the checks
 
@@ -56,7 +56,7 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
         }
         if problem := output_problem(arguments.output, read):
             raise ConfigError(problem, code="file-unusable")
-    _require_valid(config, evaluation_needs)
+    _require_valid(config, EVALUATION)
     from slime_like.checks.engine_install import version_warning
     from slime_like.evaluate import evaluate, write_responses
 
@@ -80,10 +80,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, one row each")
 
 
-def _require_valid(config: RunConfig, needs_of: NeedsOf) -> None:
+def _require_valid(config: RunConfig, needs: Needs) -> None:
     from slime_like.checks.check import require_valid
 
-    require_valid(config, needs_of(config))
+    require_valid(config, needs)
 
 
 TRAIN = Command(

@@ -87,7 +87,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     config = load([*given, *settings, *flags])
     from slime_like.checks.check import require_valid
 
-    require_valid(config, loading_needs(config, RANKS))
+    require_valid(config, loading_needs(config.model, RANKS))
     return config
 
 

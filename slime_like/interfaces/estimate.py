@@ -47,7 +47,7 @@ class Work:
         attention_flops: FLOPs of causal attention; proportional to the tokens times the sequences' length.
         traffic: messages sent during the pass.
         kernel_bytes: bytes read and written by all other kernels, counted per kernel; proportional to the tokens.
-        head_flops, head_bytes: the head's part of ``matmul_flops`` and ``kernel_bytes``.
+        head_flops: the head's part of ``matmul_flops``.
     """
 
     matmul_flops: float
@@ -55,11 +55,6 @@ class Work:
     traffic: tuple[Traffic, ...] = ()
     kernel_bytes: float = 0.0
     head_flops: float = 0.0
-    head_bytes: float = 0.0
-
-    @property
-    def flops(self) -> float:
-        return self.matmul_flops + self.attention_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +108,8 @@ class RankEstimate:
         forward: one worst micro-batch without gradients, all chunks of the rank.
         training: forward, recomputation and backward of one worst micro-batch, all chunks of the rank.
         update: added once per optimizer step, whatever the number of micro-batches.
-        micro_batch_tokens: tokens of that micro-batch, over all context ranks.
-        longest: tokens of its longest sequence, which ``attention_flops`` assumes; for a pack with shared prefixes, the
-            length of sequences with the same cost per token.
+        longest: tokens of that micro-batch's longest sequence, which ``attention_flops`` assumes; for a pack with
+            shared prefixes, the length of sequences with the same cost per token.
         communicators: groups of several ranks that include this rank; NCCL has buffers for each.
         layers: the implementation of the layers that was estimated, e.g. "local layers, ring attention".
     """
@@ -125,7 +119,6 @@ class RankEstimate:
     forward: Work
     training: Work
     update: Work
-    micro_batch_tokens: int
     longest: int
     communicators: int
     layers: str

@@ -21,13 +21,12 @@ def facts(config: RunConfig) -> dict[str, str]:
     return settings | {name: _version(name) for name in _DISTRIBUTIONS}
 
 
-def require_equal(config: RunConfig, head: str, expected: Mapping[str, str]) -> None:
-    """Compare this node with node 0, whose facts are ``expected``.
+def require_equal(found: Mapping[str, str], head: str, expected: Mapping[str, str]) -> None:
+    """Compare this node's facts with those of node 0, ``expected``.
 
     Raises:
         LaunchError: a version or setting differs.
     """
-    found = facts(config)
     for name in sorted({*found, *expected}):
         here, there = found.get(name, "(none)"), expected.get(name, "(none)")
         if here != there:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.errors import FAILED, LaunchError
 from slime_like.launch.exit import Verdict
@@ -29,20 +28,20 @@ def train_arguments(options: LaunchOptions, cluster: str | None) -> list[str]:
     return ["train", *([str(options.config)] if options.config else []), *options.flags, *address]
 
 
-def plan_arguments(options: LaunchOptions, config: RunConfig) -> list[str]:
+def plan_arguments(options: LaunchOptions, run_dir: Path) -> list[str]:
     """Build the arguments of ``plan`` for the started cluster. The plan is also written to a file."""
-    preflight = ["--preflight", "--output", str(_plan_path(config))]
+    preflight = ["--preflight", "--output", str(_plan_path(run_dir))]
     return ["plan", *([str(options.config)] if options.config else []), *preflight, *options.flags]
 
 
-def run_plan(options: LaunchOptions, config: RunConfig, environment: Mapping[str, str]) -> Verdict:
+def run_plan(options: LaunchOptions, run_dir: Path, environment: Mapping[str, str]) -> Verdict:
     """Plan, unless the options say otherwise. If the run does not fit, standard output has all reasons."""
     if not options.plan:
         return Verdict(0)
-    path = _plan_path(config)
+    path = _plan_path(run_dir)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    verdict = run_command(plan_arguments(options, config), environment, options.stop_s)
+    verdict = run_command(plan_arguments(options, run_dir), environment, options.stop_s)
     return Verdict(verdict.code, f"slime-like plan: {why_it_does_not_fit(path)}") if path.is_file() else verdict
 
 
@@ -52,8 +51,8 @@ def why_it_does_not_fit(output: Path) -> str:
     return "; ".join(problems) or "it needs more memory than a GPU has; see its table on node 0"
 
 
-def _plan_path(config: RunConfig) -> Path:
-    return launch_directory(config.run_dir) / "plan.json"
+def _plan_path(run_dir: Path) -> Path:
+    return launch_directory(run_dir) / "plan.json"
 
 
 def run_command(

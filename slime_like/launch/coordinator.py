@@ -36,7 +36,7 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     token = create_token(options.token_path(config.run_dir))
     _require_free(place.address, options.port)
     environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
-    verdict = _named(place, run_plan(options, config, environment))
+    verdict = _named(place, run_plan(options, config.run_dir, environment))
     if verdict.code:
         notes.leave(verdict)
         return verdict

@@ -22,7 +22,7 @@ def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
     """
     if options.nodes == 1:  # training starts Ray on loopback
         require_valid(config)
-        verdict = run_plan(options, config, os.environ)
+        verdict = run_plan(options, config.run_dir, os.environ)
         if not verdict.code:
             verdict = run_command(train_arguments(options, None), os.environ, options.stop_s)
         return Verdict(verdict.code)  # the command has printed the cause

@@ -10,7 +10,7 @@ from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
-from slime_like.launch.agreement import require_equal
+from slime_like.launch.agreement import facts, require_equal
 from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
 from slime_like.orchestration.cluster.place import Place, find_place
@@ -41,7 +41,7 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
     with ExitStack() as stack:  # Ray stays here until node 0 has ended training in good order
         try:
             require_valid(config)  # every node checks: paths may exist on one and not on another
-            require_equal(config, agreement["head"], agreement["facts"])
+            require_equal(facts(config), agreement["head"], agreement["facts"])
             environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
             parameters = node_parameters(config, options.nodes, place, where, options.port)
             node = stack.enter_context(RayNode(parameters, environment, options.ray_timeout_s))

@@ -1,16 +1,16 @@
 """Problems of a run on a cluster, found without the cluster. Every problem has its remedy."""
 
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.checks.layout import divisors
-from slime_like.config import RunConfig
+from slime_like.config import CheckpointConfig, RunConfig
 from slime_like.config.filling import gpus_needed, nodes_needed
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning.units import memory_text, traffic_text
+from slime_like.system.network import is_free
 
 _OPTIMIZER_BYTES = 12
 """Bytes of a parameter's optimizer state in a checkpoint: main weight and two moments in float32."""
@@ -85,10 +85,9 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
     missing = sorted(expected.keys() - found.keys())
     # A checkpoint may contain a tied output projection in addition to the embedding.
     unexpected = sorted(found.keys() - expected.keys() - {"lm_head.weight"})
-    shared = sorted(expected.keys() & found.keys())
     other = [
         f"{name} is {list(found[name])}, should be {list(expected[name])}"
-        for name in shared
+        for name in sorted(expected.keys() & found.keys())
         if expected[name] != found[name]
     ]
     for what, names in (("missing", missing), ("not of this architecture", unexpected), ("of another shape", other)):
@@ -100,32 +99,21 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
             )
 
 
-def disk_bytes(config: RunConfig, dimensions: ModelDimensions) -> int:
+def disk_bytes(checkpoint: CheckpointConfig, dtype: str, dimensions: ModelDimensions) -> int:
     """Return a run's peak disk use: the checkpoints it keeps, one more while it is written, and the exported model."""
-    item = 4 if config.model.dtype == "float32" else 2
-    per_parameter = (config.checkpoint.keep + 1) * (item + _OPTIMIZER_BYTES) + item * config.checkpoint.export_hf
+    item = 4 if dtype == "float32" else 2
+    per_parameter = (checkpoint.keep + 1) * (item + _OPTIMIZER_BYTES) + item * checkpoint.export_hf
     return dimensions.num_parameters * per_parameter
 
 
-def preflight_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """Check disk space and the port of this machine, which is part of the cluster."""
-    needed = disk_bytes(config, dimensions)
-    nearest = next(parent for parent in (config.run_dir, *config.run_dir.parents) if parent.exists())
+def preflight_problems(run_dir: Path, needed: int, port: int | None) -> Iterator[str]:
+    """Check this machine, which is part of the cluster: ``needed`` bytes of disk, and the ranks' rendezvous port."""
+    nearest = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     free = shutil.disk_usage(nearest).free
     if free < needed:
         yield (
-            f"run_dir={config.run_dir}: its disk has {traffic_text(free)} free, and checkpoints take up to "
+            f"run_dir={run_dir}: its disk has {traffic_text(free)} free, and checkpoints take up to "
             f"{traffic_text(needed)}; free some, use another directory, or lower checkpoint.keep"
         )
-    port = config.trainer.rendezvous_port
-    if port is not None and not _is_free(port):
+    if port is not None and not is_free("", port):
         yield f"trainer.rendezvous_port={port} is in use on this machine; give another one, or none for a free one"
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True

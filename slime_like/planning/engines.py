@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES
-from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import ENGINE_COMMUNICATORS, GRAPHS_BYTES, PREFILL_BYTES
 from slime_like.planning.planned_run import PlannedRun
@@ -47,7 +46,11 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     weights = run.weight_bytes // rollout.tensor
     per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
-    taken = int(_memory_share(run.config) * run.hardware.memory_bytes)
+    default = DEFAULT_SHARES.get(rollout.engine, _DEFAULT_SHARE)
+    share = rollout.own_engine_args.get(SHARES.get(rollout.engine, ""), default)
+    if not isinstance(share, int | float):  # a check reports it
+        share = default
+    taken = int(share * run.hardware.memory_bytes)
     sleeping = run.hardware.process_bytes(ENGINE_COMMUNICATORS if rollout.tensor > 1 else 0) + GRAPHS_BYTES
     reserve = sleeping + PREFILL_BYTES
     cache = int(given) if given is not None else taken - weights - reserve
@@ -75,14 +78,6 @@ def _cached_elements(dimensions: ModelDimensions, gpus: int) -> int:
     if latent is not None:
         return latent.kv_rank + latent.rope_dim
     return 2 * -(-dimensions.num_kv_heads // gpus) * dimensions.head_dim
-
-
-def _memory_share(config: RunConfig) -> float:
-    """Return the share of a GPU's memory that the engine takes in total."""
-    engine = config.rollout.engine
-    default = DEFAULT_SHARES.get(engine, _DEFAULT_SHARE)
-    given = config.rollout.own_engine_args.get(SHARES.get(engine, ""), default)
-    return given if isinstance(given, int | float) else default  # a check reports other types
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Hardware of the cluster that a plan is made for, and the figures assumed about it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from slime_like.config import RunConfig
+from slime_like.config import ClusterConfig
 from slime_like.config.gpus import GPUS, Gpu
 
 GIB = 2**30
@@ -57,16 +57,10 @@ class Hardware:
     link_efficiency: float = 0.8
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """Return the hardware that the ``cluster`` section describes."""
-        cluster, sheet = config.cluster, GPUS[config.cluster.gpu]
-        gpu = Gpu(
-            cluster.gpu_memory_gib or sheet.memory_gib,
-            sheet.tflops,
-            sheet.memory_gb_per_s,
-            cluster.nvlink_gb_per_s or sheet.nvlink_gb_per_s,
-            sheet.measured_tflops,
-        )
+    def of(cls, cluster: ClusterConfig) -> Self:
+        sheet = GPUS[cluster.gpu]
+        memory, nvlink = cluster.gpu_memory_gib or sheet.memory_gib, cluster.nvlink_gb_per_s or sheet.nvlink_gb_per_s
+        gpu = replace(sheet, memory_gib=memory, nvlink_gb_per_s=nvlink)
         return cls(gpu, cluster.gpus_per_node, cluster.nodes, cluster.network_gb_per_s)
 
     @property

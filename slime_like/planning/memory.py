@@ -66,7 +66,10 @@ def trainer_phases(
     found = {TRAINING: _state(training) | _training(memory) | sleeping}
     if config.roles.scoring:
         found["scoring"] = _state(memory) | _scoring(memory, bool(config.roles.held)) | sleeping
-    sync = {"sync buffers": _sending_bytes(run) + (bucket_bytes(run) if shared is not None else 0)}
+    # A bucket, its shards if there are several ranks, and two buckets in flight, at most one of them large. A colocated
+    # engine receives one.
+    buckets = 2 + (config.trainer.parallel.world_size > 1) + (shared is not None)
+    sync = {"sync buffers": buckets * bucket_bytes(run) + config.bucket_bytes(on_gpus=True)}
     if shared is not None:
         awake = {"engine weights": shared.weight_bytes, _ENGINE_RESERVE: shared.reserve_bytes}
         found["weight sync"] = {"parameters": memory.parameter_bytes} | sync | awake
@@ -91,12 +94,6 @@ def worker_phase(hardware: Hardware, role: str, kind: RankKind, estimate: RankEs
     """Return the contents of a GPU of a role's worker: weights and a pass without gradients."""
     items = {"parameters": estimate.memory.parameter_bytes} | _scoring(estimate.memory) | _trainer_reserve(estimate)
     return PhaseMemory(kind.name, f"{role} scoring", items, hardware.memory_bytes)
-
-
-def _sending_bytes(run: PlannedRun) -> int:
-    """Count a bucket, its shards if there are several ranks, and two buckets in flight, at most one of them large."""
-    alone = run.config.trainer.parallel.world_size == 1
-    return (2 if alone else 3) * bucket_bytes(run) + run.config.bucket_bytes(on_gpus=True)
 
 
 def bucket_bytes(run: PlannedRun) -> int:

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 from math import prod
 
-from slime_like.checks.check import check_machine, check_settings
+from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import reference_problems
@@ -39,29 +39,30 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     Raises:
         ConfigError: the backend is unknown or cannot be planned.
     """
-    started, backend = time.monotonic(), plannable_backend(run.config)
+    started, backend = time.monotonic(), plannable_backend(run.config.trainer.backend)
     config = chosen_recompute(run.config)
     dimensions, needs = counted_dimensions(config, run.dimensions, backend), training_needs(config)
     run = replace(run, config=config, dimensions=dimensions)
     nodes = config.cluster.nodes or nodes_needed(config)
-    plan = Plan(run.hardware, nodes, gpus_needed(config).total, config.trainer.recompute)
+    plan = Plan(run, nodes, gpus_needed(config).total)
     found = [*map(str, check_settings(config, dimensions, needs)), *reference_problems(config, dimensions)]
     found += checks.placement_problems(config)
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
-        found += rejected_on_cuda(config)
+        found += rejected_on_cuda(config.model)
     plan.problems += dict.fromkeys(found)
     plan.notes += [*checks.object_store_notes(config), *checks.idle_engine_notes(config)]
-    on_machine = [text for text in map(str, check_machine(config, dimensions, needs)) if text not in plan.problems]
+    on_machine = [text for text in map(str, check(config, needs - {"code"})) if text not in plan.problems]
+    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, dimensions)
     if preflight:
-        plan.problems += [*on_machine, *checks.preflight_problems(config, dimensions)]
+        plan.problems += [*on_machine, *checks.preflight_problems(config.run_dir, disk, config.trainer.rendezvous_port)]
     else:
         plan.notes += [f"not on this machine: {text}" for text in on_machine]
-        plan.notes.append(f"run_dir needs up to {traffic_text(checks.disk_bytes(config, dimensions))} for checkpoints")
+        plan.notes.append(f"run_dir needs up to {traffic_text(disk)} for checkpoints")
     if not layout_problems(config.trainer.parallel, dimensions):
         note("checking that every tensor has a place")
-        _check_tensors(plan, config, backend)
-        _work_out(plan, run, backend, note)
-        plan.problems += plan.misfits(config)
+        _check_tensors(plan, backend)
+        _work_out(plan, backend, note)
+        plan.problems += plan.misfits()
     plan.seconds = time.monotonic() - started
     return plan
 
@@ -86,10 +87,10 @@ def counted_dimensions(
     return replace(dimensions, counted=(sum(sizes.values()), active))
 
 
-def _check_tensors(plan: Plan, config: RunConfig, backend: type[TrainerBackend]) -> None:
+def _check_tensors(plan: Plan, backend: type[TrainerBackend]) -> None:
     """Check that conversion covers every tensor of the architecture, and that the weight files contain them."""
-    make, path = getattr(backend, "converter", None), config.model.path
-    converter = make and make(config.model, config.trainer)
+    config, make = plan.run.config, getattr(backend, "converter", None)
+    path, converter = config.model.path, make and make(config.model, config.trainer)
     if converter is None or not hasattr(converter, "prove"):
         plan.notes.append(f"trainer.backend={config.trainer.backend} has no conversion to check: no tensor was checked")
         return
@@ -110,8 +111,8 @@ def _check_tensors(plan: Plan, config: RunConfig, backend: type[TrainerBackend])
         plan.notes.append(f"all {len(expected)} tensors of this architecture map onto the ranks; {weights}")
 
 
-def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: Note) -> None:
-    config, plan.workload = run.config, run.workload
+def _work_out(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
+    run, config = plan.run, plan.run.config
     if run.has_engines:
         plan.engine = plan_engine(run)
         plan.generation = predict_generation(run, plan.engine)
@@ -120,7 +121,7 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
         except ConfigError as error:
             plan.problems.append(str(error))
-    seconds = [_work_out_workers(plan, run, role, backend, note) for role in config.roles.with_workers]
+    seconds = [_work_out_workers(plan, role, backend, note) for role in config.roles.with_workers]
     found = estimated_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
     estimates = [estimate for _, estimate in found]
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]
@@ -128,14 +129,14 @@ def _work_out(plan: Plan, run: PlannedRun, backend: type[TrainerBackend], note: 
     plan.step = predict(run, estimates, plan.engine, plan.transport, max(seconds, default=0.0))
 
 
-def _work_out_workers(plan: Plan, run: PlannedRun, role: ModelRole, backend: type[TrainerBackend], note: Note) -> float:
+def _work_out_workers(plan: Plan, role: ModelRole, backend: type[TrainerBackend], note: Note) -> float:
     """Plan a role's workers. Return their seconds, 0 if their model or layout has a problem, reported elsewhere."""
-    worker = run.config.for_worker(role)
+    run, worker = plan.run, plan.run.config.for_worker(role)
     path = worker.model.path
     if not (path / "config.json").is_file() or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
         return 0.0
     kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker.trainer)]
     found = estimated_kinds(worker, backend, kinds, note)
     for kind, estimate in found:
-        plan.references.append(KindPlan(kind, estimate, (worker_phase(plan.hardware, role.name, kind, estimate),)))
+        plan.references.append(KindPlan(kind, estimate, (worker_phase(run.hardware, role.name, kind, estimate),)))
     return worker_seconds(run, role, [estimate for _, estimate in found])

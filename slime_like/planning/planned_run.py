@@ -88,7 +88,7 @@ class PlannedRun:
             ConfigError: the model's ``config.json`` cannot be read.
         """
         dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        return cls(config, dimensions, Hardware.of(config), Workload.of(config, mean_prompt, mean_response))
+        return cls(config, dimensions, Hardware.of(config.cluster), Workload.of(config, mean_prompt, mean_response))
 
     @property
     def weight_bytes(self) -> int:
@@ -108,15 +108,15 @@ class PlannedRun:
         return not self.config.supervised and not self.config.debug.load_rollouts
 
 
-def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
-    """Return the trainer of ``config``.
+def plannable_backend(name: str) -> type[TrainerBackend]:
+    """Return the trainer backend of this name.
 
     Raises:
         ConfigError: it is unknown, or has no estimate of what it needs.
     """
-    backend = load_backend(config.trainer.backend)
+    backend = load_backend(name)
     if not hasattr(backend, "planner"):
-        problem = f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"
+        problem = f"trainer.backend={name} cannot be planned: it has no estimate; plan with megatron"
         raise ConfigError(problem, code="backend-not-planned")
     return backend
 

@@ -38,7 +38,7 @@ def chosen_recompute(config: RunConfig) -> RunConfig:
     run = PlannedRun.of(config)
     if layout_problems(config.trainer.parallel, run.dimensions):
         return config
-    fitted = fewest_recomputed(run, plannable_backend(config))
+    fitted = fewest_recomputed(run, plannable_backend(config.trainer.backend))
     return with_recompute(run, "full").config if fitted is None else fitted.run.config
 
 
@@ -51,8 +51,10 @@ def fewest_recomputed(run: PlannedRun, backend: type[TrainerBackend]) -> Fitted 
     none = _tried(run, backend, 0)
     if none.spare >= 0:
         return none
-    low, high = 0, _layers(run)
-    fails, fits = none, _tried(run, backend, high)
+    parallel, high = run.config.trainer.parallel, run.dimensions.num_layers
+    if run.config.trainer.backend != FSDP:
+        high = max(layers_per_stage(run.dimensions, parallel.pipeline * parallel.virtual_pipeline))
+    low, fails, fits = 0, none, _tried(run, backend, high)
     if fits.spare < 0:
         return None
     while high - low > 1:
@@ -66,14 +68,6 @@ def fewest_recomputed(run: PlannedRun, backend: type[TrainerBackend]) -> Fitted 
 def with_recompute(run: PlannedRun, recompute: int | str) -> PlannedRun:
     trainer = run.config.trainer.model_copy(update={"recompute": recompute})
     return replace(run, config=run.config.model_copy(update={"trainer": trainer}))
-
-
-def _layers(run: PlannedRun) -> int:
-    """Return the layers of the largest stage or model chunk."""
-    parallel = run.config.trainer.parallel
-    if run.config.trainer.backend == FSDP:
-        return run.dimensions.num_layers
-    return max(layers_per_stage(run.dimensions, parallel.pipeline * parallel.virtual_pipeline))
 
 
 def _tried(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitted:

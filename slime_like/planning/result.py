@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slime_like.config import RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.engines import EnginePlan, Generation
-from slime_like.planning.hardware import Hardware
 from slime_like.planning.memory import HostMemory, PhaseMemory
-from slime_like.planning.planned_run import Workload
+from slime_like.planning.planned_run import PlannedRun
 from slime_like.planning.step_time import StepTime
 from slime_like.planning.units import memory_text
 
@@ -30,7 +28,7 @@ class Plan:
     """Result of ``slime-like plan``.
 
     Attributes:
-        recompute: recomputed layers of a stage.
+        run: the planned run, with the chosen number of recomputed layers.
         kinds, references: every kind of rank of the trainer, and of roles' workers; empty without workers, or if the
             layout itself is rejected.
         engine_phase: contents of a separate engine's GPU.
@@ -39,17 +37,15 @@ class Plan:
         seconds: duration of planning.
     """
 
-    hardware: Hardware
+    run: PlannedRun
     nodes: int
     gpus_in_use: int
-    recompute: int | str = "none"
     kinds: list[KindPlan] = field(default_factory=list)
     references: list[KindPlan] = field(default_factory=list)
     engine: EnginePlan | None = None
     engine_phase: PhaseMemory | None = None
     generation: Generation | None = None
     host: HostMemory | None = None
-    workload: Workload | None = None
     step: StepTime | None = None
     transport: str | None = None
     problems: list[str] = field(default_factory=list)
@@ -67,8 +63,9 @@ class Plan:
         holds_one = self.engine is None or self.engine.longest_sequences > 0
         return holds_one and all(phase.fits for phase in self.phases)
 
-    def misfits(self, config: RunConfig) -> Iterator[str]:
+    def misfits(self) -> Iterator[str]:
         """Describe what is too large for a GPU or a node."""
+        config = self.run.config
         for phase in self.phases:
             if not phase.fits:
                 needed, missing = memory_text(phase.total), memory_text(-phase.margin)
@@ -90,6 +87,9 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with sums and verdicts."""
         written = asdict(self)
+        run = written.pop("run")
+        written |= {name: run[name] for name in ("hardware", "workload")}
+        written["recompute"] = self.run.config.trainer.recompute
         entries = [entry for kind in (*written["kinds"], *written["references"]) for entry in kind["phases"]]
         entries += [written["engine_phase"]] if self.engine_phase is not None else []
         for entry, phase in zip(entries, self.phases, strict=True):

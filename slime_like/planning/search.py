@@ -49,8 +49,8 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with derived figures."""
         trainer = self.trainer.model_dump(mode="json", include={"parallel", "target_tokens_per_batch", "recompute"})
-        figures = {"margin": self.tightest.margin, "total": self.step.total, "flags": self.flags}
-        return {**trainer, "tightest": asdict(self.tightest), "step": asdict(self.step), **figures}
+        details = {"tightest": asdict(self.tightest), "step": asdict(self.step), "flags": self.flags}
+        return {**trainer, **details, "margin": self.tightest.margin, "total": self.step.total}
 
 
 def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Candidate]:
@@ -67,13 +67,15 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
             "single values of trainer.parallel.context and data instead",
             code="backend-not-searched",
         )
-    backend = plannable_backend(run.config)
-    possible = sorted((tried for tried in _layouts(run) if _could_fit(tried)), key=_rough_time)
+    backend = plannable_backend(run.config.trainer.backend)
+    possible = sorted(filter(_could_fit, _layouts(run)), key=_rough_time)
     found: list[Candidate] = []
     rejections: list[list[str]] = []
     for index, tried in enumerate(possible, start=1):
         note(f"layout {index} of {len(possible)}, {len(found)} fit")
-        if problems := _problems(tried):
+        config = tried.config
+        settings = check_settings(config, tried.dimensions, training_needs(config) - {"code"})  # code does not vary
+        if problems := [*map(str, settings), *placement_problems(config)]:
             rejections.append(problems)
         elif candidate := _candidate(tried, backend):
             found.append(candidate)
@@ -121,12 +123,6 @@ def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
     return replace(run, config=config, workload=workload)
 
 
-def _problems(run: PlannedRun) -> list[str]:
-    config = run.config
-    settings = check_settings(config, run.dimensions, training_needs(config) - {"code"})  # code does not vary
-    return [*map(str, settings), *placement_problems(config)]
-
-
 def least_bytes(run: PlannedRun) -> tuple[float, float, float]:
     """Return lower bounds of a rank's memory, computed without tracing it.
 
@@ -156,20 +152,16 @@ def _could_fit(run: PlannedRun) -> bool:
     return state + inputs < run.hardware.memory_bytes - CONTEXT_BYTES
 
 
-def _likely_recomputed(run: PlannedRun) -> float:
-    """Guess the share of layers that must be recomputed."""
-    state, kept, inputs = least_bytes(run)
-    free = run.hardware.memory_bytes - run.hardware.process_bytes(_GROUPS) - state
-    free -= plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
-    return min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
-
-
 def _rough_time(run: PlannedRun) -> float:
     """Guess the seconds of training, as a sort key: layers' products, attention or the context's keys and values, other
     messages, recomputation and idle stages."""
     config, dimensions, hardware = run.config, run.dimensions, run.hardware
     layout, workload = config.trainer.parallel, run.workload
-    forwards = 3 + _likely_recomputed(run)
+    state, kept, inputs = least_bytes(run)
+    free = hardware.memory_bytes - hardware.process_bytes(_GROUPS) - state
+    free -= plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
+    # The share of layers that probably must be recomputed adds as many forwards.
+    forwards = 3 + min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
     tokens = config.trainer.target_tokens_per_batch / layout.context
     heads = dimensions.num_heads * dimensions.head_dim / layout.tensor
     cached = max(1.0, dimensions.num_kv_heads / layout.tensor) * 2 * dimensions.head_dim * run.element_bytes * tokens

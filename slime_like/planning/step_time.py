@@ -1,7 +1,6 @@
 """Predicted time of a step, from the ranks' computation and messages and from assumed hardware figures."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,6 @@ from slime_like.planning.planned_run import PlannedRun
 SYNC_GB_PER_S = {"nccl": 40.0, "colocated": 40.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}
 """Assumed speeds of weight transports. Between nodes, NCCL's, which colocated also uses, is bounded by the network."""
 
-PRODUCTS, ATTENTION, HEAD, KERNELS = "matrix products", "attention", "head", "small kernels"
-TENSOR, MESSAGES = "tensor-parallel messages", "other messages"
-
 _KERNEL_BYTES = 0.5
 """Assumed share of the traced bytes of small kernels that remains after fusion (Transformer Engine, torch's
 compiler)."""
@@ -27,7 +23,7 @@ compiler)."""
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Predicted seconds of one step, and its floating-point operations.
+    """Predicted seconds of one step.
 
     Attributes:
         generation, scoring, training, sync: seconds of these phases.
@@ -36,9 +32,7 @@ class StepTime:
         overlapped: sampling runs during training (``rollout.max_staleness``).
         after_last: seconds of scoring and training that cannot begin before the last sample is finished: all of them,
             or, with ``rollout.stream``, the last micro-batch and the update.
-        model_flops: FLOPs of scoring and training on all ranks, without recomputation.
         utilization: share of the ceiling of all trainer GPUs' matrix products during training.
-        parts: seconds of training by cause.
     """
 
     generation: float
@@ -49,9 +43,7 @@ class StepTime:
     references: float
     overlapped: bool
     after_last: float
-    model_flops: float
     utilization: float
-    parts: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -80,13 +72,14 @@ def predict(
     bubble = (layout.pipeline - 1) / layout.virtual_pipeline
     slots = workload.micro_batches + bubble
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
-    update = max(sum(_update_parts(run, estimate)) for estimate in estimates)
+    update = max(_update_seconds(run, estimate) for estimate in estimates)
     training = updates * (slots * slot + update)
     scores = len(config.roles.scoring)
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
-    flops = (6.0 * dimensions.active_parameters + _attention_flops(run)) * workload.tokens * algorithm.epochs
+    attention = dimensions.num_layers * workload.attention_length * dimensions.num_heads * dimensions.head_dim
+    flops = 6.0 * (dimensions.active_parameters + attention) * workload.tokens * algorithm.epochs
     ceiling = layout.world_size * hardware.gpu.ceiling_tflops * 1e12
     return StepTime(
         generation=0.0 if engine is None else predict_generation(run, engine).seconds,
@@ -97,43 +90,8 @@ def predict(
         references=references,
         overlapped=config.rollout.max_staleness > 0,
         after_last=(1 + bubble) * (score_slot + slot) + update if config.rollout.stream else scoring + training,
-        model_flops=flops * (1 + scores / 3),
         utilization=flops / (training * ceiling),
-        parts=_training_parts(run, estimates, training),
     )
-
-
-def _training_parts(run: PlannedRun, estimates: Sequence[RankEstimate], training: float) -> dict[str, float]:
-    """Divide training's seconds by cause; stages count by their mean."""
-    workload, parallel, algorithm = run.workload, run.config.trainer.parallel, run.config.algorithm
-    updates = algorithm.epochs * algorithm.minibatches
-    times = updates * workload.micro_batches / len(estimates)
-    parts = defaultdict[str, float](float)
-    for estimate in estimates:
-        passed, again = pass_parts(run, estimate, estimate.training), pass_parts(run, estimate, estimate.forward)
-        share = _recomputed(estimate)
-        for name, seconds in passed.items():
-            repeated = 0.0 if name == HEAD else share * again[name]
-            parts[name] += times * (seconds - repeated)
-            parts["recomputation"] += times * repeated
-    slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
-    parts["pipeline bubble"] = updates * (parallel.pipeline - 1) / parallel.virtual_pipeline * slot
-    slowest = max((_update_parts(run, estimate) for estimate in estimates), key=sum)
-    parts["data-parallel exchange"], parts["optimizer"] = (updates * seconds for seconds in slowest)
-    return {**parts, "stages of unequal length, rounding": training - sum(parts.values())}
-
-
-def _attention_flops(run: PlannedRun) -> float:
-    """Return the FLOPs of attention per token, forward and backward."""
-    dimensions = run.dimensions
-    return 6.0 * dimensions.num_layers * run.workload.attention_length * dimensions.num_heads * dimensions.head_dim
-
-
-def _recomputed(estimate: RankEstimate) -> float:
-    """Return the share of the layers' forward pass that training repeats. Without repetition, training has three times
-    forward's products."""
-    forward = estimate.forward.matmul_flops - estimate.forward.head_flops
-    return max(0.0, (estimate.training.matmul_flops - estimate.training.head_flops) / forward - 3) if forward else 0.0
 
 
 def worker_seconds(run: PlannedRun, role: ModelRole, estimates: Sequence[RankEstimate]) -> float:
@@ -145,13 +103,7 @@ def worker_seconds(run: PlannedRun, role: ModelRole, estimates: Sequence[RankEst
 
 
 def pass_seconds(run: PlannedRun, estimate: RankEstimate, work: Work) -> float:
-    """Predict the time of one micro-batch, filled as much as the mean one."""
-    computing = sum(pass_parts(run, estimate, work).values())
-    return max(computing, run.hardware.host_seconds(_streamed_bytes(run, estimate, work is estimate.training)))
-
-
-def pass_parts(run: PlannedRun, estimate: RankEstimate, work: Work) -> dict[str, float]:
-    """Predict the time of one micro-batch, filled as much as the mean one, by cause.
+    """Predict the time of one micro-batch, filled as much as the mean one.
 
     Attention is scaled from the longest sequence to the mean one. Messages of context parallelism overlap with
     attention, and asynchronous collectives with matrix products: the longer of the two counts.
@@ -160,24 +112,19 @@ def pass_parts(run: PlannedRun, estimate: RankEstimate, work: Work) -> dict[str,
     shorter = workload.attention_length / estimate.longest
     if workload.sharing == 1:
         shorter = min(1.0, shorter)
-    attention = hardware.attention_seconds(work.attention_flops * shorter)
-    shown, context, hidden = {TENSOR: 0.0, MESSAGES: 0.0}, 0.0, 0.0
+    shown, context, hidden = 0.0, 0.0, 0.0
     for sent in work.traffic:
         if sent.axis == "context":
             context += hardware.link_seconds(sent.nbytes, sent.ranks)
-            continue
-        hidden += hardware.link_seconds(sent.hidden_bytes, sent.ranks)
-        name = TENSOR if sent.axis == "tensor" else MESSAGES
-        shown[name] += hardware.link_seconds(sent.nbytes - sent.hidden_bytes, sent.ranks)
-    kernels, head = (_KERNEL_BYTES * nbytes for nbytes in (work.kernel_bytes - work.head_bytes, work.head_bytes))
-    parts = {
-        PRODUCTS: max(hardware.matmul_seconds(work.matmul_flops - work.head_flops), hidden),
-        ATTENTION: max(attention, context),
-        HEAD: hardware.matmul_seconds(work.head_flops) + hardware.memory_seconds(head),
-        KERNELS: hardware.memory_seconds(kernels),
-        **shown,
-    }
-    return {name: workload.filled * seconds for name, seconds in parts.items()}
+        else:
+            hidden += hardware.link_seconds(sent.hidden_bytes, sent.ranks)
+            shown += hardware.link_seconds(sent.nbytes - sent.hidden_bytes, sent.ranks)
+    products = max(hardware.matmul_seconds(work.matmul_flops - work.head_flops), hidden)
+    products += hardware.matmul_seconds(work.head_flops)
+    attention = max(hardware.attention_seconds(work.attention_flops * shorter), context)
+    kernels = hardware.memory_seconds(_KERNEL_BYTES * work.kernel_bytes)
+    computing = workload.filled * (products + attention + kernels + shown)
+    return max(computing, hardware.host_seconds(_streamed_bytes(run, estimate, work is estimate.training)))
 
 
 def _streamed_bytes(run: PlannedRun, estimate: RankEstimate, training: bool) -> float:
@@ -195,18 +142,18 @@ def _streamed_bytes(run: PlannedRun, estimate: RankEstimate, training: bool) -> 
     return weights * (1 + int(trainer.fsdp.reshard_after_forward) + int(trainer.fsdp.accumulate == "sharded"))
 
 
-def _update_parts(run: PlannedRun, estimate: RankEstimate) -> tuple[float, float]:
+def _update_seconds(run: PlannedRun, estimate: RankEstimate) -> float:
     """Predict the time of the sums over replicas, and of the optimizer, which reads and writes its state once.
 
     If state is offloaded, float32 gradients go to the host and float32 weights come back: half of the offloaded bytes.
     The node's processors read all of it and write everything except the gradients.
     """
     hardware, memory = run.hardware, estimate.memory
-    sending = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in estimate.update.traffic)
-    seconds = hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
+    seconds = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in estimate.update.traffic)
+    seconds += hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
     ranks = min(hardware.gpus_per_node, run.config.trainer.parallel.world_size)
     on_host = ranks * 7 / 4 * memory.host_optimizer_bytes / (HOST_MEMORY_GB_PER_S * 1e9)
-    return sending, seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2) + on_host
+    return seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2) + on_host
 
 
 def _sync_seconds(run: PlannedRun, transport: str) -> float:

@@ -1,4 +1,4 @@
-"""Text of a plan on the terminal, at most 80 columns wide: the verdict first, then tables."""
+"""Text of a plan on the terminal, at most 80 columns wide: the verdict in sentences first, then tables."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -7,36 +7,43 @@ from typing import TextIO
 from rich import box
 from rich.table import Table
 
-from slime_like.config import RunConfig
-from slime_like.config.gpus import GPUS
-from slime_like.planning import verdict
 from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.result import Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import SYNC_GB_PER_S, StepTime
-from slime_like.planning.units import memory_text, seconds_text
+from slime_like.planning.units import memory_text, seconds_text, significant
 from slime_like.system.console import Console
 from slime_like.system.words import counted
 
 _WIDTH = 80
 _MOST_PHASES = 4
-_LEAST_SHOWN = 0.005
+_SHORT_S = 1.0
+"""Predicted steps below this are dominated by what is not predicted: kernel launches, and calls between processes."""
+
+_PHASES = {
+    "generation": "generation",
+    "references": "reference workers (during generation)",
+    "scoring": "scoring",
+    "training": "training",
+    "sync": "weight sync",
+    "moving": "moves to and from host memory",
+}
 
 
-def print_plan(config: RunConfig, plan: Plan, stream: TextIO | None = None) -> None:
+def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
     """Print the plan, the verdict first."""
     console = _console(stream or sys.stdout)
-    lines = list(filter(None, (verdict.verdict(plan), verdict.host_verdict(plan), _subject(config, plan))))
+    lines = list(filter(None, (verdict(plan), host_verdict(plan), _subject(plan))))
     lines += [f"problem: {problem}" for problem in plan.problems]
     if plan.fits:
-        lines += ["", *verdict.step_lines(config, plan)]
-    _print_lines(console, lines)
-    _print_table(console, _memory(plan))
+        lines += ["", *step_lines(plan)]
+    console.print(*lines, sep="\n", markup=False)
+    _print_memory(console, plan)
     if plan.step is not None:
-        _print_table(console, _time(plan.step))
-        _print_table(console, _training(plan, plan.step))
+        _print_time(console, plan.step)
     notes = [f"note: {note}" for note in plan.notes]
-    _print_lines(console, ["", *_workings(config, plan), *notes, f"planned in {seconds_text(plan.seconds)}"])
+    notes.append(f"planned in {seconds_text(plan.seconds)}")
+    console.print("", *_workings(plan), *notes, sep="\n", markup=False)
 
 
 def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | None = None) -> None:
@@ -52,7 +59,8 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
     if not host:
         console.print("warning: host memory was NOT checked: give --cluster.host_memory_gib")
     title = "Layouts that fit, fastest first: tensor (t), pipeline (p), context (c), data (d), expert (e)"
-    table = _table(title, ("t", "p", "c", "d", "e", "tokens", "recompute", "step", "trainer", "ceiling", "free"))
+    columns = ("t", "p", "c", "d", "e", "tokens", "recompute", "step", "trainer", "ceiling", "free")
+    table = _table(console, title, columns)
     for layout in found:
         parallel, step = layout.trainer.parallel, layout.step
         sizes = (getattr(parallel, name) for name in ("tensor", "pipeline", "context", "data", "expert"))
@@ -65,7 +73,7 @@ def print_candidates(found: Sequence[Candidate], host: bool, stream: TextIO | No
             f"{step.utilization:.0%}",
             memory_text(layout.tightest.margin),
         )
-    _print_table(console, table)
+    console.print(table)
     console.print(f"\nthe first: {found[0].flags}", markup=False, soft_wrap=True)
 
 
@@ -74,28 +82,17 @@ def _console(stream: TextIO) -> Console:
     return Console(file=stream, width=width, highlight=False)
 
 
-def _print_lines(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False)
-
-
-def _print_table(console: Console, table: Table) -> None:
-    """Print a blank line, the title over the whole width, and the table."""
-    title, table.title = str(table.title), None
+def _table(console: Console, title: str, columns: Sequence[str]) -> Table:
+    """Print the title, over the whole width, and return an empty table. Columns of names are justified to the left."""
     console.print(f"\n[bold]{title}[/bold]")
-    console.print(table)
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    """Return an empty table. Columns are justified to the right, except for one of names."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, justify="left" if column in ("", "phase") else "right")
     return table
 
 
-def _subject(config: RunConfig, plan: Plan) -> str:
-    hardware = plan.hardware
+def _subject(plan: Plan) -> str:
+    config, hardware = plan.run.config, plan.run.hardware
     nodes, gpus = counted(plan.nodes, "node"), counted(hardware.gpus_per_node, "GPU")
     chosen = " (the number needed: cluster.nodes is not set)" if config.cluster.nodes is None else ""
     shared = (
@@ -108,8 +105,57 @@ def _subject(config: RunConfig, plan: Plan) -> str:
     )
 
 
-def _memory(plan: Plan) -> Table:
-    """Return a column per phase and a row per item, of the kind of ranks with the least free memory in that phase. Of
+def verdict(plan: Plan) -> str:
+    """Return the first line: whether the run fits, and the free GPU memory."""
+    if plan.problems:
+        count = counted(len(plan.problems), "problem")
+        return f"cannot start: {count}. GPU memory suffices." if plan.kinds and plan.fits else f"does not fit: {count}."
+    tightest = min(plan.phases, key=lambda phase: phase.margin)
+    return f"fits. Least free GPU memory: {memory_text(tightest.margin)} ({tightest.place})."
+
+
+def host_verdict(plan: Plan) -> str:
+    """Return the host memory needed, and how it compares to a node's; "" if there is nothing to say."""
+    if plan.host is None or not plan.host.items:
+        return ""
+    needed = f"{memory_text(plan.host.total)} per node"
+    if plan.host.capacity is None:
+        return f"warning: host memory was NOT checked: {needed} needed; give --cluster.host_memory_gib"
+    left = plan.host.capacity - plan.host.total
+    return f"Host memory needed: {needed}; {memory_text(left)} are left for processes." if left >= 0 else ""
+
+
+def step_lines(plan: Plan) -> Iterator[str]:
+    """Yield the duration of a step, its throughput and what limits it."""
+    step, work, found = plan.step, plan.run.workload, plan.generation
+    if step is None:
+        return
+    if step.total < _SHORT_S:
+        yield (
+            f"Predicted step: {seconds_text(step.total)}. In such a small run, kernel launches and calls between "
+            "processes take longer; they are not predicted."
+        )
+    else:
+        speed = significant(work.samples * work.mean_length / step.total / plan.gpus_in_use)
+        yield f"Predicted step: {seconds_text(step.total)}, {speed} tokens/s per GPU."
+    longest = max(_PHASES, key=lambda name: getattr(step, name))
+    share, detail = getattr(step, longest) / step.total, ""
+    if longest == "training":
+        detail = f"; {step.utilization:.0%} of the GPUs' matrix-product ceiling"
+    elif longest == "generation" and found is not None:
+        detail = f"{', during training' if step.overlapped else ''}; a token takes {seconds_text(found.token)}"
+    yield f"Limited by {_PHASES[longest]}: {min(1.0, share):.0%} of the step{detail}."
+    if found is not None and found.waves > 1 and plan.engine is not None:
+        fitting = int(plan.engine.kv_tokens / work.mean_length)
+        limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
+        yield (
+            f"{counted(plan.run.config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
+            f"{found.sequences:,} sequences at the same time ({limit}), so generation takes {found.waves} waves."
+        )
+
+
+def _print_memory(console: Console, plan: Plan) -> None:
+    """Print a column per phase and a row per item, of the kind of ranks with the least free memory in that phase. Of
     too many phases, those with the most free memory are left out."""
     found: dict[tuple[bool, str], PhaseMemory] = {}
     for phase in plan.phases:
@@ -119,41 +165,29 @@ def _memory(plan: Plan) -> Table:
     tightest = sorted(found.values(), key=lambda phase: phase.margin)[:_MOST_PHASES]
     shown = [phase for phase in found.values() if phase in tightest]
     heads = ["\n".join(filter(None, (phase.phase, phase.kind))) for phase in shown]
-    table = _table("Memory per phase, on the GPU with the least free memory", ["", *heads])
+    table = _table(console, "Memory per phase, on the GPU with the least free memory", ["", *heads])
     for name in dict.fromkeys(name for phase in shown for name, nbytes in phase.items.items() if nbytes):
         sizes = [phase.items.get(name, 0) for phase in shown]
         table.add_row(name, *(memory_text(size) if size else "" for size in sizes))
     table.add_section()
     for name, field in (("sum", "total"), ("GPU", "capacity"), ("free", "margin")):
         table.add_row(name, *(memory_text(getattr(phase, field)) for phase in shown))
-    return table
+    console.print(table)
 
 
-def _time(step: StepTime) -> Table:
-    table = _table("Predicted time of a step", ("phase", "time", "share"))
-    for phase, name in verdict.PHASES.items():
+def _print_time(console: Console, step: StepTime) -> None:
+    table = _table(console, "Predicted time of a step", ("phase", "time", "share"))
+    for phase, name in _PHASES.items():
         if seconds := getattr(step, phase):
             table.add_row(name, seconds_text(seconds), f"{seconds / step.total:.0%}")
     table.add_section()
     table.add_row("whole step" + (", phases overlap" if step.overlapped else ""), seconds_text(step.total), "")
-    return table
+    console.print(table)
 
 
-def _training(plan: Plan, step: StepTime) -> Table:
-    """Return causes of training's seconds that take at least half a percent."""
-    gpu = plan.hardware.gpu
-    known = "measured" if gpu.measured_tflops else f"assumed from the data sheet's {gpu.tflops:g}, not measured"
-    ceiling = f"{gpu.ceiling_tflops:.0f} TFLOP/s ({known})"
-    table = _table(f"Training by cause, at {step.utilization:.0%} of {ceiling}", ("", "share"))
-    for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]):
-        if abs(share := seconds / step.training) >= _LEAST_SHOWN:
-            table.add_row(name, f"{share:.1%}")
-    return table
-
-
-def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
+def _workings(plan: Plan) -> Iterator[str]:
     """Yield the inputs of the figures."""
-    engine, work, step = plan.engine, plan.workload, plan.step
+    config, engine, work = plan.run.config, plan.engine, plan.run.workload
     if engine is not None:
         yield (
             f"engines: {counted(config.rollout.num_engines, 'engine')} of {counted(engine.gpus, 'GPU')}; KV cache of "
@@ -163,25 +197,28 @@ def _workings(config: RunConfig, plan: Plan) -> Iterator[str]:
     for role in config.roles.with_workers if plan.references else ():
         size = counted(role.parallel.world_size, "GPU")
         yield f"{role.name}s: {counted(role.workers, 'worker')} of {size}, scoring during generation"
-    if work is not None and step is not None:
+    if plan.step is not None:
         yield (
             f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, "
-            f"{work.micro_batches} micro-batches per replica and update; {step.model_flops:.3g} FLOP"
+            f"{work.micro_batches} micro-batches per replica and update"
         )
         if config.rollout.agent.is_set and not config.supervised:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
-        yield _assumptions(config, plan)
+        yield _assumptions(plan)
     layers = {kind.estimate.layers for kind in plan.kinds}
-    yield f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; recompute: {plan.recompute}"
+    yield (
+        f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; "
+        f"recompute: {config.trainer.recompute}"
+    )
 
 
-def _assumptions(config: RunConfig, plan: Plan) -> str:
-    hardware, sheet = plan.hardware, GPUS[config.cluster.gpu]
-    nvlink = f"NVLink {hardware.gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
+def _assumptions(plan: Plan) -> str:
+    hardware, gpu = plan.run.hardware, plan.run.hardware.gpu
+    nvlink = f"NVLink {gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
     sync = f", weight sync by {plan.transport} at {SYNC_GB_PER_S[plan.transport]:g} GB/s" if plan.transport else ""
     return (
-        f"assumed, not measured: {hardware.matmul_efficiency:.0%} of {sheet.ceiling_tflops:.0f} TFLOP/s in matrix "
+        f"assumed, not measured: {hardware.matmul_efficiency:.0%} of {gpu.ceiling_tflops:.0f} TFLOP/s in matrix "
         f"products, {hardware.attention_efficiency:.0%} in attention, {hardware.memory_efficiency:.0%} of "
-        f"{sheet.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
+        f"{gpu.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
         f"{hardware.network_gb_per_s:g}, host {hardware.host_gb_per_s:g} GB/s per GPU){sync}"
     )

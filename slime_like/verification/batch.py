@@ -27,21 +27,19 @@ _FULLY_MASKED = 6
 def synthetic_batch(dimensions: ModelDimensions, seed: int = 0) -> list[ScoredTrajectory]:
     """Return sixteen scored sequences of random tokens in groups of four, determined by vocabulary and seed."""
     generator = torch.Generator().manual_seed(seed)
-    return [_sequence(index, *lengths, dimensions, generator) for index, lengths in enumerate(_LENGTHS)]
-
-
-def _sequence(
-    index: int, prompt: int, response: int, dimensions: ModelDimensions, generator: torch.Generator
-) -> ScoredTrajectory:
-    tokens = torch.randint(0, dimensions.vocab_size, (prompt + response,), generator=generator)
-    loss_mask = torch.rand(response, generator=generator) < 0.85
-    loss_mask[-1] = True
-    if index == _FULLY_MASKED:
-        loss_mask = torch.zeros_like(loss_mask)
-    name, group = f"synthetic-{index}", index // _GROUP_SIZE
-    bare = ScoredTrajectory.unrewarded(name, tokens[:prompt], tokens[prompt:], group_id=group)
-    advantage = torch.randn((), generator=generator)
-    return replace(bare, loss_mask=loss_mask, advantages=advantage, temperature=(1.0, 0.7, 1.3)[index % 3])
+    batch = []
+    for index, (prompt, response) in enumerate(_LENGTHS):
+        tokens = torch.randint(0, dimensions.vocab_size, (prompt + response,), generator=generator)
+        loss_mask = torch.rand(response, generator=generator) < 0.85
+        loss_mask[-1] = True
+        if index == _FULLY_MASKED:
+            loss_mask = torch.zeros_like(loss_mask)
+        name, group = f"synthetic-{index}", index // _GROUP_SIZE
+        bare = ScoredTrajectory.unrewarded(name, tokens[:prompt], tokens[prompt:], group_id=group)
+        advantage = torch.randn((), generator=generator)
+        temperature = (1.0, 0.7, 1.3)[index % 3]
+        batch.append(replace(bare, loss_mask=loss_mask, advantages=advantage, temperature=temperature))
+    return batch
 
 
 def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensions, source: str) -> None:

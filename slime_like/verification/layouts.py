@@ -51,13 +51,11 @@ class Layout:
 
     def applied_to(self, config: RunConfig) -> RunConfig:
         """Return ``config`` with this layout."""
-        sharded = self.distributed or config.trainer.backend == FSDP  # FSDP always shards it
-        sharding = {"distributed": sharded, "overlap": self.overlap}
-        optimizer = config.trainer.optimizer.model_copy(update=sharding)
-        changes: dict[str, Any] = {"parallel": self.parallel, "optimizer": optimizer}
-        if self.attention is not None:
-            changes["attention"] = self.attention
-        return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+        trainer = config.trainer
+        sharded = self.distributed or trainer.backend == FSDP  # FSDP always shards it
+        optimizer = trainer.optimizer.model_copy(update={"distributed": sharded, "overlap": self.overlap})
+        changes = {"parallel": self.parallel, "optimizer": optimizer, "attention": self.attention or trainer.attention}
+        return config.model_copy(update={"trainer": trainer.model_copy(update=changes)})
 
 
 def parse_layout(name: str) -> Layout:

@@ -16,14 +16,12 @@ from slime_like.checks.layout import layout_problems
 from slime_like.checks.packages import attention_problems
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
-from slime_like.interfaces import Scores
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.trainer.alone import exported_tensors, run_directory, trainers_alone
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.calls import given
-from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import score_sequences
@@ -47,6 +45,7 @@ from slime_like.verification.tolerances import tolerances_of
 CPU_RANKS = 8
 """Maximum number of ranks of a layout on a machine without GPUs."""
 
+_Sink = Callable[[Mapping[str, Tensor]], None]
 _WIDTH = 120
 _FIGURES = (
     ("logprobs (max)", "logprob_max"),
@@ -117,12 +116,12 @@ def verify_layouts(
         _refuse(must_fit, reasons)
         progress.note(f"{baseline.name}: the baseline of the other layouts")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
-        measured = Baseline(baseline.applied_to(config), batch, Path(weights))
+        measured = Baseline(config, baseline, batch, Path(weights))
         rows = [Row(baseline.name, baseline.parallel.world_size, measured.parity)]
         progress.update(1, {})
         for done, layout in enumerate(layouts, start=2):
             progress.note(f"{layout.name}: {counted(layout.parallel.world_size, 'rank')}")
-            rows.append(measured.row(layout, layout.applied_to(config), reasons[layout.name]))
+            rows.append(measured.row(layout, reasons[layout.name]))
             progress.update(done, {})
         return rows
 
@@ -138,7 +137,7 @@ def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) ->
 
 def setting_misfit(config: RunConfig) -> str | None:
     """Return why a layout's attention is unavailable here or conflicts with another setting, or ``None``."""
-    return next(iter([*attention_problems(config), *config.all_conflicts()]), None)
+    return next(iter([*attention_problems(config.trainer, config.model), *config.all_conflicts()]), None)
 
 
 def device_misfit(layout: Layout, resources: Mapping[str, float]) -> str | None:
@@ -172,6 +171,17 @@ class TensorStore:
     def __getitem__(self, name: str) -> Tensor:
         return load_file(self._directory / name)[name]
 
+    def gaps(self, found: Mapping[str, Tensor], compare: Callable[[str, Tensor, Tensor], TensorGap]) -> list[TensorGap]:
+        """Compare each found tensor with the stored one: ``compare(name, found, stored)``."""
+        return [
+            compare(name, tensor, self[name]) if name in self.names else misplaced_tensor(name, "should not exist")
+            for name, tensor in found.items()
+        ]
+
+    def with_missing(self, gaps: Sequence[TensorGap]) -> list[TensorGap]:
+        """Return ``gaps``, and one for each stored tensor that none of them is about."""
+        return [*gaps, *(misplaced_tensor(name, "is missing") for name in self.names - {gap.name for gap in gaps})]
+
 
 class Baseline:
     """Results of the baseline. Its gradients, and its weights before and after training, are on disk.
@@ -181,86 +191,73 @@ class Baseline:
         parity: deviation from itself; not zero if a result is not a number.
     """
 
-    def __init__(self, config: RunConfig, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
-        dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self._tolerances = tolerances_of(config.model.dtype, dimensions)
+    def __init__(self, config: RunConfig, layout: Layout, batch: Sequence[ScoredTrajectory], directory: Path) -> None:
+        self._config = config
+        self._tolerances = tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(config.model.path))
         self._gradients = TensorStore(directory / "gradients")
         self._initial, self._final = TensorStore(directory / "before"), TensorStore(directory / "after")
-        with trainers_alone(config) as trainers:
-            trainers.setup()
-            _drain(exported_tensors(trainers.ranks), self._initial.add)
-            scores = score_sequences(trainers.ranks, batch, config.trainer)
-            self.batch = with_frozen_logprobs(batch, scores, config.seed)
-            self._measured = _train(trainers, config, self.batch, scores, self._gradients.add)
-            _drain(exported_tensors(trainers.ranks), self._final.add)
+        self.batch = batch
+        self._measured = self._measure(layout, self._gradients.add, self._final.add, self._initial.add)
         self.parity = compare_measurements(self._measured, self._measured, self.batch, self._tolerances)
 
-    def row(self, layout: Layout, config: RunConfig, misfit: str | None) -> Row:
+    def row(self, layout: Layout, misfit: str | None) -> Row:
         """Return the line of another layout, which runs unless it has a ``misfit``."""
         ranks = layout.parallel.world_size
         if misfit is not None:
             return Row(layout.name, ranks, skipped=misfit)
         try:
-            return Row(layout.name, ranks, self._compare(config))
+            return Row(layout.name, ranks, self._compare(layout))
         except TrainerError as error:
             return Row(layout.name, ranks, failed=str(error))
 
-    def _compare(self, config: RunConfig) -> Parity:
+    def _compare(self, layout: Layout) -> Parity:
         """Run another layout. Its tensors are compared bucket by bucket and not kept."""
         gradients: list[TensorGap] = []
         weights: list[TensorGap] = []
 
-        def compare_gradients(tensors: Mapping[str, Tensor]) -> None:
-            gradients.extend(map(self._gradient_gap, tensors, tensors.values()))
+        def gradient(name: str, found: Tensor, expected: Tensor) -> TensorGap:
+            return compare_gradient(name, found, expected, self._measured.grad_norm[0], self._tolerances)
 
-        with trainers_alone(config) as trainers:
-            trainers.setup()
-            scores = score_sequences(trainers.ranks, self.batch, config.trainer)
-            found = _train(trainers, config, self.batch, scores, compare_gradients)
-            for tensors in exported_tensors(trainers.ranks):
-                weights.extend(map(self._weight_gap, tensors, tensors.values()))
+        def weight(name: str, found: Tensor, expected: Tensor) -> TensorGap:
+            return compare_tensor(name, found, expected, self._initial[name], self._tolerances)
+
+        found = self._measure(
+            layout,
+            lambda tensors: gradients.extend(self._gradients.gaps(tensors, gradient)),
+            lambda tensors: weights.extend(self._final.gaps(tensors, weight)),
+        )
         parity = compare_measurements(found, self._measured, self.batch, self._tolerances)
-        add_gaps(parity, "gradients", [*gradients, *_missing(self._gradients, gradients)])
-        add_gaps(parity, "weights", [*weights, *_missing(self._final, weights)])
+        add_gaps(parity, "gradients", self._gradients.with_missing(gradients))
+        add_gaps(parity, "weights", self._final.with_missing(weights))
         return parity
 
-    def _gradient_gap(self, name: str, found: Tensor) -> TensorGap:
-        if name not in self._gradients.names:
-            return misplaced_tensor(name, "should not exist")
-        return compare_gradient(name, found, self._gradients[name], self._measured.grad_norm[0], self._tolerances)
+    def _measure(self, layout: Layout, gradients: _Sink, after: _Sink, before: _Sink | None = None) -> Measurement:
+        """Score and train the batch; the sinks receive the first gradients, and the weights after and before training.
 
-    def _weight_gap(self, name: str, found: Tensor) -> TensorGap:
-        if name not in self._final.names:
-            return misplaced_tensor(name, "should not exist")
-        return compare_tensor(name, found, self._final[name], self._initial[name], self._tolerances)
-
-
-def _missing(expected: TensorStore, found: Sequence[TensorGap]) -> list[TensorGap]:
-    return [misplaced_tensor(name, "is missing") for name in expected.names - {gap.name for gap in found}]
-
-
-def _train(
-    trainers: TrainerGroup,
-    config: RunConfig,
-    batch: Sequence[ScoredTrajectory],
-    scores: Sequence[Scores],
-    gradients: Callable[[Mapping[str, Tensor]], None],
-) -> Measurement:
-    """Run the optimizer steps; ``gradients`` receives those of the first one, bucket by bucket."""
-    ranks = trainers.ranks
-    packed = ExperienceBatcher(config, ranks.num_replicas, pad_token_id=0).batch(batch)
-    ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, packed.replicas))
-    _drain(exported_tensors(ranks, RankExport.begin_gradient_export, 0, packed.denominators[0]), gradients)
-    stats = [
-        given(ranks.call("training", RankTraining.train_minibatch, index, denominator))[0]
-        for _ in range(config.steps)
-        for index, denominator in enumerate(packed.denominators)
-    ]
-    logprobs = [score["old_logprobs"] for score in scores]
-    return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
+        The first scores become the batch's frozen logprobs.
+        """
+        config = layout.applied_to(self._config)
+        with trainers_alone(config) as trainers:
+            trainers.setup()
+            ranks = trainers.ranks
+            if before is not None:
+                _drain(exported_tensors(ranks), before)
+            scores = score_sequences(ranks, self.batch, config.trainer)
+            self.batch = with_frozen_logprobs(self.batch, scores, config.seed)
+            packed = ExperienceBatcher(config, ranks.num_replicas, pad_token_id=0).batch(self.batch)
+            ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, packed.replicas))
+            _drain(exported_tensors(ranks, RankExport.begin_gradient_export, 0, packed.denominators[0]), gradients)
+            stats = [
+                given(ranks.call("training", RankTraining.train_minibatch, index, denominator))[0]
+                for _ in range(config.steps)
+                for index, denominator in enumerate(packed.denominators)
+            ]
+            _drain(exported_tensors(ranks), after)
+        logprobs = [score["old_logprobs"] for score in scores]
+        return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 
 
-def _drain(buckets: Iterable[Mapping[str, Tensor]], sink: Callable[[Mapping[str, Tensor]], None]) -> None:
+def _drain(buckets: Iterable[Mapping[str, Tensor]], sink: _Sink) -> None:
     for tensors in buckets:
         sink(tensors)
 

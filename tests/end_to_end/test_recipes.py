@@ -47,7 +47,7 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     planned = PlannedRun.of(config)
     plan = make_plan(planned)
     assert plan.problems == [] and plan.fits
-    assert plan.gpus_in_use == plan.nodes * plan.hardware.gpus_per_node == RECIPES[name]
+    assert plan.gpus_in_use == plan.nodes * planned.hardware.gpus_per_node == RECIPES[name]
     assert plan.step is not None and plan.step.total > 0
     first = plan.kinds[0].estimate.memory  # what the search need not follow to know that it is too large
     _, kept, inputs = least_bytes(planned)
@@ -218,7 +218,7 @@ def test_experts_are_planned_on_every_axis(parallel: dict[str, Any], tmp_path: P
     for layout in ({}, parallel):
         sections = {"trainer": {"parallel": layout, "target_tokens_per_batch": 2048}, "model": {"path": model}}
         config = RunConfig.model_validate({"run_dir": tmp_path / "run", **sections})
-        backend = plannable_backend(config)
+        backend = plannable_backend(config.trainer.backend)
         (kind,) = backend.planner().rank_kinds(config.trainer)
         shared = config.trainer.parallel.tensor * config.trainer.parallel.context
         flops.append(backend.planner().estimate(config, kind.ranks[0]).training.matmul_flops * shared)

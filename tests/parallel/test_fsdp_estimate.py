@@ -38,4 +38,4 @@ def test_weights_and_moments_are_as_planned(tmp_path: Path) -> None:
             assert (memory.parameter_bytes, memory.optimizer_bytes) == real, config.model.path
             assert memory.activation_bytes > 0 and memory.saved_bytes > 0
         training = planned[0].training
-        assert {traffic.axis for traffic in training.traffic} == {"context", "data"} and training.flops > 0
+        assert {traffic.axis for traffic in training.traffic} == {"context", "data"} and training.matmul_flops > 0

@@ -40,7 +40,6 @@ class Counted:
     sent: Groups = field(default_factory=dict)
     kernel_bytes: float = 0.0
     head_flops: float = 0.0
-    head_bytes: float = 0.0
 
     def add_sent(self, ranks: Sequence[int], nbytes: int, count: int = 1, hidden: int = 0) -> None:
         """Add ``count`` messages or collectives of ``nbytes`` in total, of which ``hidden`` are asynchronous."""
@@ -50,11 +49,10 @@ class Counted:
     def work(self, axes: Mapping[tuple[int, ...], Axis], default: Axis, further: Sequence[Traffic]) -> Work:
         """Return this work, with ``further`` messages. ``axes`` maps groups to axes; all others get ``default``."""
         sent = (Traffic(axes.get(ranks, default), ranks, *figures) for ranks, figures in self.sent.items())
-        kernels = self.kernel_bytes, self.head_flops, self.head_bytes
-        return Work(self.matmul_flops, self.attention_flops, (*sent, *further), *kernels)
+        return Work(self.matmul_flops, self.attention_flops, (*sent, *further), self.kernel_bytes, self.head_flops)
 
     def add(self, other: Self) -> None:
-        for name in ("matmul_flops", "attention_flops", "kernel_bytes", "head_flops", "head_bytes"):
+        for name in ("matmul_flops", "attention_flops", "kernel_bytes", "head_flops"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for ranks, figures in other.sent.items():
             self.add_sent(ranks, *figures)
@@ -198,8 +196,6 @@ class Trace(TorchDispatchMode):
         made = sum(tensor.nbytes for tensor in ([out] if isinstance(out, Tensor) else _tensors(out)))
         read = made if func._overloadpacket in _PICKS else sum(tensor.nbytes for tensor in inputs)
         self.counted.kernel_bytes += made + read
-        if self._label == HEAD:
-            self.counted.head_bytes += made + read
 
     def _follow(self, inputs: list[Tensor], out: Any) -> None:
         """Record the storages of ``out`` that no input has."""

@@ -163,7 +163,7 @@ class TrainerBase(TrainerBackend):
         problems, on_cuda = self._machine_problems(), torch.cuda.is_available()
         mapped = self.config.engines_map_memory
         if on_cuda:
-            problems += rejected_on_cuda(self.config)
+            problems += rejected_on_cuda(self.config.model)
             problems += allocator_problems(self.config.sync.transport, mapped, os.environ)
         if problems:
             raise ConfigError(problems)

@@ -80,7 +80,6 @@ class _Rank:
                 {}, "context", _messages(worst.train_gathers) + (sums if self._sums_always else ())
             ),
             update=Work(0.0, 0.0, () if self._sums_always else sums),
-            micro_batch_tokens=worst.pack.packed_seq_len - worst.pack.shared_tokens,
             longest=attention_length(worst.pack),
             communicators=communicators(),
             layers=f"Hugging Face's layers, {'ring_flash_attn' if self._by_package else 'allgather'} attention",

@@ -96,7 +96,6 @@ class _Rank:
             forward=_total(part.scoring for part in largest).work(_axes(), "world", handed_on[:1]),
             training=_total(part.training for part in largest).work(_axes(), "world", handed_on),
             update=update.work(_axes(_replicas()), "world", ()),
-            micro_batch_tokens=pack.packed_seq_len - pack.shared_tokens,
             longest=attention_length(pack),
             communicators=communicators(),
             layers=f"local layers, {attention} attention",

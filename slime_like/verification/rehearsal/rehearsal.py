@@ -16,7 +16,7 @@ import transformers
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, RunConfig
 from slime_like.config.reading.load import save_config
 from slime_like.data.ledger import audit_run
 from slime_like.data.tokenizer import load_tokenizer
@@ -60,7 +60,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome
     yield Outcome(True, "settings", f"valid for {counted(config.trainer.parallel.world_size, 'rank')}")
     model = directory / "model"
     ends = [token for token in stop_tokens(config) if 0 <= token < dimensions.vocab_size]
-    make_look_alike(config.model.path, model, layers_of(config, dimensions), ends=ends)
+    make_look_alike(config.model.path, model, layers_of(config.trainer.parallel, dimensions), ends=ends)
     try:
         small = small_recipe(config, model, directory / "run", steps)
     except ValueError as error:
@@ -74,7 +74,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome
         yield Outcome(problem is None, "resume", problem or f"finished {steps} steps")
     if problem is None:
         yield from _records(small)
-        yield _export(small)
+        yield _export(small.run_dir / "hf", small.model)
 
 
 def _train(directory: Path, name: str, timeout_s: float, stop: Callable[[], bool] = lambda: False) -> str | None:
@@ -90,20 +90,11 @@ def _train(directory: Path, name: str, timeout_s: float, stop: Callable[[], bool
             if time.monotonic() > end:
                 return f"not finished after {timeout_s:.0f} s; see {log}"
             time.sleep(_LOOK_EVERY_S)
-        if process.poll() is None:
-            process.kill()
-            process.wait(_STOP_S)
+        if process.poll() in (None, 0):
             return None
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(_STOP_S)
-    if process.returncode == 0:
-        return None
+        process.kill()
+        process.wait(_STOP_S)
     errors = _ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
     return "; ".join(errors) or f"ended with exit code {process.returncode}; see {log}"
 
@@ -123,14 +114,13 @@ def _records(config: RunConfig) -> Iterator[Outcome]:
     yield Outcome(not audit.problems, "ledger", "; ".join([text, *audit.problems]))
 
 
-def _export(config: RunConfig) -> Outcome:
+def _export(path: Path, trained: ModelConfig) -> Outcome:
     """Load the exported model like a user."""
-    path = config.run_dir / "hf"
     try:
         with without_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(path)
-        load_tokenizer(path, config.model.trust_remote_code)
-        same = ModelDimensions.from_checkpoint(path) == ModelDimensions.from_checkpoint(config.model.path)
+        load_tokenizer(path, trained.trust_remote_code)
+        same = ModelDimensions.from_checkpoint(path) == ModelDimensions.from_checkpoint(trained.path)
     except (OSError, ValueError, KeyError, SlimeLikeError) as error:
         return Outcome(False, "export", f"{path} cannot be loaded ({type(error).__name__}: {error})")
     return Outcome(same, "export", f"transformers loads {path}, {type(model).__name__}")

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from slime_like.config import RunConfig
+from slime_like.config import ParallelConfig, ReferenceConfig, RolloutConfig, RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
 RANKS = 8
@@ -21,14 +21,15 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
     It runs on CPUs, so settings that only GPUs support get their defaults.
     """
     raw, algorithm = config.model_dump(mode="json"), config.algorithm
-    new_tokens, length = _lengths(config)
-    budget = max(512, length or config.data.max_prompt_tokens + new_tokens)
+    prompt = config.data.max_prompt_tokens
+    new_tokens, length = _lengths(config.rollout, prompt)
+    budget = max(512, length or prompt + new_tokens)
     more: dict[str, Any] = {
         "run_dir": str(run_dir),
         "steps": steps,
         "resume": "auto",
         "model": {"path": str(model), "weights": None, "dtype": "float32"},
-        "rollout": _rollout(config, new_tokens, length),
+        "rollout": _rollout(config.rollout, new_tokens, length),
         "reward": {"workers": min(2, config.reward.workers)},
         "sync": {"transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport},
         "evaluation": {
@@ -42,8 +43,8 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
             "constant_length": _at_most(new_tokens, algorithm.constant_length),
             "overlong_buffer": _at_most(max(1, new_tokens // 2), algorithm.overlong_buffer),
         },
-        "trainer": _trainer(config, budget),
-        "reference": _reference(config, model),
+        "trainer": _trainer(config.trainer, budget),
+        "reference": _reference(config.reference, algorithm.needs_reference, model),
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
@@ -52,19 +53,19 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
     return RunConfig.model_validate(_merged(raw, more))
 
 
-def _lengths(config: RunConfig) -> tuple[int, int | None]:
+def _lengths(rollout: RolloutConfig, prompt: int) -> tuple[int, int | None]:
     """Return the maximum tokens of a response and of a sequence. An agent's sequences keep their length, because its
     prompt may need it."""
-    rollout, talks = config.rollout, config.rollout.environment.name is not None
+    talks = rollout.environment.name is not None
     new_tokens = min(rollout.max_new_tokens, NEW_TOKENS * (_TURNS if talks else 1))
     if rollout.agent.is_set or rollout.max_model_len is None:
         return new_tokens, rollout.max_model_len
     observed = (_TURNS - 1) * rollout.environment.max_observation_tokens if talks else 0
-    return new_tokens, min(rollout.max_model_len, config.data.max_prompt_tokens + new_tokens + observed)
+    return new_tokens, min(rollout.max_model_len, prompt + new_tokens + observed)
 
 
-def _rollout(config: RunConfig, new_tokens: int, length: int | None) -> dict[str, Any]:
-    rollout, environment = config.rollout, config.rollout.environment
+def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None) -> dict[str, Any]:
+    environment = rollout.environment
     small: dict[str, Any] = {
         "num_engines": 1,
         "tensor": min(2, rollout.tensor),
@@ -85,10 +86,9 @@ def _rollout(config: RunConfig, new_tokens: int, length: int | None) -> dict[str
     return small
 
 
-def _trainer(config: RunConfig, budget: int) -> dict[str, Any]:
-    trainer = config.trainer
+def _trainer(trainer: TrainerConfig, budget: int) -> dict[str, Any]:
     return {
-        "parallel": _small_axes(trainer.parallel.model_dump()),
+        "parallel": _small_axes(trainer.parallel),
         "attention": "auto" if trainer.attention == "transformer_engine" else trainer.attention,
         "target_tokens_per_batch": min(budget, trainer.target_tokens_per_batch),
         "head_chunk_tokens": None,
@@ -98,12 +98,12 @@ def _trainer(config: RunConfig, budget: int) -> dict[str, Any]:
     }
 
 
-def _reference(config: RunConfig, model: Path) -> dict[str, Any]:
-    reference, small = config.reference, dict[str, Any]()
+def _reference(reference: ReferenceConfig, is_needed: bool, model: Path) -> dict[str, Any]:
+    small = dict[str, Any]()
     if reference.path is not None:
         small["path"] = str(model)
-    if config.algorithm.needs_reference and reference.placement == "workers":
-        small |= {"workers": 1, "parallel": _small_axes(reference.parallel.model_dump())}
+    if is_needed and reference.placement == "workers":
+        small |= {"workers": 1, "parallel": _small_axes(reference.parallel)}
     return small
 
 
@@ -111,15 +111,16 @@ def _at_most(limit: int, value: int | None) -> int | None:
     return None if value is None else min(limit, value)
 
 
-def layers_of(config: RunConfig, dimensions: ModelDimensions) -> int:
+def layers_of(parallel: ParallelConfig, dimensions: ModelDimensions) -> int:
     """Return the layers of the small model: one for every chunk of the small pipeline, at least two."""
-    small = _small_axes(config.trainer.parallel.model_dump())
+    small = _small_axes(parallel)
     chunks = small["pipeline"] * small["virtual_pipeline"]
     return max(2, chunks - min(1, dimensions.dense_layers))
 
 
-def _small_axes(parallel: dict[str, Any]) -> dict[str, Any]:
-    small = {**parallel, **{axis: min(2, parallel[axis]) for axis in _AXES}}
+def _small_axes(parallel: ParallelConfig) -> dict[str, Any]:
+    small = parallel.model_dump()
+    small |= {axis: min(2, small[axis]) for axis in _AXES}
     while small["tensor"] * small["pipeline"] * small["context"] * small["data"] > RANKS:
         small["data"] = 1
     return small

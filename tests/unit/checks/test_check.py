@@ -78,10 +78,10 @@ def test_flash_attention_is_required_on_cuda(tmp_path: Path, monkeypatch: pytest
     found: list[str] = ["flash_attn"]  # version 4 has this name, too
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: name in found or None)
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": "ring_flash_attn"})
-    assert list(missing_flash_attention(config, on_cuda=False)) == []
-    assert len(list(missing_flash_attention(config, on_cuda=True))) == 1
+    assert list(missing_flash_attention(config.trainer, on_cuda=False)) == []
+    assert len(list(missing_flash_attention(config.trainer, on_cuda=True))) == 1
     found.append("flash_attn_2_cuda")
-    assert list(missing_flash_attention(config, on_cuda=True)) == []
+    assert list(missing_flash_attention(config.trainer, on_cuda=True)) == []
 
 
 FSDP = ["--trainer.backend", "fsdp"]

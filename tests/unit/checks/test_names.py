@@ -18,7 +18,8 @@ from tests.unit.checks.checkpoint import sound_flags
 def test_no_credential_of_options_is_printed(tmp_path: Path) -> None:
     options = {"url": "https://u:hidden@h/x?token=hidden", "headers": {"Key": "hidden"}, "no_option": 1}
     functions = json.dumps([{"name": "http", "options": options}])
-    (problem,) = reward_problems(load_config(None, [*sound_flags(tmp_path), "--reward.functions", functions]))
+    config = load_config(None, [*sound_flags(tmp_path), "--reward.functions", functions])
+    (problem,) = reward_problems(config.reward)
     assert "'url': 'https://...@h/x?...'" in problem and "hidden" not in problem
 
 

@@ -31,7 +31,7 @@ def test_their_gpus_are_counted() -> None:
 
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:
     figures = estimate(forward_bytes=10 * GIB, communication_bytes=GIB)
-    phase = worker_phase(Hardware.of(config()), "reference", RankKind("reference", (0,)), figures)
+    phase = worker_phase(Hardware.of(config().cluster), "reference", RankKind("reference", (0,)), figures)
     assert phase.total / GIB == pytest.approx(4 + 10 * 1.05 + 1 + RESERVE)
     assert not phase.items.keys() & {"gradients", "optimizer state"}
 

@@ -119,4 +119,4 @@ def test_arguments_for_one_engine(engine: str, expected: dict[str, Any]) -> None
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_with_every_engine(recipe: Path, engine: str) -> None:
     config = load_config(recipe, ["--rollout.engine", engine, "--rollout.tensor", "1"])
-    assert list(engine_problems(config)) == []
+    assert list(engine_problems(config.rollout)) == []
