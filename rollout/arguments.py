@@ -3,7 +3,7 @@
 import torch
 
 from slime_like.checks.engine_arguments import engine_problems
-from slime_like.config import ClusterConfig, RolloutConfig, RunConfig
+from slime_like.config import ClusterConfig, RolloutConfig
 from slime_like.errors import EngineError
 
 _MOST_SEQUENCES = 512
@@ -13,13 +13,13 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def check_arguments(engine: str, config: RunConfig) -> None:
+def check_arguments(engine: str, rollout: RolloutConfig) -> None:
     """Check the configuration again, because an engine may be started without a run.
 
     Raises:
         EngineError: the first of ``engine_problems``.
     """
-    for problem in engine_problems(config.rollout, engine):
+    for problem in engine_problems(rollout, engine):
         raise EngineError(problem, code="engine-arguments")
 
 

@@ -61,7 +61,7 @@ class MegatronTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
-        return machine_problems(self.config, torch.cuda.is_available())
+        return machine_problems(self.config.trainer, self.config.model, torch.cuda.is_available())
 
     def _build(self) -> None:
         self.coordinates = parallel.initialize(self.config.trainer, self.placement, self.config.seed)

@@ -29,7 +29,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         self._process: ChildProcess | None = None
 
     async def _start(self) -> None:
-        check_arguments("sglang", self._config)
+        check_arguments("sglang", self._config.rollout)
         if self._dimensions.latent is not None and on_cpu():
             raise EngineError(
                 "SGLang on a CPU does not support latent attention (DeepSeek-V3)",

@@ -60,7 +60,7 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    check_arguments("vllm", config)
+    check_arguments("vllm", config.rollout)
     return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index)})
 
 

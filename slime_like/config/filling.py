@@ -26,6 +26,10 @@ class GpusNeeded:
     def total(self) -> int:
         return self.trainers + self.engines + sum(self.workers.values())
 
+    def nodes(self, gpus_per_node: int) -> int:
+        """Count the nodes that hold every trainer rank, engine and worker rank."""
+        return -(-self.total // gpus_per_node)
+
     def __str__(self) -> str:
         workers = ((count, f"{role} workers") for role, count in self.workers.items())
         parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), *workers)
@@ -38,11 +42,6 @@ def gpus_needed(config: RunConfig) -> GpusNeeded:
     engines = config.rollout.num_engines * config.rollout.tensor if config.has_own_engines else 0
     workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.with_workers}
     return GpusNeeded(config.trainer.parallel.world_size, engines, workers)
-
-
-def nodes_needed(config: RunConfig) -> int:
-    """Count the nodes that hold every trainer rank, engine and worker rank."""
-    return -(-gpus_needed(config).total // config.cluster.gpus_per_node)
 
 
 def fill(config: RunConfig, names: Collection[str]) -> RunConfig:

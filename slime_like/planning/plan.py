@@ -11,7 +11,7 @@ from slime_like.checks.model_directories import reference_problems
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
-from slime_like.config.filling import gpus_needed, nodes_needed
+from slime_like.config.filling import gpus_needed
 from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.errors import CheckpointError, ConfigError
@@ -43,8 +43,9 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     config = chosen_recompute(run.config)
     dimensions, needs = counted_dimensions(config, run.dimensions, backend), training_needs(config)
     run = replace(run, config=config, dimensions=dimensions)
-    nodes = config.cluster.nodes or nodes_needed(config)
-    plan = Plan(run, nodes, gpus_needed(config).total)
+    needed = gpus_needed(config)
+    nodes = config.cluster.nodes or needed.nodes(config.cluster.gpus_per_node)
+    plan = Plan(run, nodes, needed.total)
     found = [*map(str, check_settings(config, dimensions, needs)), *reference_problems(config, dimensions)]
     found += checks.placement_problems(config)
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
