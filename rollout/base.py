@@ -14,7 +14,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
-from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, PauseMode, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
 
@@ -175,14 +175,14 @@ class EngineBase(EngineHooks[Running]):
         self._alive()
         await self._sync_call("connect", self._connect(transport, rendezvous))
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, manifest: Manifest) -> None:
         """Open an update. Running requests are frozen until it is finished, unless the caller has already paused."""
         self._alive()
         self._require_awake(("weights",))
         if not self._paused:
             await self.pause("keep")
             self._resume_after_update = True
-        self._state.begin(version)
+        self._state.begin(version, manifest)
         await self._sync_call("begin_update", self._begin_update())
 
     async def update(self, bucket: BucketMetadata) -> None:
@@ -202,9 +202,6 @@ class EngineBase(EngineHooks[Running]):
             self._resume_after_update = False
             await self.resume()
         return receipt
-
-    async def checksums(self) -> dict[str, int]:
-        return dict(self._state.checksums)
 
     # ------------------------------------------------------------------------------------------------ health and turns
     async def health(self) -> EngineHealth:

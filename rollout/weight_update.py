@@ -1,10 +1,12 @@
 """State of an engine's weights: served version, open update, failed update."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import TensorEntry, UpdateReceipt
-from slime_like.weights.expected_tensors import require_complete
+from slime_like.interfaces import Manifest, TensorEntry, UpdateReceipt
+from slime_like.interfaces.weights import MODEL
+from slime_like.weights.expected_tensors import require_complete, require_model
 
 _MIXED = "has mixed weights since"
 
@@ -14,13 +16,16 @@ class WeightUpdateState:
 
     After a failed update, the weights are a mixture of two versions. After a sleep without weights, there are none.
     Nothing may be sampled until the next update is finished. A check that raises also fails the open update.
+
+    Args:
+        model: name and shape of every tensor of the served model, which the manifest of a whole update must match.
     """
 
-    def __init__(self, engine: str, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, engine: str, model: Mapping[str, tuple[int, ...]]) -> None:
         self.version = 0
-        self.checksums: dict[str, int] = {}
         self._engine = engine
-        self._expected = expected
+        self._model = model
+        self._manifest = Manifest({})
         self._open_version: int | None = None
         self._failure: str | None = None
 
@@ -43,37 +48,38 @@ class WeightUpdateState:
         self._failure = "dropped its weights when it went to sleep"
         self._open_version = None
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """Open an update, and compare its manifest with the model: a tensor missing from an export would stay stale."""
         self._open_version = version
         # An open update counts as failed until it is finished, so nothing is sampled whatever happens in between.
         self._failure = f"{_MIXED} the update to version {version} did not finish"
+        if manifest.updates != MODEL:
+            raise self._rejection(f"it cannot update {manifest.updates}, only the {MODEL}", "update-target")
+        with self._failing():
+            require_model(manifest, self._model, self._engine)
+        self._manifest = manifest
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
-        """Reject tensors that are unknown or have the wrong shape."""
+        """Reject tensors that the manifest does not have, or has with another type or shape."""
         self._require_open("update")
         for entry in entries:
-            shape = self._expected.get(entry.name)
-            if shape is None:
-                raise self._rejection(f"the model has no tensor {entry.name}", "unknown-tensor")
-            if shape != entry.shape:
-                raise self._rejection(
-                    f"{entry.name} has shape {entry.shape}, but the model needs {shape}", "tensor-shape"
-                )
+            info = self._manifest.tensors.get(entry.name)
+            if info is None:
+                raise self._rejection(f"the update's manifest has no tensor {entry.name}", "unknown-tensor")
+            if (info.dtype, info.shape) != (entry.dtype, entry.shape):
+                found = f"{entry.name} is {entry.dtype} {entry.shape}"
+                raise self._rejection(f"{found}, but the manifest has {info.dtype} {info.shape}", "tensor-shape")
 
     def check_complete(self, version: int, received: Mapping[str, int]) -> None:
         self._require_open("finish_update")
         if version != self._open_version:
             raise self._rejection(f"version {self._open_version} is open, not {version}", "other-version-open")
-        try:
-            require_complete(received, self._expected, self._engine)
-        except WeightSyncError as error:
-            self.fail(str(error))
-            raise
+        with self._failing():
+            require_complete(received, self._manifest.tensors, self._engine)
 
     def commit(self, received: Mapping[str, int], hash_s: float = 0.0) -> UpdateReceipt:
         assert self._open_version is not None
         self.version = self._open_version
-        self.checksums = dict(received)
         self._open_version = None
         self._failure = None
         return UpdateReceipt(self.version, dict(received), hash_s)
@@ -83,6 +89,15 @@ class WeightUpdateState:
         if self._open_version is not None:
             self._failure = f"{_MIXED} the update to version {self._open_version} failed ({reason})"
         self._open_version = None
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Fail the open update if the block raises."""
+        try:
+            yield
+        except WeightSyncError as error:
+            self.fail(str(error))
+            raise
 
     def _require_open(self, call: str) -> None:
         if self._open_version is None:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from slime_like.agents.responses import require_calls
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
@@ -23,6 +22,7 @@ from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
+from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.engines import launch_engines
 from slime_like.orchestration.trainer.alone import run_directory
@@ -41,7 +41,6 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
     """
     config = engines_alone(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    require_calls(tokenizer, config)
     datasets = held_out(config, tokenizer)
     with ExitStack() as stack:
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
@@ -55,7 +54,7 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
             pool.start()  # engines load the model in the meantime
         with progress.waiting("engines", len(supervisor.engines)) as waiting:
             supervisor.start(waiting.left)
-        scorer = Scorer(config, pool, tokenizer)
+        scorer = Scorer(config, pool, tokenizer, stop_tokens(config))
         return Evaluator(config, EngineClient(supervisor), scorer, datasets).run(0, progress, keep_all)
 
 

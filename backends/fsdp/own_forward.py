@@ -70,7 +70,7 @@ def require_own_forward(
 
 def _probe(dimensions: ModelDimensions, seed: int) -> PackedTrajectory:
     """Build the sequences, the same on every rank, within the model's reach. ``seed`` determines the first's tokens."""
-    most = max(2, dimensions.attention_reach or max(map(sum, LENGTHS)))
+    most = max(2, dimensions.attention.reach or max(map(sum, LENGTHS)))
     sequences = []
     for index, (prompt_len, response_len) in enumerate(LENGTHS):
         generator = torch.Generator().manual_seed(index or seed + len(LENGTHS))

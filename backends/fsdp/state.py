@@ -15,9 +15,9 @@ from backends.fsdp import checkpoint
 from backends.fsdp.model import LogprobModel, computes_alike
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
-from backends.fsdp.weights import checkpoint_shapes, export_buckets, load_hf_weights, shard_of
+from backends.fsdp.weights import checkpoint_shapes, export_buckets, export_manifest, load_hf_weights, shard_of
 from slime_like.config import RunConfig
-from slime_like.interfaces import WeightBucket
+from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -87,8 +87,9 @@ class FsdpState(TrainerState):
         common |= {"schedule": self._config.schedule, "updates": self.optimizer.updates}
         return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        return export_buckets(self.model, self._dtype, bucket_bytes, self._device)
+    def export_weights(self, bucket_bytes: int) -> WeightExport:
+        buckets = export_buckets(self.model, self._dtype, bucket_bytes, self._device)
+        return WeightExport(export_manifest(self.model, self._dtype), buckets)
 
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         return export_buckets(self.model, torch.float32, bucket_bytes, self._device, self.optimizer.gradients())

@@ -93,7 +93,7 @@ class FsdpTrainer(TrainerBase):
 
     def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> ModelInput:
         """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
-        reach = self.dimensions.attention_reach
+        reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(
                 f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to at most "

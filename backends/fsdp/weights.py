@@ -13,7 +13,9 @@ from backends.common.process.agreement import together
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.names import pieces, stored_shapes
 from backends.fsdp.parallel import rows_of_rank
-from slime_like.interfaces import WeightBucket
+from slime_like.interfaces import Manifest, WeightBucket
+from slime_like.interfaces.conversion import TensorInfo
+from slime_like.interfaces.weights import dtype_name
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
@@ -65,6 +67,14 @@ def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
                 piece.view.copy_(values)
     for name, bias in model.kept_by_name().items():
         bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
+
+
+def export_manifest(model: LogprobModel, dtype: torch.dtype) -> Manifest | None:
+    """Return the tensors that ``export_buckets`` yields on this rank; ``None`` if it yields none."""
+    if dist.get_rank() > 0:
+        return None
+    types, shapes = {name: bias.dtype for name, bias in model.kept_by_name().items()}, checkpoint_shapes(model)
+    return Manifest({name: TensorInfo(dtype_name(types.get(name, dtype)), shape) for name, shape in shapes.items()})
 
 
 @torch.no_grad()

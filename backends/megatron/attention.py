@@ -39,7 +39,7 @@ def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions,
     the attention of shared prefixes."""
     if trainer.attention != "auto":
         return trainer.attention == "transformer_engine"
-    return on_cuda and dimensions.latent is None and has_transformer_engine()
+    return on_cuda and not dimensions.attention.special and has_transformer_engine()
 
 
 def context_layout_of(attention: Attention) -> Layout:

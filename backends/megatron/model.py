@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
+from backends.megatron.families import family_of
 from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import Layers, block_spec
@@ -32,10 +33,9 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions) -> TransformerConfig:
     """Build Megatron's configuration of this model under the run's parallel layout."""
     dtype = getattr(torch, model.dtype)
-    kind = TransformerConfig if dimensions.latent is None else MLATransformerConfig
-    return kind(
-        **_architecture(dimensions),
-        **_latent_attention(dimensions),
+    family = family_of(dimensions)
+    return family.config(
+        **(_architecture(dimensions) | family.settings(dimensions)),
         **_experts(trainer.parallel, dtype, dimensions),
         **_parallelism(trainer.parallel, dtype),
         **_stages(trainer.parallel, dimensions),
@@ -76,32 +76,12 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
         "kv_channels": dimensions.head_dim,
         "ffn_hidden_size": dimensions.ffn_hidden_size,
         "layernorm_epsilon": dimensions.norm_eps,
-        **({} if dimensions.latent else {"qk_layernorm": dimensions.qk_norm}),
-        "add_qkv_bias": dimensions.qkv_bias,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-    }
-
-
-def _latent_attention(dimensions: ModelDimensions) -> dict[str, Any]:
-    latent, scaling = dimensions.latent, dimensions.rope_scaling or {}
-    if latent is None:
-        return {}
-    return {
-        "q_lora_rank": latent.query_rank,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.nope_dim,
-        "qk_pos_emb_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
-        "qk_layernorm": True,
-        # Megatron's rotary embedding provides only the softmax's scale, which YaRN changes.
-        "rope_type": "rope",
-        "rotary_scaling_factor": scaling.get("factor", 1.0),
-        "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
     }
 
 
@@ -223,7 +203,7 @@ def _build(
         place: dict[str, Any] = {"vp_stage": stage, "ignore_virtual": stage is None}
         model = LogprobModel(
             config=transformer,
-            transformer_layer_spec=block_spec(transformer, attention, layers, stage),
+            transformer_layer_spec=block_spec(family_of(dimensions), transformer, attention, layers, stage),
             vocab_size=padded_vocab_size(dimensions.vocab_size, trainer.parallel.tensor),
             max_sequence_length=dimensions.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**place),

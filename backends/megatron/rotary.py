@@ -48,8 +48,7 @@ class Rotary:
             else:
                 problem = f"config.json: rope scaling {kind!r} is not supported; use linear, llama3, yarn or none"
                 raise ConfigError([problem])
-        interleaved = dimensions.latent is not None and dimensions.latent.interleaved
-        return cls(frequencies.to(device), magnitude, interleaved)
+        return cls(frequencies.to(device), magnitude, dimensions.attention.interleaved)
 
 
 def _yarn_magnitude(scaling: dict[str, Any]) -> float:

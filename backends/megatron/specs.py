@@ -11,10 +11,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from backends.megatron.attention import Attention, PackedCoreAttention, RotatedCoreAttention
+from backends.megatron.attention import Attention, PackedCoreAttention
 from backends.megatron.experts import GroupedExperts
+from backends.megatron.families import MegatronFamily
 from backends.megatron.head import ScoredLayer
-from backends.megatron.latent_attention import LatentNorm, PackedLatentAttention
 from backends.megatron.norm import RMSNorm
 from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
 from backends.megatron.versions import set_experts
@@ -24,20 +24,24 @@ Layers = Literal["transformer_engine", "local"]
 
 
 def block_spec(
-    config: TransformerConfig, attention: Attention, layers: Layers, vp_stage: int | None = None
+    family: MegatronFamily,
+    config: TransformerConfig,
+    attention: Attention,
+    layers: Layers,
+    vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the spec of all layers of this rank's (virtual) pipeline stage, including the final norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    experts = [_experts_of(config, number) for number in numbers]
+    experts = {number: _experts_of(config, number) for number in numbers}
     norm: Any = RMSNorm
     if layers == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-        specs = [transformer_engine_layer_spec(config, count, attention) for count in experts]
+        specs = [transformer_engine_layer_spec(config, count, attention) for count in experts.values()]
     else:
-        specs = [local_layer_spec(config, count) for count in experts]
+        specs = [local_layer_spec(family, config, number, count) for number, count in experts.items()]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
@@ -47,8 +51,10 @@ def _experts_of(config: TransformerConfig, layer: int) -> int | None:
     return config.num_moe_experts if isinstance(pattern, int) or pattern[layer] else None
 
 
-def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Return one transformer layer: packed attention, and a norm that supports sequence parallelism."""
+def local_layer_spec(
+    family: MegatronFamily, config: TransformerConfig, layer: int, num_experts: int | None
+) -> ModuleSpec:
+    """Return one transformer layer: the family's attention, and a norm that supports sequence parallelism."""
     spec = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
@@ -59,16 +65,10 @@ def local_layer_spec(config: TransformerConfig, num_experts: int | None) -> Modu
     spec.module = ScoredLayer
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
-    spec.submodules.sharded_state_dict_keys_map = fused_norm_names(config, num_experts)
-    attention = spec.submodules.self_attention
-    if config.multi_latent_attention:
-        attention.module = PackedLatentAttention
-        attention.submodules.core_attention = RotatedCoreAttention
-        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
-    else:
-        attention.submodules.core_attention = PackedCoreAttention
-        if config.qk_layernorm:
-            attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    # A norm before experts does not feed a single matrix. It is a separate module in both specs.
+    mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if num_experts is None else {}
+    spec.submodules.sharded_state_dict_keys_map = family.fused_norms | mlp
+    spec.submodules.self_attention = family.attention(config, layer, spec.submodules.self_attention)
     return _with_balanced_experts(spec, num_experts, GroupedExperts if config.moe_grouped_gemm else None)
 
 
@@ -78,7 +78,8 @@ def transformer_engine_layer_spec(
     """Return one transformer layer of Transformer Engine's modules: norms fused into the matrices they feed, grouped
     products of experts, and its attention unless ``attention`` is another.
 
-    Not for latent attention. Raises ImportError, with the package's name, if Transformer Engine is not installed.
+    Not for layers that ``Attention.special`` names. Raises ImportError, with the package's name, if Transformer Engine
+    is not installed.
     """
     # Imports Transformer Engine, which only some machines have.
     from backends.megatron.transformer_engine import RotatedDotProductAttention
@@ -89,24 +90,6 @@ def transformer_engine_layer_spec(
     core_attention = RotatedDotProductAttention if attention == "transformer_engine" else PackedCoreAttention
     spec.submodules.self_attention.submodules.core_attention = core_attention
     return _with_balanced_experts(spec, num_experts, None)
-
-
-def fused_norm_names(config: TransformerConfig, num_experts: int | None) -> dict[str, str]:
-    """Map norms' local names to Transformer Engine's, which are canonical: a norm is part of the matrix it feeds.
-
-    A norm before a mixture of experts, or a layer's norm before latent attention, does not feed a single matrix. It is
-    a separate module in both specs.
-    """
-    if config.multi_latent_attention:
-        names = {
-            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-        }
-    else:
-        names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if num_experts is None:
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return names
 
 
 def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None, experts: type | None) -> ModuleSpec:

@@ -16,7 +16,7 @@ from backends.megatron.head import LogprobModel
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.overlap import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
-from slime_like.interfaces import WeightBucket
+from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -63,7 +63,7 @@ class MegatronState(TrainerState):
     def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
         return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, copies)
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+    def export_weights(self, bucket_bytes: int) -> WeightExport:
         return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)
 
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from backends.megatron.conversion.families import family_of
+from backends.megatron.families import family_of
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import INDEX

@@ -19,7 +19,7 @@ def step_flops(dimensions: ModelDimensions, packs: Sequence[PackedTrajectory]) -
     response token. Causal attention needs half of L x L per sequence: in every layer 2 products of
     2 * L^2 / 2 * heads * head_dim forward, and 4 backward.
     """
-    layers = dimensions.num_layers * dimensions.attention_parameters + dimensions.mlp_parameters(dimensions.moe_top_k)
+    layers = dimensions.attention.matrices(dimensions) + dimensions.mlp_parameters(dimensions.moe_top_k)
     head = dimensions.vocab_size * dimensions.hidden_size
     width = dimensions.num_heads * (dimensions.head_dim + dimensions.value_dim) / 2
     flops = 0.0

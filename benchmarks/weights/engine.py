@@ -20,7 +20,14 @@ from benchmarks.weights.model import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAY
 from benchmarks.weights.transports import BUCKET_BYTES
 from slime_like.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import BucketMetadata, GenerationRequest, RolloutEngine, SamplingParams, load_engine
+from slime_like.interfaces import (
+    BucketMetadata,
+    GenerationRequest,
+    Manifest,
+    RolloutEngine,
+    SamplingParams,
+    load_engine,
+)
 from slime_like.weights.transport import Sender
 from slime_like.weights.transports.registry import open_sender
 
@@ -105,7 +112,7 @@ async def _update(
 ) -> tuple[float, float, float, float]:
     """Return seconds of the update, of hashing by sender and engine, and of the probe."""
     started = time.perf_counter()
-    await engine.begin_update(version)
+    await engine.begin_update(version, Manifest.of(weights))
     send_hash_s = 0.0
     loading: asyncio.Task[None] | None = None
     previous: BucketMetadata | None = None

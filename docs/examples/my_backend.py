@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from slime_like.algorithms import LossInputs, LossSums, build_loss, logprobs_and_entropy
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankCoordinates, RankPlacement, Scores, WeightBucket
+from slime_like.interfaces import Manifest, RankCoordinates, RankPlacement, Scores, WeightBucket, WeightExport
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
 
@@ -94,8 +94,9 @@ class PlainTrainer:
         model, fields = self.frozen.get(name, self.model), self.config.roles[name].fields
         return [dict(zip(fields, _score(model, pack), strict=False)) for pack in micro_batches]
 
-    def export_weights(self) -> Iterator[WeightBucket]:
-        return (WeightBucket([(name, tensor.detach())]) for name, tensor in self.model.named_parameters())
+    def export_weights(self) -> WeightExport:
+        weights = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
+        return WeightExport(Manifest.of(weights), (WeightBucket([weight]) for weight in weights.items()))
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
         for name, tensor in self.model.named_parameters():

@@ -8,12 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout.base import EngineBase
-from rollout.receiving import WeightReceiver
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers.samples import Sample, draw_tokens
 from rollout.transformers.weights import destination, destinations
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.weights.received import WeightReceiver
 
 
 class PlainEngine(EngineBase[Any]):

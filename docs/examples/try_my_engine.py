@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import GenerationRequest, SamplingParams, WeightBucket, load_engine
+from slime_like.interfaces import GenerationRequest, Manifest, SamplingParams, WeightBucket, load_engine
 from slime_like.weights.transports.registry import open_sender
 
 
@@ -25,8 +25,9 @@ async def main(root: Path) -> None:
     # Send it the weights of the other model, as the trainer would.
     sender = open_sender("shared_memory", f"try-{uuid.uuid4().hex}")
     await engine.connect("shared_memory", sender.rendezvous())
-    await engine.begin_update(1)
-    bucket = sender.send(WeightBucket(list(load_file(root / "model1" / "model.safetensors").items())))
+    weights = load_file(root / "model1" / "model.safetensors")
+    await engine.begin_update(1, Manifest.of(weights))
+    bucket = sender.send(WeightBucket(list(weights.items())))
     await engine.update(bucket)
     receipt = await engine.finish_update(1)
     sender.close()

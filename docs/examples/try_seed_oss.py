@@ -1,10 +1,15 @@
-"""Compare the rule table with the names and shapes that transformers writes."""
+"""Compare the rules of conversion with the names and shapes that transformers writes."""
+
+import tempfile
+from pathlib import Path
 
 from seed_oss import SEED_OSS
 from transformers import SeedOssConfig, SeedOssForCausalLM
 
-from slime_like.models.dimensions import ModelDimensions
+from backends.megatron.families import family_of
+from slime_like.models.dimensions import FAMILIES, ModelDimensions
 
+FAMILIES[SEED_OSS.name] = SEED_OSS  # as the entry in families/__init__.py does
 config = SeedOssConfig(
     vocab_size=64,
     hidden_size=32,
@@ -13,24 +18,13 @@ config = SeedOssConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
+    bos_token_id=0,
+    eos_token_id=1,
+    pad_token_id=None,
+    architectures=["SeedOssForCausalLM"],
 )
-dimensions = ModelDimensions(
-    family="seed_oss",
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    ffn_hidden_size=48,
-    vocab_size=64,
-    max_position_embeddings=config.max_position_embeddings,
-    norm_eps=config.rms_norm_eps,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tied_embeddings=False,
-    qkv_bias=True,
-    qk_norm=False,
-    eos_token_ids=(1,),
-)
+with tempfile.TemporaryDirectory() as directory:
+    config.save_pretrained(directory)
+    dimensions = ModelDimensions.from_checkpoint(Path(directory))
 written = {name: tuple(tensor.shape) for name, tensor in SeedOssForCausalLM(config).state_dict().items()}
-assert SEED_OSS.hf_shapes(dimensions) == written
+assert family_of(dimensions).hf_shapes(dimensions) == written

@@ -30,9 +30,9 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config.rollout)
-        if self._dimensions.latent is not None and on_cpu():
+        if (special := self._dimensions.attention.special) and on_cpu():
             raise EngineError(
-                "SGLang on a CPU does not support latent attention (DeepSeek-V3)",
+                f"SGLang on a CPU does not support {special}",
                 code="model-not-served",
                 who=self._name,
                 remedy="use rollout.engine=transformers",
@@ -85,13 +85,13 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call("resume", during="resume")
 
     async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        await self._call("connect", transport, rendezvous)
+        await self._call("receive", "connect", transport, rendezvous)
 
     async def _begin_update(self) -> None:
         await self._call("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._call("update", bucket.to_wire())
+        await self._call("receive", "load", bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
         checksums, hash_s = await self._call("received")

@@ -90,21 +90,19 @@ class Host:
         self._open.set()
 
     # ---------------------------------------------------------------------------------------------------------- weights
-    async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
-        await self._ranks.call("connect_transport", transport=transport, rendezvous=json.dumps(rendezvous))
+    async def receive(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank's receiver, or have it load a bucket."""
+        return await self._ranks.call("receive", call=json.dumps([method, *arguments]))
 
     async def begin_update(self) -> None:
         await self._close_update()
-        await self._ranks.call("begin_update")
+        await self.receive("begin_update")
         _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
         self._updating = True
 
-    async def update(self, metadata: dict[str, Any]) -> None:
-        await self._ranks.call("update", metadata=json.dumps(metadata))
-
     async def received(self) -> tuple[dict[str, int], float]:
         """Return the hashes of the open update's tensors, and the seconds spent hashing."""
-        return common_checksums(await self._ranks.call("received"))
+        return common_checksums(await self.receive("received"))
 
     async def _close_update(self) -> None:
         """Close SGLang's side of an update, if one is open."""

@@ -26,7 +26,6 @@ from sglang.srt.utils.common import async_h2d
 
 from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt
-from rollout.receiving import WeightReceiver
 from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.sampler import SeededSampler
@@ -34,6 +33,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.received import WeightReceiver
 
 _BURST_GAP_S, _BURST_GAPS = 0.002, 10
 """How long an idle scheduler waits for another request, and how often. Less than a step."""
@@ -114,20 +114,11 @@ class EngineScheduler(Scheduler):
         return received
 
     # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
-    def connect_transport(self, transport: str, rendezvous: str) -> None:
-        self._answer(lambda: self._receiver.connect(transport, json.loads(rendezvous)))
-
-    def begin_update(self) -> None:
-        self._answer(self._receiver.begin_update)
-
-    def update(self, metadata: str) -> None:
-        self._answer(lambda: self._load(json.loads(metadata)))
-
-    def received(self) -> None:
-        self._answer(self._receiver.received)
-
-    def _answer(self, call: Callable[[], object]) -> None:
-        self.answers.put(attempt(call))
+    def receive(self, call: str) -> None:
+        """Call a method of the receiver, or load a bucket, and send the answer to the host."""
+        method, *arguments = json.loads(call)
+        target: Callable[..., object] = self._load if method == "load" else getattr(self._receiver, method)
+        self.answers.put(attempt(lambda: target(*arguments)))
 
     def _load(self, metadata: dict[str, Any]) -> None:
         runner = self.tp_worker.model_runner

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rollout.arguments import check_arguments, on_cpu
 from rollout.base import EngineBase, MemoryPart
-from rollout.receiving import WeightReceiver
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
 from rollout.transformers.samples import Sample
@@ -24,6 +23,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.onednn import use_onednn
+from slime_like.weights.received import WeightReceiver
 
 if TYPE_CHECKING:
     from rollout.transformers.scheduler import DecodeScheduler

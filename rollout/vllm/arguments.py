@@ -87,10 +87,10 @@ def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions)
     """Return 1 to keep the weights in host memory, or 2 to drop them.
 
     At level 2, vLLM saves and restores only buffers, and the next update brings the parameters. Level 1 is needed to
-    keep weights, after an unfinished update (which leaves layers without memory), and for foreign models (which may
-    have tensors that are neither, such as ALiBi's slopes).
+    keep weights, after an unfinished update (which leaves layers without memory), and for models that may have tensors
+    that are neither, such as ALiBi's slopes.
     """
-    return 1 if keep_weights or not is_whole or dimensions.foreign is not None else 2
+    return 1 if keep_weights or not is_whole or not dimensions.attention.reloads else 2
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.workers("begin_update")
 
     async def _update(self, bucket: BucketMetadata) -> None:
-        await self._core.workers("update_weights", update_info={"metadata": bucket.to_wire()})
+        await self._core.workers("update_weights", update_info=bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
         return common_checksums(await self._core.workers("received"))

@@ -9,25 +9,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollout.ranks import RankAnswer, attempt
-from rollout.receiving import WeightReceiver
 from rollout.vllm.arguments import BACKEND
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.received import WeightReceiver
 from slime_like.weights.transports.device_memory import gpu_uuid
 
 if TYPE_CHECKING:
@@ -36,26 +31,8 @@ else:
     _Worker = object  # vLLM makes the extension a base class of its worker
 
 
-@dataclass
-class ConnectInfo(WeightTransferInitInfo):
-    """Arguments of ``VllmEngine.connect``."""
-
-    transport: str
-    rendezvous: dict[str, Any]
-
-
-@dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """One bucket's metadata, as plain values."""
-
-    metadata: dict[str, Any]
-
-
-class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
+class BucketTransferEngine(WeightTransferEngine[Any, Any]):
     """Weight-transfer engine that passes buckets with Hugging Face names to vLLM's layerwise reload."""
-
-    init_info_cls = ConnectInfo
-    update_info_cls = BucketInfo
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -67,8 +44,11 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
         else:  # SGLang's workers do this themselves
             stay_near(f"GPU-{gpu_uuid(self.device.index)}")
 
-    def init_transfer_engine(self, init_info: ConnectInfo) -> None:
-        self.receiver.connect(init_info.transport, init_info.rendezvous)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        return init_dict  # plain values need no class
+
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.receiver.connect(**init_info)
 
     def start_weight_update(self) -> None:
         # A failed update leaves half-loaded layers, which would count for this update.
@@ -80,11 +60,11 @@ class BucketTransferEngine(WeightTransferEngine[ConnectInfo, BucketInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class would synchronize an accelerator, which a CPU lacks. Loading and hashing use this thread's
         # stream anyway.
-        self.receive_weights(self.parse_update_info(update_info))
+        self.receive_weights(update_info)
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
         """Load copies, because layerwise reload keeps a layer's tensors until it has all, maybe in a later bucket."""
-        self.model.load_weights(self.receiver.copies(BucketMetadata.from_wire(update_info.metadata), self.device))
+        self.model.load_weights(self.receiver.copies(BucketMetadata.from_wire(update_info), self.device))
 
     def finish_weight_update(self) -> None:
         self._end_reload()

@@ -179,13 +179,7 @@ def _event(kind: str, data: dict[str, Any]) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n"
 
 
-_KINDS = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error",
-}  # fmt: skip
-
-
 def error_body(rejected: CallRejected) -> dict[str, Any]:
     """Build the body of a rejection as Anthropic's clients expect it, with the code in front of the problem."""
-    kind = _KINDS.get(rejected.status, "invalid_request_error" if rejected.status < 500 else "api_error")
+    kind = "request_too_large" if rejected.status == 413 else rejected.kind("api_error")
     return {"type": "error", "error": {"type": kind, "message": f"{rejected.code}: {rejected.problem}"}}

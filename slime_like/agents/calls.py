@@ -22,6 +22,9 @@ _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "s
 """Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
 
 
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
 class CallRejected(Exception):
     """A call that gets no answer.
 
@@ -38,6 +41,10 @@ class CallRejected(Exception):
         self.problem = problem
         self.retry = retry
         super().__init__(problem)
+
+    def kind(self, of_server: str) -> str:
+        """Return the protocols' type of error. ``of_server`` is the type of an error that is not the client's."""
+        return _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else of_server)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from slime_like.agents.calls import Call, CallRejected, Content, parse, text_of,
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
-_FINISH = {"stop": "stop", "length": "length"}
-
 
 class _CalledFunction(BaseModel):
     name: str
@@ -71,7 +69,13 @@ class _Request(BaseModel):
 def read_call(body: Any) -> Call:
     """Parse a request's body. Raises ``CallRejected``."""
     request: _Request = parse(_Request, body)
-    _require_supported(request)
+    for name, value in (
+        ("n", request.n not in (None, 1)),
+        ("logprobs", request.logprobs),
+        ("logit_bias", request.logit_bias),
+    ):
+        if value:
+            raise unsupported(name, getattr(request, name))
     tools = [] if request.tool_choice == "none" else request.tools or []
     return Call(
         messages=tuple(message.canonical() for message in request.messages),
@@ -82,14 +86,6 @@ def read_call(body: Any) -> Call:
         stop=tuple(filter(None, [request.stop] if isinstance(request.stop, str) else request.stop or ())),
         ignored=wishes(request, request.tool_choice),
     )
-
-
-def _require_supported(request: _Request) -> None:
-    if request.n not in (None, 1):
-        raise unsupported("n", request.n)
-    for name in ("logprobs", "logit_bias"):
-        if value := getattr(request, name):
-            raise unsupported(name, value)
 
 
 def arguments(text: str) -> dict[str, Any] | str:
@@ -104,18 +100,15 @@ def arguments(text: str) -> dict[str, Any] | str:
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
     """Build the non-streaming answer."""
     prompt, sampled = len(turn.prompt.token_ids), len(turn.generation.token_ids)
+    reason = "tool_calls" if turn.forms[0].tool_calls else turn.generation.finish_reason
     return {
         "id": f"chatcmpl-{call.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": [{"index": 0, "message": _reply(turn.forms[0]), "finish_reason": _finish_reason(turn)}],
+        "choices": [{"index": 0, "message": _reply(turn.forms[0]), "finish_reason": reason}],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
     }
-
-
-def _finish_reason(turn: Turn) -> str:
-    return "tool_calls" if turn.forms[0].tool_calls else _FINISH[turn.generation.finish_reason]
 
 
 def _reply(message: Message) -> dict[str, Any]:
@@ -149,24 +142,20 @@ def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
     delta = {name: value for name, value in message.items() if name != "tool_calls"}
     if "tool_calls" in message:
         delta["tool_calls"] = [{"index": index, **one} for index, one in enumerate(message["tool_calls"])]
-    head = {**whole, "object": "chat.completion.chunk"}
-    yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-    yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
-    if call.usage_chunk:
-        yield _event({**head, "choices": [], "usage": usage})
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        *([{"choices": [], "usage": usage}] if call.usage_chunk else []),
+    ]
+    for chunk in chunks:
+        data = json.dumps({**whole, "object": "chat.completion.chunk", **chunk}, ensure_ascii=False)
+        yield f"data: {data}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def error_body(rejected: CallRejected) -> dict[str, Any]:
     """Build the body of a rejection as OpenAI's clients expect it."""
-    kind = _KINDS.get(rejected.status, "invalid_request_error" if rejected.status < 500 else "server_error")
+    kind = rejected.kind("server_error")
     return {"error": {"message": rejected.problem, "type": kind, "param": None, "code": rejected.code}}
 
 

@@ -1,24 +1,18 @@
 """Rendering of messages to text and token ids with the chat template."""
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 from slime_like.agents.messages import Message, Tool
-from slime_like.models.special_tokens import special_token_pattern, without_stop
-
-_CUT = "\ufdd0"
-"""Mark at which text is cut before encoding. It is a Unicode noncharacter, so text never contains it."""
+from slime_like.models.chat_turns import CUT, TemplateFault, cut_special, encoded, rendered
+from slime_like.models.special_tokens import decoded, special_token_pattern, without_stop
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 _CONTEXT_TOKENS = 16
 """Tokens in front of a continuation that affect its decoding, such as a leading space or a split character."""
-
-
-class TemplateFault(ValueError):
-    """The chat template rejects the messages. The error's text is what the template reported."""
 
 
 class Rendering:
@@ -50,6 +44,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._text_arguments = text_arguments
         self._special = special_token_pattern(tokenizer)
+        self._decode = partial(decoded, tokenizer)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], next_turn: bool = True) -> Rendering:
         """Render messages up to where the model's next turn begins, or to their end. Raises ``TemplateFault``."""
@@ -60,15 +55,9 @@ class ChatFormat:
             if one["role"] == "tool" and waiting:
                 answered = waiting.pop(0)
                 one |= {"tool_call_id": answered["id"], "name": answered["function"]["name"]}
-        shown = [one if m.is_sampled else self._cut_special(one) for m, one in zip(messages, shown, strict=True)]
-        described = [self._cut_special(tool) for tool in tools]
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                shown, tools=described or None, tokenize=False, add_generation_prompt=next_turn
-            )
-        except Exception as error:  # templates are programs of the checkpoint and can raise anything
-            raise TemplateFault(f"{type(error).__name__}: {error}".replace(_CUT, "")) from error
-        return Rendering(text.split(_CUT))
+        special = self._special
+        shown = [one if m.is_sampled else cut_special(one, special) for m, one in zip(messages, shown, strict=True)]
+        return Rendering(rendered(self._tokenizer, shown, cut_special(tools, special), next_turn).split(CUT))
 
     @cached_property
     def renders_tools(self) -> bool:
@@ -82,12 +71,7 @@ class ChatFormat:
 
     def encode(self, rendering: Rendering) -> list[int]:
         """Encode the text. Sampled turns are never encoded like this."""
-        return [
-            token
-            for piece in rendering.pieces
-            if piece
-            for token in self._tokenizer.encode(piece, add_special_tokens=False)
-        ]
+        return encoded(self._tokenizer, rendering.pieces)
 
     def extend(self, tokens: Sequence[int], text: str, rendering: Rendering) -> list[int] | None:
         """Return ``tokens`` extended with the ids of the text that follows ``text`` in the rendering.
@@ -131,27 +115,12 @@ class ChatFormat:
         end = re.search(rf"(?:{self._special.pattern})?\s*\Z", rendering.text)
         return (rendering.text[: end.start()], end[0].rstrip()) if end is not None else (rendering.text, "")
 
-    def turn_text(self, before: Sequence[int], tokens: Sequence[int], has_ended: bool) -> str:
-        """Decode a turn without the stop token that ended it, if one did."""
-        return self.continuation(before, without_stop(self._tokenizer, tokens, has_ended))
+    def turn_text(self, before: Sequence[int], tokens: Sequence[int], stops: Collection[int] | None = ()) -> str:
+        """Decode a turn without the stop token that ended it (``without_stop``)."""
+        return self.continuation(before, without_stop(self._tokenizer, tokens, stops))
 
     def continuation(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Decode the text that ``tokens`` add after ``before``."""
         context = list(before[-_CONTEXT_TOKENS:])
         start, whole = self._decode(context), self._decode([*context, *tokens])
         return whole.removeprefix(start) if whole.startswith(start) else self._decode(tokens)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
-        return text
-
-    def _cut_special(self, value: Any) -> Any:
-        """Insert a cut after the first character of every special token that ``value`` spells."""
-        if isinstance(value, str):
-            whole = value.encode("utf-8", "replace").decode().replace(_CUT, "\ufffd")
-            return self._special.sub(lambda found: found[0][:1] + _CUT + found[0][1:], whole)
-        if isinstance(value, Mapping):
-            return {self._cut_special(key): self._cut_special(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._cut_special(item) for item in value]
-        return value

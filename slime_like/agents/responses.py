@@ -6,7 +6,7 @@ stays text. Calls inside thinking are drafts.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -20,6 +20,7 @@ from slime_like.agents.messages import Message, Tool, ToolCall
 from slime_like.agents.rendering import ChatFormat
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
+from slime_like.models.chat_turns import TemplateFault, rendered
 from slime_like.models.special_tokens import special_token_pattern, without_stop
 
 _SETTING = "rollout.agent.tool_parser"
@@ -79,22 +80,27 @@ class ResponseForm:
             content, thinking = (text[: end.end()] + content if calls else text), ""
         return Message("assistant", content.strip() if calls else content, tuple(calls), reasoning=thinking)
 
-    def judged(self, before: Sequence[int], tokens: Sequence[int], has_ended: bool) -> str:
-        """Decode a turn as reward functions and environments read it, with thinking in ``<think>...</think>``.
+    def judged(self, turns: Iterable[tuple[Sequence[int], Sequence[int], Collection[int] | None]]) -> list[str]:
+        """Decode turns as reward functions and environments read them, with thinking in ``<think>...</think>``.
 
         Args:
-            before: all tokens before the turn. They may open thinking, which then gets its opening mark.
-            has_ended: whether a stop token ended the turn. It is left out.
+            turns: all tokens before each turn, which may open thinking; the turn's; and the stop tokens that are left
+                out at its end (``without_stop``).
         """
-        parts = list(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, has_ended)
-        return self.marked(*self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False))
+        parts = [
+            part
+            for before, tokens, stops in turns
+            for part in (list(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, stops))
+        ]
+        texts = iter(self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False))
+        return [self.marked(prompt, text) for prompt, text in zip(texts, texts, strict=True)]
 
     def marked(self, prompt: str, text: str) -> str:
         """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
         import regex
 
         if self._thought is None:
-            return _as_form(self.tokenizer, _data()["forms"]["thinking"]).marked(prompt, text)
+            return self._plain.marked(prompt, text)
         prefix, fields = self._prefix(prompt), self._loaded.fields
         whole = prefix + text if self._is_open(prefix) else text
         if "<think>" in self._thought.open_re.pattern:
@@ -113,6 +119,10 @@ class ResponseForm:
         fields = dict(self.template["fields"])
         fields["content"] = {**_JOINED, **fields.get("content", _TEXT)}  # both the text before and after a call
         return _load({**self.template, "fields": fields})
+
+    @cached_property
+    def _plain(self) -> "ResponseForm":
+        return _as_form(self.tokenizer, _data()["forms"]["thinking"])
 
     @cached_property
     def _bare(self) -> Any:
@@ -211,15 +221,19 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     return _as_form(tokenizer, forms["thinking"])
 
 
-def require_calls(tokenizer: Any, config: RunConfig) -> None:
-    """Raise ``ConfigError`` if agents would be shown tools, but calls in the chat template's form cannot be read."""
-    setting, is_set = config.rollout.agent.tool_parser, config.rollout.agent.is_set
-    if setting == "none" or not is_set or tokenizer.chat_template is None or not ChatFormat(tokenizer).renders_tools:
+def require_calls(form: ResponseForm, config: RunConfig, has_tools: bool) -> None:
+    """Raise ``ConfigError`` if the model would be shown tools, but calls in the template's form cannot be read.
+
+    Args:
+        has_tools: whether rows have tools. Agents may have some.
+    """
+    setting, tokenizer = config.rollout.agent.tool_parser, form.tokenizer
+    if setting == "none" or form.has_calls or tokenizer.chat_template is None:
         return
-    if not response_form(tokenizer, setting).has_calls:
+    if has_tools or (config.rollout.agent.is_set and ChatFormat(tokenizer).renders_tools):
         written = [text for _, text, _, _ in _probes(tokenizer) if _data()["call"]["name"] in text]
         problem = f"writes calls as `{written[0]}`, which no known form reads back" if written else "renders no calls"
-        remedy = "give a response template (JSON), or ship one in tokenizer_config.json"
+        remedy = "give a response template (JSON), ship one in tokenizer_config.json, or use none to read no calls"
         said = f"{_SETTING}={setting}: the chat template of {config.model.path} {problem}; {remedy}"
         raise ConfigError([said], code="no-call-form")
 
@@ -246,11 +260,9 @@ def _probes(tokenizer: Any) -> Iterator[tuple[str, str, str, bool]]:
         call = ToolCall(**probe["call"])
         said = Message("assistant", "", (call,)).for_template(as_text)
         try:
-            prompt, whole = (
-                tokenizer.apply_chat_template(shown, tools=[probe["tool"]], add_generation_prompt=opens, tokenize=False)
-                for shown, opens in (([asked], True), ([asked, said], False))
-            )
-        except Exception:  # templates are programs of the checkpoint and can raise anything
+            prompt = rendered(tokenizer, [asked], [probe["tool"]], prompt=True)
+            whole = rendered(tokenizer, [asked, said], [probe["tool"]])
+        except TemplateFault:
             continue
         same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
         before, _, mark = prompt[:same].rpartition("<")

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slime_like.agents.calls import MODEL, Call, CallRejected
-from slime_like.agents.rendering import ChatFormat, TemplateFault
+from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import ResponseForm
 from slime_like.agents.turns import Prompt, Row, Turn, TurnTree
 from slime_like.agents.untrained import untrained_turns
 from slime_like.config.rollout import Untrained
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation
+from slime_like.models.chat_turns import TemplateFault
 
 _CONCURRENT_CALLS = 16
 """Limit on the calls of one session that the engine samples at the same time. Further calls wait."""
@@ -46,11 +47,15 @@ Sample = Callable[[SampleCall], Awaitable[Generation]]
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of one session: number of calls, tokens per turn, and tokens of prompt plus turn."""
+    """Limits of one session: number of calls, tokens per turn, and tokens of prompt plus turn.
+
+    ``stop_token_ids`` end a turn, besides EOS; with ``None``, every special token does.
+    """
 
     max_calls: int
     max_new_tokens: int
     max_model_len: int
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 class Session:
@@ -69,7 +74,7 @@ class Session:
 
     def __init__(self, chat: ChatFormat, sample: Sample, form: ResponseForm, limits: SessionLimits) -> None:
         self.key = secrets.token_urlsafe(32)
-        self.tree = TurnTree(chat)
+        self.tree = TurnTree(chat, limits.stop_token_ids)
         self.failure: asyncio.Future[SlimeLikeError] = asyncio.get_running_loop().create_future()
         self.ignored: dict[str, Any] = {}
         self.rejections: Counter[str] = Counter()
@@ -107,9 +112,8 @@ class Session:
         asked = replace(self._asked(prompt), stop=call.stop)
         async with self._places:
             generation = await self._generate(asked)
-        tokens, has_ended = generation.token_ids.tolist(), generation.finish_reason == "stop"
-        text = self._chat.turn_text(prompt.token_ids, tokens, has_ended)
-        stop = self._chat.continuation(prompt.token_ids, tokens).removeprefix(text)
+        text = self.tree.sampled_text(prompt, generation)
+        stop = self._chat.continuation(prompt.token_ids, generation.token_ids.tolist()).removeprefix(text)
         text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
         turn = self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
         if call.model not in ("", MODEL):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from slime_like.agents.messages import Message, Tool
-from slime_like.agents.rendering import ChatFormat, Rendering, TemplateFault
+from slime_like.agents.rendering import ChatFormat, Rendering
 from slime_like.interfaces import Generation, Segment, Supports
+from slime_like.models.chat_turns import TemplateFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,15 @@ class Row:
 
 
 class TurnTree:
-    """All turns of one rollout, in sampling order."""
+    """All turns of one rollout, in sampling order.
 
-    def __init__(self, chat: ChatFormat) -> None:
+    Args:
+        stops: tokens that end a turn, besides EOS; ``None`` if every special token does.
+    """
+
+    def __init__(self, chat: ChatFormat, stops: Collection[int] | None = None) -> None:
         self._chat = chat
+        self._stops = stops
         self.turns: list[Turn] = []
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
@@ -90,7 +96,7 @@ class TurnTree:
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add a turn. The client receives ``reply``."""
         tokens = generation.token_ids.tolist()
-        sampled = self._chat.turn_text(prompt.token_ids, tokens, generation.finish_reason == "stop")
+        sampled = self.sampled_text(prompt, generation)
         turn = Turn(
             prompt,
             generation,
@@ -101,6 +107,11 @@ class TurnTree:
         )
         self.turns.append(turn)
         return turn
+
+    def sampled_text(self, prompt: Prompt, generation: Generation) -> str:
+        """Decode a turn without the stop token that ended it, if one did."""
+        stops = self._stops if generation.finish_reason == "stop" else ()
+        return self._chat.turn_text(prompt.token_ids, generation.token_ids.tolist(), stops)
 
     def rows(self, untrained: Collection[Turn] = ()) -> list[Row]:
         """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row.

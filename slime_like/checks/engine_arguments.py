@@ -68,17 +68,16 @@ memory outside the share for a large batch: logits in float32, and sampling in f
 def can_keep_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
     """Return whether an engine must be able to sleep with its weights in host memory.
 
-    Sampling after a checkpoint needs it. So do foreign models, because not all their tensors are parameters and
-    buffers.
+    Sampling after a checkpoint needs it. So do models of which an update does not replace every tensor.
     """
-    default = config.samples_after_saves or dimensions.foreign is not None or config.rollout.engine not in SHARES
+    default = config.samples_after_saves or not dimensions.attention.reloads or config.rollout.engine not in SHARES
     return bool(config.rollout.own_engine_args.get(WEIGHTS_BACKUP, default))
 
 
 def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
     """Return whether an engine copies its weights to host memory at every sleep. vLLM does so only to keep them."""
     if config.rollout.engine == "vllm":
-        return dimensions.foreign is not None
+        return not dimensions.attention.reloads
     return can_keep_weights(config, dimensions)
 
 

@@ -14,20 +14,17 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
     coefficient = config.algorithm.moe_aux_loss_coef
     if coefficient > 0 and dimensions.num_experts == 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
-    if dimensions.latent is not None and config.trainer.attention == "transformer_engine":
-        yield (
-            "trainer.attention=transformer_engine is not supported for latent attention (DeepSeek-V3's); use auto, "
-            "ring or allgather"
-        )
-    if dimensions.foreign is None:
+    if (special := dimensions.attention.special) and config.trainer.attention == "transformer_engine":
+        yield f"trainer.attention=transformer_engine is not supported for {special}; use auto, ring or allgather"
+    if (reason := dimensions.attention.unsupported) is None:
         return
     if config.trainer.backend == "megatron":
         yield (
-            f"{dimensions.foreign}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which "
-            "trains Hugging Face's model"
+            f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "
+            "Hugging Face's model"
         )
         return
-    reach, longest = dimensions.attention_reach, config.max_model_len
+    reach, longest = dimensions.attention.reach, config.max_model_len
     if reach is not None and not config.supervised and longest > reach:
         yield (
             f"sequences may have {longest} tokens (data.max_prompt_tokens, rollout.max_new_tokens), but layers of "

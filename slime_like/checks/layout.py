@@ -67,11 +67,7 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
 
 def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, int]:
     """Return further sizes that are split over the tensor-parallel ranks."""
-    what = {}
-    if dimensions.latent is not None:
-        what["columns of compressed keys and values"] = dimensions.latent.kv_rank + dimensions.latent.rope_dim
-        if dimensions.latent.query_rank is not None:
-            what["columns of compressed queries"] = dimensions.latent.query_rank
+    what = dimensions.attention.split_columns(dimensions)
     if len(dimensions.expert_layers) < dimensions.num_layers:
         what["FFN columns"] = dimensions.ffn_hidden_size
     if dimensions.num_experts and parallel.expert == 1:  # expert parallelism does not split experts

@@ -7,9 +7,7 @@ from pathlib import Path
 from slime_like.commands.command import Command, given_path
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
-"""Families to choose from, listed here so ``--help`` does not import torch."""
+from slime_like.models.dimensions import FAMILIES
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

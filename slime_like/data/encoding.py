@@ -12,11 +12,10 @@ from typing import Any
 
 from slime_like.config import DataConfig
 from slime_like.data.formats import fitting_format, in_format
-from slime_like.data.message_keys import fold_keys
 from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row
-from slime_like.data.spans import ConversationEncoder, SpanFault
-from slime_like.data.tokenizer import template_fault, with_template_variables
+from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
+from slime_like.data.tokenizer import with_template_variables
 from slime_like.models.special_tokens import special_token_pattern
 
 _SHOWN = 10
@@ -33,6 +32,7 @@ class EncodedRow:
         response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
         forks: indices in ``response_tokens`` at which another training row of the conversation begins.
+        has_tools: whether the prompt shows tools.
     """
 
     tokens: Sequence[int]
@@ -43,6 +43,7 @@ class EncodedRow:
     forks: tuple[int, ...] = ()
     messages: str | None = None
     row: str | None = None
+    has_tools: bool = False
 
     @property
     def total_len(self) -> int:
@@ -73,6 +74,7 @@ class RowEncoder:
         keep_row: bool = False,
     ) -> None:
         self._tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
+        self._template = ChatTemplate(self._tokenizer)
         self._config = config
         self._need_response = need_response
         self._keep_messages = keep_messages
@@ -100,7 +102,8 @@ class RowEncoder:
         answer, response = self._answer(row), self._response_tokens(row)
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
         given = (answer, response and array("i", response), self._environment(row))
-        return EncodedRow(array("i", tokens), *given, messages=messages, row=whole)
+        has_tools = ids is None and bool(read_tools(row))
+        return EncodedRow(array("i", tokens), *given, messages=messages, row=whole, has_tools=has_tools)
 
     def _read_prompt(self, row: Row) -> str | Messages:
         """Return the prompt: a text for the tokenizer, or messages for the chat template, the system prompt first."""
@@ -128,7 +131,7 @@ class RowEncoder:
         messages, tools = read_conversation(row, key)
         self._require_text(row, key, [messages, tools])
         try:
-            rows = self._conversations.encode(fold_keys(row, key, messages), tools)
+            rows = self._conversations.encode(messages, tools)
         except SpanFault as fault:
             raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
         first = rows[0][1][0][0]
@@ -172,22 +175,11 @@ class RowEncoder:
         if self._tokenizer.chat_template is None:
             remedy = "set data.apply_chat_template: false, or give it one"
             raise row.fault("no-chat-template", "the tokenizer has no chat template", remedy)
-        text = self._rendered(row, prompt, tools)
-        if tools and text == self._rendered(row, prompt, None):
-            problem, remedy = f"the template does not render {TOOLS_KEY!r}", "remove them, or give another template"
-            raise row.fault("tools-not-rendered", problem, remedy)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _rendered(self, row: Row, messages: Messages, tools: list[dict[str, Any]] | None) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates are programs of the checkpoint and can raise anything
-            said, remedy = template_fault(error)
-            problem = f"the chat template rejects {self._config.prompt_key!r} ({said})"
-            raise row.fault("template-failed", problem, remedy) from error
-        return text
+            text = self._template.prompt(prompt, tools)
+        except SpanFault as fault:
+            raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:
         if not self._config.allow_special_tokens:

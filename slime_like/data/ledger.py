@@ -4,12 +4,13 @@ Events are only added, so the ledger can be audited: its events show that a grou
 copy. Resuming restores the copy, so whatever happened after the checkpoint happens again.
 """
 
+import re
 import shutil
 import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,13 @@ _MODE = 0o600
 ISSUED, REISSUED, GENERATED, SCORED, TRAINED, DROPPED = (
     "issued", "reissued", "generated", "scored", "trained", "dropped",
 )  # fmt: skip
-_BEGUN, _ENDED = (ISSUED, REISSUED), (TRAINED, DROPPED)
+_ENDED = (TRAINED, DROPPED)
+_SOUND = re.compile(
+    r"issued( reissued| generated| scored)*( dropped)?|"
+    r"(issued( reissued| generated| scored)* re)?issued generated scored trained"
+)
+"""Events of one group that are in order: it is issued once and ends at most once, and a trained group was generated and
+scored since it was last issued."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (
@@ -252,36 +259,13 @@ def _audit(database: sqlite3.Connection) -> Audit:
         end = ended.get(states)
         if states not in ended:
             end = next((state for state in states.split() if state in _ENDED), None)
-            if found := _problems(group, states.split()):
-                problems += found
-            else:
+            if _SOUND.fullmatch(states):
                 ended[states] = end
+            else:
+                problems.append(f"group {group} was {states.replace(' ', ', ')}")
         ends[end] += 1
         if end is None:
             in_flight.append(group)
         elif end == DROPPED:
             dropped[reason or ""] += 1
     return Audit(issued, ends[TRAINED], dict(dropped), tuple(in_flight), tuple(problems))
-
-
-def _problems(group: int, states: Sequence[str]) -> list[str]:
-    """List inconsistencies in one group's events."""
-    found = []
-    if states[0] != ISSUED or states.count(ISSUED) != 1:
-        found.append(f"group {group} was issued {states.count(ISSUED)} times, and first {states[0]}")
-    if states.count(TRAINED) > 1:
-        found.append(f"group {group} was trained {states.count(TRAINED)} times")
-    if TRAINED in states and DROPPED in states:
-        found.append(f"group {group} was trained and dropped")
-    if states.count(DROPPED) > 1:
-        found.append(f"group {group} was dropped {states.count(DROPPED)} times")
-    if TRAINED in states:
-        since = states[: states.index(TRAINED)]
-        begun = max((i for i, state in enumerate(since) if state in _BEGUN), default=0)
-        if since[begun + 1 :] != [GENERATED, SCORED]:
-            found.append(f"group {group} was trained after {', '.join(since)}")
-    ended = next((i for i, state in enumerate(states) if state in _ENDED), len(states))
-    late = [state for state in states[ended + 1 :] if state not in _ENDED]
-    if late:
-        found.append(f"group {group} was {late[0]} after it was {states[ended]}")
-    return found

@@ -15,25 +15,55 @@ _ELSEWHERE = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot"
 _SPELLED = re.compile(rf"""['"](?:role|from)['"]\s*:\s*['"](?:{"|".join((*_ROLES, *_ELSEWHERE))})['"]""")
 """A message's role in text that spells a list of messages, as JSON or otherwise."""
 
+THINKING_KEY = "reasoning_content"
+"""Key of a message's thinking after reading."""
+THINKING_KEYS = (THINKING_KEY, "reasoning", "thinking", "thought", "reasoning_text")
+_LOSS_KEY = "loss"
+_SWITCHES = (_LOSS_KEY, "loss_mask", "step_loss_mask", "weight", "trainable", "train")
+"""Keys that say whether a message carries loss."""
+
 Message = dict[str, Any]
 Messages = list[Message]
 
 
 def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]] | None]:
-    """Return the messages under ``key``, and the row's tools if it has any.
+    """Return the messages under ``key``, and the row's tools if it has any. One key says which messages carry loss.
 
     Raises:
-        DataError: there is no list of messages, or it has no assistant message.
+        DataError: there is no list of messages, or none of the assistant carries loss.
     """
     if row.get(key) is None:
         remedy = "give every row one; train on demonstrations under data.response_key in another run"
         raise row.fault("no-conversation", f"has no {key!r}", remedy)
     messages = read_messages(row, key, "bad-messages")
-    if all(message["role"] != "assistant" for message in messages):
+    messages = [_switched(row, f"{key!r}, message {number}", each) for number, each in enumerate(messages, start=1)]
+    if not any(map(is_trained, messages)):
         roles = ", ".join(sorted({message["role"] for message in messages}))
-        problem = f"{key!r} has no message of the assistant; its roles: {roles}"
-        raise row.fault("no-assistant-turn", problem, "correct the roles, or remove the row")
+        problem = f"{key!r} has no message of the assistant that carries loss; its roles: {roles}"
+        raise row.fault("no-assistant-turn", problem, "correct roles and loss switches, or remove the row")
     return messages, read_tools(row)
+
+
+def is_trained(message: Message) -> bool:
+    """Return whether a message of a conversation carries loss."""
+    return bool(message["role"] == "assistant" and message.get(_LOSS_KEY, True))
+
+
+def _switched(row: Row, where: str, message: Message) -> Message:
+    switch = _agreed(row, "bad-messages", where, {key: message[key] for key in _SWITCHES if key in message})
+    if switch not in (None, 0, 1) or (switch and message["role"] != "assistant"):
+        problem = f"{where} has a loss weight of {switch!r}; it can be 0 or, for the assistant's turns, 1"
+        raise row.fault("bad-messages", problem)
+    others = {key: value for key, value in message.items() if key not in _SWITCHES}
+    return others if switch is None else {**others, _LOSS_KEY: bool(switch)}
+
+
+def _agreed(row: Row, code: str, where: str, found: dict[str, Any]) -> Any:
+    """Return the value that all keys have, or ``None`` if there are none."""
+    value = next(iter(found.values()), None)
+    if any(other != value for other in found.values()):
+        raise row.fault(code, f"{where}: {' and '.join(map(repr, found))} differ", "keep one of them")
+    return value
 
 
 def spells_messages(text: str) -> bool:
@@ -46,7 +76,7 @@ def read_messages(row: Row, key: str, code: str) -> Messages:
     """Return the messages under ``key``, which may be a list or its JSON.
 
     ShareGPT messages, with ``from`` and ``value``, are converted to ``role`` and ``content``. Keys without a value are
-    dropped, text parts are joined by line breaks, and tool-call arguments in JSON are parsed.
+    dropped, text parts are joined by line breaks, tool-call arguments in JSON are parsed, and thinking gets one key.
 
     Raises:
         DataError: with this ``code``; there is no list of messages.
@@ -70,6 +100,12 @@ def _message(row: Row, code: str, where: str, given: Any) -> Message:
         message["tool_calls"] = _tool_calls(row, code, where, message["tool_calls"])
     else:
         message.pop("tool_calls", None)
+    if message["role"] == "assistant":
+        given = {name: message.pop(name) for name in THINKING_KEYS if name in message}
+        thinking = _agreed(row, code, where, {name: value for name, value in given.items() if value})
+        if not isinstance(thinking, str | None):
+            raise row.fault(code, f"{where} must have text in its thinking")
+        message |= {} if thinking is None else {THINKING_KEY: thinking}
     silent = message["role"] == "assistant" and "tool_calls" in message
     message["content"] = _text(row, code, where, message.get("content", "" if silent else None))
     return message

@@ -96,6 +96,7 @@ class PromptSource:
         needs: further arguments of ``RowEncoder``.
 
     Attributes:
+        has_tools: whether a row has tools.
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
 
     Raises:
@@ -117,6 +118,7 @@ class PromptSource:
     ) -> None:
         self._may_change = may_change
         parts = [config.model_copy(update={"train": tuple(files), "mixture": ()})] if files else config.parts
+        self.has_tools = False
         self._max_tokens = config.max_prompt_tokens
         self.dropped_prompts = 0
         self._excess = excess
@@ -232,6 +234,7 @@ class PromptSource:
                         raise row.fault("over-token-budget", problem)
                     else:
                         rows.append(encoded)
+                        self.has_tools |= encoded.has_tools
         bad.raise_any()
         self.dropped_prompts += dropped
         if not rows:

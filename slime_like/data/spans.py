@@ -12,10 +12,9 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from slime_like.data.message_keys import THINKING_KEY, THINKING_KEYS, is_trained
-from slime_like.data.messages import Message, Messages
-from slime_like.data.tokenizer import template_fault, token_names
-from slime_like.models.chat_turns import text_after_turn
+from slime_like.data.messages import THINKING_KEY, THINKING_KEYS, Message, Messages, is_trained
+from slime_like.data.tokenizer import token_names
+from slime_like.models.chat_turns import TemplateFault, rendered, text_after_turn
 from slime_like.models.special_tokens import special_token_pattern
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -50,14 +49,27 @@ class ChatTemplate:
     def render(self, messages: Messages, tools: Tools = None, prompt: bool = False) -> str:
         """Render messages, with the generation prompt if ``prompt``. Raises ``SpanFault`` on rejection."""
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
-        except Exception as error:  # templates are programs of the checkpoint and can raise anything
-            said, remedy = template_fault(error)
+            return rendered(self._tokenizer, messages, tools, prompt)
+        except TemplateFault as fault:
             first = "the first message" if len(messages) == 1 else f"the first {len(messages)} messages"
             what = first if messages else "an assistant's turn without a prompt"
-            raise SpanFault("template-failed", f"the chat template rejects {what} ({said})", remedy) from error
+            raise SpanFault(
+                "template-failed", f"the chat template rejects {what} ({fault.said})", fault.remedy
+            ) from fault
+
+    def prompt(self, messages: Messages, tools: Tools = None) -> str:
+        """Render a prompt. Raises ``SpanFault`` if the template rejects it or never shows a part of it.
+
+        Thinking may be left out of earlier turns. That is how many models see their history.
+        """
+        messages = list(map(self.as_read, messages))
+        text = self.render(messages, tools, prompt=True)
+        for at, message in enumerate(messages):
+            if message["role"] == "assistant" and message.get(THINKING_KEY) and self._thinking_key is None:
+                raise SpanFault("message-dropped", f"the template leaves out the thinking of message {at + 1}")
+            if message.get("tool_calls") or message.get("function_call"):
+                _require_calls(self, self.render(messages, tools), messages, tools, at)
+        _require_tools(self, messages, tools)
         return text
 
     def marked(self, messages: Messages, tools: Tools = None) -> set[int] | None:
@@ -79,19 +91,19 @@ class ChatTemplate:
 
     def as_read(self, message: Message) -> Message:
         """Return a message with its thinking and the arguments of its calls in the form that the template reads."""
-        given = next(filter(message.get, THINKING_KEYS), None)
-        if given is not None and given != self._thinking_key:
-            message = {self._thinking_key if key == given else key: value for key, value in message.items()}
+        given, wanted = next(filter(message.get, THINKING_KEYS), None), self._thinking_key or THINKING_KEY
+        if given is not None and given != wanted:
+            message = {wanted if key == given else key: value for key, value in message.items()}
         if message.get("tool_calls") and self._takes_json:
             message = {**message, "tool_calls": list(map(_with_json, message["tool_calls"]))}
         return message
 
     @cached_property
-    def _thinking_key(self) -> str:
-        """Key under which the template reads thinking. If it reads none, the thinking is found to be left out."""
+    def _thinking_key(self) -> str | None:
+        """Key under which the template reads thinking, or ``None`` if it reads none."""
         turns = ({"content": "so"}, {"content": "", "tool_calls": _CALLS[0]})
         shown = (key for key in THINKING_KEYS for turn in turns if _PROBE in self._probe({**turn, key: _PROBE}))
-        return next(shown, THINKING_KEY)
+        return next(shown, None)
 
     @cached_property
     def _takes_json(self) -> bool:
@@ -170,7 +182,7 @@ class ConversationEncoder:
         text = whole if whole.startswith(prompt) else _with_thinking(prompt, opened, whole, message, index + 1)
         start = len(prompt)
         _require_rendered(text[opened.start() if opened else start :], message, index + 1)
-        _require_calls(self._template, whole, messages[: index + 1], tools)
+        _require_calls(self._template, whole, messages[: index + 1], tools, index)
         marked = self._template.marked([*before, message], tools) if text is whole else None
         following = messages[index + 1 : index + 2] or [_ASKED]
         text = self._ended(text, start, following, "tool_calls" in message)
@@ -266,12 +278,11 @@ def _require_rendered(turn: str, message: Message, number: int) -> None:
             raise SpanFault("message-dropped", problem)
 
 
-def _require_calls(template: ChatTemplate, text: str, messages: Messages, tools: Tools) -> None:
-    """Reject templates that leave out part of the last message's calls."""
-    *before, last = messages
-    for what, other in _without_calls(last):
-        if _is_rendered_as(template, text, [*before, other], tools):
-            raise SpanFault("message-dropped", f"the template leaves out {what} of message {len(messages)}")
+def _require_calls(template: ChatTemplate, text: str, messages: Messages, tools: Tools, at: int) -> None:
+    """Reject templates that leave out part of a message's calls."""
+    for what, other in _without_calls(messages[at]):
+        if _is_rendered_as(template, text, [*messages[:at], other, *messages[at + 1 :]], tools):
+            raise SpanFault("message-dropped", f"the template leaves out {what} of message {at + 1}")
 
 
 def _require_tools(template: ChatTemplate, messages: Messages, tools: Tools) -> None:

@@ -61,15 +61,6 @@ def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any
     return copied
 
 
-def template_fault(error: Exception) -> tuple[str, str]:
-    """Return the error of a chat template and its remedy. Templates are programs of the checkpoint."""
-    from jinja2 import TemplateSyntaxError
-
-    if isinstance(error, TemplateSyntaxError):
-        return f"line {error.lineno}: {error}", "correct the template, or give model.path another one"
-    return str(error), "correct the messages, or give model.path another chat template"
-
-
 def _tokenizer_class(path: Path, code: str | None) -> Any:
     """Return the checkpoint's own class, or the generic one if the checkpoint names it.
 

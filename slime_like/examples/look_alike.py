@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import transformers
 
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import write_random_weights
-from slime_like.models.dimensions import OTHER, ModelDimensions
+from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
 from slime_like.models.special_tokens import tokenizer_files
 
 _HEAD_DIM = 32
@@ -44,11 +44,14 @@ def make_look_alike(
     dimensions = ModelDimensions.from_checkpoint(model)
     if dimensions.family == OTHER:
         raise ConfigError(
-            f"model.path={model}: {dimensions.foreign}; use a model of a supported family to make a small one like it",
+            f"model.path={model}: {dimensions.attention.unsupported}; use a model of a supported family to make a "
+            "small one like it",
             code="look-alike-family",
         )
     config = transformers.AutoConfig.from_pretrained(model)
-    for name, value in _sizes(dimensions, layers, has_head_dim=hasattr(config, "head_dim")).items():
+    small = FAMILIES[dimensions.family].small
+    small = {name: value for name, value in small.items() if getattr(config, name, None) is not None}
+    for name, value in _sizes(dimensions, small, layers, has_head_dim=hasattr(config, "head_dim")).items():
         if hasattr(config, name):
             setattr(config, name, value)
     if getattr(config, "layer_types", None):
@@ -87,12 +90,10 @@ def _sample_often(model: Any, tokens: list[int]) -> None:
         low, high = (low, part) if often else (part, high)
 
 
-def _sizes(dimensions: ModelDimensions, layers: int, has_head_dim: bool) -> dict[str, Any]:
+def _sizes(dimensions: ModelDimensions, small: Mapping[str, Any], layers: int, has_head_dim: bool) -> dict[str, Any]:
     group = dimensions.num_heads // dimensions.num_kv_heads
     key_heads = min(2, dimensions.num_kv_heads)
-    heads = key_heads * (group if group <= _LARGEST_GROUP else 3 if group % 2 else 2)
-    if dimensions.latent is not None:
-        heads = key_heads = 4
+    heads = small.get("num_attention_heads", key_heads * (group if group <= _LARGEST_GROUP else 3 if group % 2 else 2))
     hidden = _HIDDEN if has_head_dim and _HIDDEN % heads == 0 else heads * _HEAD_DIM
     dense = min(1, dimensions.dense_layers)
     sizes: dict[str, Any] = {
@@ -111,8 +112,4 @@ def _sizes(dimensions: ModelDimensions, layers: int, has_head_dim: bool) -> dict
         sizes |= {"num_experts_per_tok": min(2, dimensions.moe_top_k), "moe_intermediate_size": hidden // 2}
         sizes |= {"n_group": groups, "topk_group": max(1, groups // 2), "first_k_dense_replace": dense}
         sizes |= {"num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
-    if dimensions.latent is not None:
-        rank = None if dimensions.latent.query_rank is None else 64
-        sizes |= {"q_lora_rank": rank, "kv_lora_rank": 48, "qk_nope_head_dim": 32, "v_head_dim": 32}
-        sizes |= {"qk_rope_head_dim": 16, "head_dim": 16}
-    return sizes
+    return sizes | dict(small)

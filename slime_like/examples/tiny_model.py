@@ -18,6 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slime_like.errors import ConfigError
+from slime_like.models.dimensions import FAMILIES
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>", "<tool>")
 """Ids 0 to 7; the 256 byte values follow."""
@@ -42,51 +43,6 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
 }
-
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-        }
-    },
-    "mistral": {"sliding_window": None},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 48,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "head_dim": 16,  # in this configuration, the rotary part only
-        "v_head_dim": 32,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 48,
-        "num_nextn_predict_layers": 0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 128,
-        },
-    },
-}
-"""Differences from ``_SIZES`` by transformers' model type."""
 
 _DEMONSTRATIONS = 4
 
@@ -138,15 +94,16 @@ def write_random_weights(
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     """Return the transformers configuration for ``make_tiny_model``; raises the same errors."""
-    if family not in _FAMILIES:
-        raise ConfigError([f"family={family} has no tiny model; use one of {', '.join(_FAMILIES)}"])
+    if family not in FAMILIES:
+        raise ConfigError([f"family={family} has no tiny model; use one of {', '.join(FAMILIES)}"])
     plain = transformers.AutoConfig.for_model(family)
     class_name = type(plain).__name__
     known = plain.to_dict().keys() | _SIZES.keys() | {"dtype"}
     unknown = sorted(overrides.keys() - known)
     if unknown:
         raise ConfigError([f"{name} is not a field of {class_name}; remove it" for name in unknown])
-    fields = {"dtype": "float32", **_SIZES, **_FAMILIES[family], **_special_ids(), **overrides}
+    special = {**FAMILIES[family].small, **FAMILIES[family].tiny, **_special_ids()}
+    fields = {"dtype": "float32", **_SIZES, **special, **overrides}
     return type(plain)(**fields, architectures=[class_name.replace("Config", "ForCausalLM")])
 
 

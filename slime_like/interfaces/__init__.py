@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from slime_like.interfaces.trainer import TrainerBackend as TrainerBackend
     from slime_like.interfaces.trainer import load_backend as load_backend
     from slime_like.interfaces.weights import BucketMetadata as BucketMetadata
+    from slime_like.interfaces.weights import Manifest as Manifest
     from slime_like.interfaces.weights import TensorEntry as TensorEntry
     from slime_like.interfaces.weights import UpdateReceipt as UpdateReceipt
     from slime_like.interfaces.weights import WeightBucket as WeightBucket
+    from slime_like.interfaces.weights import WeightExport as WeightExport
     from slime_like.plugins.entry_points import BACKEND_GROUP as BACKEND_GROUP
     from slime_like.plugins.entry_points import ENGINE_GROUP as ENGINE_GROUP
     from slime_like.trajectory import Conversation as Conversation

@@ -8,7 +8,7 @@ import numpy as np
 
 from slime_like.config import RunConfig
 from slime_like.interfaces.supports import Supports
-from slime_like.interfaces.weights import BucketMetadata, UpdateReceipt
+from slime_like.interfaces.weights import BucketMetadata, Manifest, UpdateReceipt
 from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
 from slime_like.trajectory import Conversation
 
@@ -184,17 +184,18 @@ class RolloutEngine(Protocol):
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the weight transport before the first update."""
 
-    async def begin_update(self, version: int) -> None:
-        """Open an update to ``version``. Fails while the weights are asleep."""
+    async def begin_update(self, version: int, manifest: Manifest) -> None:
+        """Open an update to ``version`` with the tensors of ``manifest``. Fails while the weights are asleep.
+
+        Fails, too, if the manifest of an update of the whole model has other tensors than the model: a tensor missing
+        from an export would stay stale.
+        """
 
     async def update(self, bucket: BucketMetadata) -> None:
         """Fetch one bucket, hash the received bytes, and load it."""
 
     async def finish_update(self, version: int) -> UpdateReceipt:
-        """Make the new weights current, flush all caches, and return the hashes. Fails if a tensor is missing."""
-
-    async def checksums(self) -> dict[str, int]:
-        """Return the hashes received in the last finished update."""
+        """Make the new weights current, flush all caches, and return the hashes. Fails if the update lacks a tensor."""
 
     async def health(self) -> EngineHealth: ...
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY
 from slime_like.interfaces.estimate import RankEstimate, RankKind
-from slime_like.interfaces.weights import WeightBucket
+from slime_like.interfaces.weights import WeightBucket, WeightExport
 from slime_like.plugins.entry_points import BACKEND_GROUP, load_installed
 from slime_like.trajectory import GRPOStats, PackedTrajectory
 
@@ -136,15 +136,15 @@ class TrainerBackend(Protocol):
         (``RankPlacement.role``). The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
         """
 
-    def export_weights(self) -> Iterator[WeightBucket]:
-        """Yield buckets with Hugging Face names, each at most ``config.sync.bucket_mb``.
+    def export_weights(self) -> WeightExport:
+        """Export buckets with Hugging Face names, each at most ``config.sync.bucket_mb``, and their manifest.
 
         Collective within a stage's tensor- and expert-parallel groups: all their ranks iterate in step. The sending
         rank yields tensors, ranks that only take part in its gathers yield empty buckets, others nothing.
         """
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
-        """End a step without an update: yield its gradients in float32, like ``export_weights`` yields weights.
+        """End a step without an update: yield its gradients in float32, like the buckets of ``export_weights``.
 
         They are reduced and divided by ``denominator``, but not clipped. The next step starts from zero.
         """

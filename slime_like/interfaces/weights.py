@@ -1,9 +1,40 @@
-"""Weights sent from a trainer to the engines: tensors, buckets, receipts."""
+"""Weights sent from a trainer to the engines: manifests, tensors, buckets, receipts."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+import torch
 from torch import Tensor
+
+from slime_like.interfaces.conversion import TensorInfo
+
+MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The tensors that an update brings.
+
+    Attributes:
+        tensors: type and full shape by Hugging Face name.
+        updates: ``MODEL`` for all weights of the model, or the name of what a partial update brings, such as an
+            adapter or a draft head. An engine rejects a name that it cannot update.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    updates: str = MODEL
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], updates: str = MODEL) -> Self:
+        return cls(
+            {name: TensorInfo(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}, updates
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of the type without the prefix, e.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +101,21 @@ class WeightBucket:
     """Full tensors with Hugging Face names, from a trainer rank; valid until the next bucket is requested."""
 
     tensors: list[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightExport:
+    """One rank's part of an export, to be iterated once.
+
+    Attributes:
+        manifest: the tensors of all ``buckets``; ``None`` on ranks that send none.
+    """
+
+    manifest: Manifest | None
+    buckets: Iterator[WeightBucket]
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        return self.buckets
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Turns as a chat template writes them: text that stays plain, and what follows an assistant's turn."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 CUT = "\ufdd0"
@@ -13,10 +13,53 @@ _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "environmen
 _PLACEHOLDERS: tuple[Mapping[str, Any], ...] = ({"content": _SAID}, {"content": "", "tool_calls": [_CALL]})
 
 
-def cut_special(text: str, special: re.Pattern[str]) -> str:
-    """Insert a cut after the first character of every special token that ``text`` spells, so it encodes as text."""
-    whole = text.encode("utf-8", "replace").decode().replace(CUT, "\ufffd")
-    return special.sub(lambda found: found[0][:1] + CUT + found[0][1:], whole)
+class TemplateFault(ValueError):
+    """The chat template rejects the messages. The error's text is what the template reported, with its type.
+
+    Attributes:
+        said: what the template reported.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        super().__init__(f"{type(error).__name__}: {error}".replace(CUT, ""))
+        self.said, self.remedy = str(error), "correct the messages, or give model.path another chat template"
+        if isinstance(error, TemplateSyntaxError):
+            self.said = f"line {error.lineno}: {error}"
+            self.remedy = "correct the template, or give model.path another one"
+
+
+def rendered(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    prompt: bool = False,
+) -> str:
+    """Render messages, with the generation prompt if ``prompt``. Raises ``TemplateFault``."""
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
+        )
+    except Exception as error:  # templates are programs of the checkpoint and can raise anything
+        raise TemplateFault(error) from error
+    return text
+
+
+def cut_special(value: Any, special: re.Pattern[str]) -> Any:
+    """Insert a cut after the first character of every special token that a value's texts spell."""
+    if isinstance(value, str):
+        whole = value.encode("utf-8", "replace").decode().replace(CUT, "\ufffd")
+        return special.sub(lambda found: found[0][:1] + CUT + found[0][1:], whole)
+    if isinstance(value, Mapping):
+        return {cut_special(key, special): cut_special(item, special) for key, item in value.items()}
+    return [cut_special(item, special) for item in value] if isinstance(value, list | tuple) else value
+
+
+def encoded(tokenizer: Any, pieces: Iterable[str]) -> list[int]:
+    """Encode the pieces of a text with cuts. A special token that was cut becomes plain text."""
+    return [token for piece in pieces if piece for token in tokenizer.encode(piece, add_special_tokens=False)]
 
 
 def text_after_turn(

@@ -1,23 +1,17 @@
 """A model's dimensions, read from the checkpoint's ``config.json`` and stated nowhere else. Doesn't import torch."""
 
+from __future__ import annotations
+
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
 from slime_like.models.converted import training_checkpoint
 from slime_like.system.words import from_here
-
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-}
 
 OTHER = "other"
 """The family of causal language models that transformers supports, but this project's formulas do not."""
@@ -32,18 +26,123 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family: how its ``config.json`` is read, and where its layers are built.
+
+    Attributes:
+        name: transformers' model type.
+        architecture: first entry of ``architectures`` in ``config.json``.
+        read: returns fields of ``ModelDimensions`` for the content of ``config.json``; raises like ``config_json``.
+        megatron: module and class of Megatron's settings, layers and conversion rules.
+        small: sizes of attention in small models, as fields of transformers' configuration, if they are special.
+        tiny: other fields in which a tiny model differs from other families'.
+    """
+
+    name: str
+    architecture: str
+    read: Callable[[dict[str, Any]], dict[str, Any]]
+    megatron: str = "backends.megatron.families:MegatronFamily"
+    small: Mapping[str, Any] = field(default_factory=dict)
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES: dict[str, Family] = {}
+"""All families by name, from ``slime_like.models.families``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query attention, and all that depends on the kind of a model's layers.
+
+    A subclass describes another kind of layers and has the sizes that only this kind has. Counts are of all layers.
+
+    Attributes:
+        reloads: a weight update replaces every tensor that an engine computes with.
+    """
+
+    reloads: ClassVar[bool] = True
+
+    @property
+    def special(self) -> str:
+        """Name of layers that Transformer Engine and SGLang's CPU kernels do not support; empty for others."""
+        return "" if type(self) is Attention else type(self).__name__
+
+    @property
+    def interleaved(self) -> bool:
+        """True if rotary embedding rotates adjacent elements instead of elements half a head apart."""
+        return False
+
+    @property
+    def unsupported(self) -> str | None:
+        """Reason why only transformers' modules compute the layers, as the beginning of a sentence."""
+        return None
+
+    @property
+    def reach(self) -> int | None:
+        """The most keys that some layers' queries see, in tokens; ``None`` if every query sees all earlier tokens."""
+        return None
+
+    def rotary_size(self, model: ModelDimensions) -> int:
+        return model.head_dim
+
+    def value_size(self, model: ModelDimensions) -> int:
+        return model.head_dim
+
+    def sizes(self, model: ModelDimensions) -> dict[str, int]:
+        """Return the sizes that only this kind has, by the names that conversion rules use."""
+        return {}
+
+    def matrices(self, model: ModelDimensions) -> int:
+        """Return the elements of the matrices."""
+        return model.num_layers * 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
+
+    def vectors(self, model: ModelDimensions) -> int:
+        """Return the elements of norms inside attention, and of biases."""
+        biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.qkv_bias
+        return model.num_layers * (biases + 2 * model.head_dim * model.qk_norm)
+
+    def cached(self, model: ModelDimensions, gpus: int) -> int:
+        """Return the elements that an engine caches of one token on each of ``gpus`` GPUs."""
+        return model.num_layers * 2 * -(-model.num_kv_heads // gpus) * model.head_dim
+
+    def split_columns(self, model: ModelDimensions) -> dict[str, int]:
+        """Return further sizes that tensor-parallel ranks split, by their names for the user."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignAttention(Attention):
+    """Layers that this project has no formulas for. Parameters are estimated as for a Llama.
+
+    Attributes:
+        unsupported: see ``Attention``.
+        reach: the narrowest sliding window or chunk of any layer.
+    """
+
+    unsupported: str = field()  # without it, the base's property would be the default
+    reach: int | None = None
+
+    reloads: ClassVar[bool] = False  # some tensors are neither parameters nor buffers
+
+    @property
+    def special(self) -> str:
+        return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDimensions:
     """Sizes of a causal language model, in Hugging Face's terms.
 
     Attributes:
-        family: one of ``FAMILIES``' values, or ``OTHER``.
+        family: a name in ``FAMILIES``, or ``OTHER``. A model of another family has only sizes, lengths and token ids;
+            its ``norm_eps`` and ``rope_theta`` are 0.
+        attention: the kind of the layers, with further sizes.
         rope_scaling: the checkpoint's scaling parameters (with their "rope_type"), or ``None``.
         qkv_bias: query, key and value projections have biases (the output projection never has one here).
         qk_norm: queries and keys pass a per-head RMSNorm.
         eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
         num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
-        latent: sizes of latent attention, if the model has it. ``head_dim`` then applies to queries and keys only.
         dense_layers: number of leading layers without experts in a mixture of experts.
         moe_shared_ffn_hidden_size: total size of the experts that every token goes to.
         moe_sigmoid: a router's scores are sigmoids, and a bias that is not a parameter affects only the choice
@@ -51,16 +150,12 @@ class ModelDimensions:
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
         moe_scaling: factor of the chosen experts' weights.
         draft_layers: layers for multi-token prediction that may be stored after the model's layers, and are not read.
-        foreign: the reason why the family is ``OTHER``, as the beginning of a sentence; ``None`` for all others. Such a
-            model has only sizes, lengths and token ids; parameters are estimated as for a Llama, and ``norm_eps`` and
-            ``rope_theta`` are 0.
-        attention_reach: the most keys that some layers' queries see, in tokens (sliding window, chunked attention);
-            ``None`` if every query sees all earlier tokens.
         counted: parameters in total, and in the matrix products that one token goes through. Planning counts them on
             the model itself for foreign models.
     """
 
     family: str
+    attention: Attention = Attention()
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -80,7 +175,6 @@ class ModelDimensions:
     moe_top_k: int = 0
     moe_ffn_hidden_size: int = 0
     moe_norm_topk_prob: bool = True
-    latent: config_json.LatentAttention | None = None
     dense_layers: int = 0
     moe_shared_ffn_hidden_size: int = 0
     moe_sigmoid: bool = False
@@ -88,36 +182,22 @@ class ModelDimensions:
     moe_top_groups: int = 1
     moe_scaling: float = 1.0
     draft_layers: int = 0
-    foreign: str | None = None
-    attention_reach: int | None = None
     counted: tuple[int, int] | None = None
 
     @property
     def rotary_dim(self) -> int:
         """Number of elements with rotary embedding in a query or key head."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return self.attention.rotary_size(self)
 
     @property
     def value_dim(self) -> int:
         """Number of elements in a value head."""
-        return self.head_dim if self.latent is None else self.latent.value_dim
+        return self.attention.value_size(self)
 
     @property
     def expert_layers(self) -> range:
         """Indices of the layers with experts."""
         return range(self.dense_layers, self.num_layers) if self.num_experts else range(0)
-
-    @property
-    def attention_parameters(self) -> int:
-        """Number of elements in one layer's attention matrices."""
-        if self.latent is None:
-            return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        latent = self.latent
-        direct = self.hidden_size if latent.query_rank is None else latent.query_rank
-        query = self.num_heads * self.head_dim * direct + self.hidden_size * (latent.query_rank or 0)
-        keys = self.hidden_size * (latent.kv_rank + latent.rope_dim)
-        keys += latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
-        return query + keys + self.num_heads * latent.value_dim * self.hidden_size
 
     def mlp_parameters(self, experts: int) -> int:
         """Return the elements of all layers' feed-forward matrices, with ``experts`` experts per layer and routers."""
@@ -131,8 +211,8 @@ class ModelDimensions:
         """Parameters in the matrix products of one token: all layers, ``moe_top_k`` experts, the head."""
         if self.counted is not None:
             return self.counted[1]
-        attention = self.num_layers * self.attention_parameters
-        return attention + self.mlp_parameters(self.moe_top_k) + self.vocab_size * self.hidden_size
+        layers = self.attention.matrices(self) + self.mlp_parameters(self.moe_top_k)
+        return layers + self.vocab_size * self.hidden_size
 
     def is_draft(self, name: str) -> bool:
         """Return whether the Hugging Face tensor belongs to a layer for multi-token prediction."""
@@ -149,14 +229,11 @@ class ModelDimensions:
         """Number of parameters in a Hugging Face checkpoint; a tied embedding counts once."""
         if self.counted is not None:
             return self.counted[0]
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.attention_parameters + 2 * self.hidden_size
-        layer += (queries + 2 * keys) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        if self.latent is not None:  # norms of the compressed parts
-            layer += self.latent.kv_rank + (self.latent.query_rank or 0)
+        attention = self.attention.matrices(self) + self.attention.vectors(self)
+        norms = 2 * self.num_layers * self.hidden_size
         routing_biases = len(self.expert_layers) * self.num_experts * self.moe_sigmoid
         outer = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.hidden_size
-        return self.num_layers * layer + self.mlp_parameters(self.num_experts) + routing_biases + outer
+        return attention + norms + self.mlp_parameters(self.num_experts) + routing_biases + outer
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> Self:
@@ -175,22 +252,23 @@ class ModelDimensions:
         architectures = raw.get("architectures") or ["(none)"]
         architecture = architectures[0] if isinstance(architectures, list) else architectures
         if not isinstance(architecture, str) or not architecture.endswith(_CAUSAL):
-            remedy = f"use {', '.join(FAMILIES)}, or with trainer.backend=fsdp another ...ForCausalLM"
+            remedy = f"use {_known()}, or with trainer.backend=fsdp another ...ForCausalLM"
             raise ConfigError(f"{path}: architecture {architecture} is not a causal language model; {remedy}")
         try:
             try:
                 fields = _of_known(raw, architecture)
             except config_json.UnsupportedError as reason:
-                fields = {"family": OTHER, "foreign": f"{path}: {reason}", **_of_another(raw, path)}
+                fields = _of_another(raw, path, f"{path}: {reason}")
             return cls(eos_token_ids=config_json.eos_ids(raw, path.parent, fields["vocab_size"]), **fields)
         except (KeyError, ValueError) as error:
             problem = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}: {problem}; re-export the checkpoint with transformers") from error
 
 
-def _of_another(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+def _of_another(raw: dict[str, Any], path: Path, reason: str) -> dict[str, Any]:
     try:
-        return config_json.any_model(raw)
+        attention = ForeignAttention(reason, config_json.attention_reach(raw))
+        return {"family": OTHER, "attention": attention, **config_json.any_model(raw)}
     except KeyError as error:
         raise ConfigError(
             f"{path}: model_type {raw.get('model_type', '(none)')} has no {error}, under this or another known name; "
@@ -199,21 +277,16 @@ def _of_another(raw: dict[str, Any], path: Path) -> dict[str, Any]:
         ) from error
 
 
+def _known() -> str:
+    return ", ".join(family.architecture for family in FAMILIES.values())
+
+
 def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """Read a supported family. Raises ``config_json.UnsupportedError`` for all others."""
-    family = FAMILIES.get(architecture)
+    """Read a known family. Raises ``config_json.UnsupportedError`` for all others."""
+    family = next((each for each in FAMILIES.values() if each.architecture == architecture), None)
     if family is None:
-        raise config_json.UnsupportedError(f"architecture {architecture} is not one of {', '.join(FAMILIES)}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise config_json.UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
-    mistral_window = raw.get("sliding_window", config_json.MISTRAL_WINDOW) if family == "mistral" else None
-    if raw.get("use_sliding_window") or mistral_window:
-        raise config_json.UnsupportedError("it has sliding-window attention")
-    sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
-    if raw.get("mlp_only_layers") or sparse != (1, 1):
-        raise config_json.UnsupportedError("it has layers without experts between layers with experts")
-    features = config_json.latent_features(raw) if family == "deepseek_v3" else config_json.features(raw, family)
-    return {"family": family, **config_json.sizes(raw), **config_json.rope(raw), **features}
+        raise config_json.UnsupportedError(f"architecture {architecture} is not one of {_known()}")
+    return {"family": family.name, **family.read(raw)}
 
 
 def keeps_type(name: str) -> bool:

@@ -1,7 +1,7 @@
 """A tokenizer's files, its own code, and its special tokens as text."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,22 @@ def special_token_pattern(tokenizer: Any) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, spelled)) or "(?!)")
 
 
-def without_stop(tokenizer: Any, tokens: Iterable[int], has_ended: bool) -> list[int]:
-    """Return a turn's tokens without the stop token that ended it, and without padding.
+def decoded(tokenizer: Any, tokens: Iterable[int]) -> str:
+    """Decode tokens to exactly the text that they spell, special tokens included."""
+    text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+    return text
+
+
+def without_stop(tokenizer: Any, tokens: Iterable[int], stops: Collection[int] | None) -> list[int]:
+    """Return a turn's tokens without the special token that ended it, and without padding.
 
     Other special tokens are kept, because thinking and tool calls may be marked with them.
 
     Args:
-        has_ended: whether the model ended the turn, by whichever stop token.
+        stops: tokens that end a turn, besides EOS; ``None`` if every special token does.
     """
     kept, ends = list(map(int, tokens)), {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    if has_ended and kept and not tokenizer.decode(kept[-1:], skip_special_tokens=True):
+    if kept and (stops is None or kept[-1] in stops) and not tokenizer.decode(kept[-1:], skip_special_tokens=True):
         kept.pop()
     while kept and kept[-1] in ends:
         kept.pop()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -176,9 +176,11 @@ class WeightSync:
         if self._connected != self._supervisor.generation:
             self.connect()
         generation, self._connected = self._connected, None  # until the transfer has succeeded
-        self._ranks.defer(self._ranks.start(_PHASE, RankExport.begin_export))
+        manifests = self._ranks.start(_PHASE, RankExport.begin_export)
         first = self._ranks.start(_PHASE, RankExport.next_bucket)
-        self._engines.begin_update(version)
+        parts = given(manifests.result())  # of the pipeline stages
+        tensors = {name: info for part in parts for name, info in part.tensors.items()}
+        self._engines.begin_update(version, replace(parts[0], tensors=tensors))
         sent = self._stream(first)
         receipts = self._engines.finish_update(version)
         self._ranks.defer(self._ranks.start(_PHASE, RankExport.end_export))

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import ENGINE_COMMUNICATORS, GRAPHS_BYTES, PREFILL_BYTES
 from slime_like.planning.planned_run import PlannedRun
 
@@ -44,7 +43,7 @@ class EnginePlan:
 def plan_engine(run: PlannedRun) -> EnginePlan:
     rollout = run.config.rollout
     weights = run.weight_bytes // rollout.tensor
-    per_token = run.dimensions.num_layers * _cached_elements(run.dimensions, rollout.tensor) * run.element_bytes
+    per_token = run.dimensions.attention.cached(run.dimensions, rollout.tensor) * run.element_bytes
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
     default = DEFAULT_SHARES.get(rollout.engine, _DEFAULT_SHARE)
     share = rollout.own_engine_args.get(SHARES.get(rollout.engine, ""), default)
@@ -67,17 +66,6 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
         longest_sequences=tokens // run.config.max_model_len,
         at_once=min(limit, int(tokens / run.workload.mean_length)),
     )
-
-
-def _cached_elements(dimensions: ModelDimensions, gpus: int) -> int:
-    """Count the cached elements of one token in one layer on each GPU.
-
-    For latent attention, engines cache the compressed vectors that keys and values are computed from.
-    """
-    latent = dimensions.latent
-    if latent is not None:
-        return latent.kv_rank + latent.rope_dim
-    return 2 * -(-dimensions.num_kv_heads // gpus) * dimensions.head_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,12 +71,12 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
 def counted_dimensions(
     config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]
 ) -> ModelDimensions:
-    """Add the counted parameters of a foreign model; return other dimensions unchanged.
+    """Add the counted parameters of a model without formulas; return other dimensions unchanged.
 
     A token uses all parameters except an embedding that is not also the head, and the experts it is not routed to.
     """
     converter = getattr(backend, "converter", None)
-    if dimensions.foreign is None or config.trainer.backend != FSDP or converter is None:
+    if dimensions.attention.unsupported is None or config.trainer.backend != FSDP or converter is None:
         return dimensions
     sizes = {name: prod(shape) for name, shape in converter(config.model, config.trainer).prove().items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

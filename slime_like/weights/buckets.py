@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slime_like.interfaces import TensorEntry, WeightBucket
+from slime_like.interfaces.weights import dtype_name
 from slime_like.weights.checksums import as_bytes, copy_hashed, timed_checksum
 
 ALIGNMENT = 64
@@ -27,8 +28,7 @@ def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
 
 def describe(name: str, tensor: Tensor, offset: int, checksum: int) -> TensorEntry:
     """Return the entry for ``tensor`` at ``offset``."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorEntry(name, dtype, tuple(tensor.shape), offset, tensor.nbytes, checksum)
+    return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes, checksum)
 
 
 def describe_hashed(name: str, tensor: Tensor, offset: int) -> tuple[TensorEntry, float]:

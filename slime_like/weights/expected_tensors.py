@@ -1,9 +1,10 @@
 """Names and shapes of a complete model's tensors, from its Hugging Face checkpoint."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from slime_like.errors import CheckpointError, WeightSyncError
+from slime_like.interfaces import Manifest
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes
 
@@ -22,6 +23,12 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(str(error), code="weight-files", who=f"model.path={directory}") from error
     dimensions = ModelDimensions.from_checkpoint(directory)
     return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+
+
+def require_model(manifest: Manifest, model: Mapping[str, tuple[int, ...]], engine: str) -> None:
+    """Reject the manifest of an update of the whole model that lacks tensors, or has unknown or misshapen ones."""
+    expected = {f"{name} {shape}" for name, shape in model.items()}
+    require_complete({f"{name} {info.shape}" for name, info in manifest.tensors.items()}, expected, engine)
 
 
 def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:

@@ -24,7 +24,7 @@ from slime_like.config import (
 )
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import Generation, RolloutEngine, UpdateReceipt
+from slime_like.interfaces import Generation, Manifest, RolloutEngine, UpdateReceipt
 from slime_like.verification.engine import driven
 from slime_like.verification.engine.driven import DrivenEngine
 from slime_like.verification.engine.reference import Reference
@@ -71,6 +71,10 @@ class EngineUnderTest(DrivenEngine):
     @property
     def reference(self) -> Reference:
         return self.references[self.current]
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest.of(self.reference.weights)
 
     @contextmanager
     def over(self, transport: str, settings: TransportSettings) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout.transformers.engine import TransformersEngine
 from slime_like.config import RunConfig
-from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, UpdateReceipt, WeightBucket
+from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, Manifest, UpdateReceipt, WeightBucket
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transport import Sender, TransportSettings
@@ -62,11 +62,12 @@ class LocalTrainers(OneRank):
         self.senders = [open_sender(name, session, settings) for _ in range(self._num_senders)]
         return [sender.rendezvous() for sender in self.senders]
 
-    def begin_export(self) -> None:
+    def begin_export(self) -> list[Manifest]:
         self._release()
         tensors = list(self.exported().items())
         share = -(-len(tensors) // self._num_senders)
         self._streams = [self._buckets(tensors[rank * share : (rank + 1) * share]) for rank in range(self._num_senders)]
+        return [Manifest.of(dict(tensors[rank * share : (rank + 1) * share])) for rank in range(self._num_senders)]
 
     def next_bucket(self) -> list[BucketMetadata | None]:
         self._release()
@@ -136,8 +137,8 @@ class LocalEngines:
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self.run(self.engine.connect(transport, rendezvous))
 
-    def begin_update(self, version: int) -> None:
-        self.run(self.engine.begin_update(version))
+    def begin_update(self, version: int, manifest: Manifest) -> None:
+        self.run(self.engine.begin_update(version, manifest))
 
     def update(self, buckets: list[BucketMetadata]) -> Answers[None]:
         for bucket in buckets:

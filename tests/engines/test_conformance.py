@@ -245,9 +245,9 @@ def test_sleep_ends_requests_and_wakes_in_parts(engine: EngineUnderTest, prompts
         with pytest.raises(EngineError, match="is asleep"):
             await engine.engine.generate(engine.request(prompts[0], max_new_tokens=3))
         with pytest.raises(EngineError, match=r"is asleep \(weights\)"):
-            await engine.engine.begin_update(engine.version + 1)
+            await engine.engine.begin_update(engine.version + 1, engine.manifest)
         await engine.engine.wake(("weights",))
-        await engine.engine.begin_update(engine.version + 1)  # fails, as if another engine had died
+        await engine.engine.begin_update(engine.version + 1, engine.manifest)  # fails, as if another engine had died
         await engine.engine.sleep()
         await engine.engine.sleep()
         await engine.engine.wake(("weights",))
@@ -306,7 +306,7 @@ def test_restarted_update(engine: EngineUnderTest, prompts: list[list[int]]) -> 
     """A complete update replaces everything that an unfinished one left behind."""
 
     async def scenario() -> None:
-        await engine.engine.begin_update(engine.version + 1)
+        await engine.engine.begin_update(engine.version + 1, engine.manifest)
         await engine.send(list(engine.references[1 - engine.current].weights.items())[:9], buckets=3)
         await engine.load(engine.current)
 
@@ -438,7 +438,7 @@ def test_conversations_during_a_weight_update(
             talks = [asyncio.create_task(actor.generate(request(prompt))) for prompt in prompts[:8]]
             while counting.second_turns < 4:
                 await asyncio.sleep(0.005)
-            await actor.begin_update(new)
+            await actor.begin_update(new, engine.manifest)
             late = asyncio.create_task(actor.generate(engine.request(prompts[0], max_new_tokens=5)))
             await engine.send(list(after.weights.items()))
             await actor.finish_update(new)

@@ -59,7 +59,7 @@ def sample_update_and_find_damage(two_ranks: EngineUnderTest) -> None:
                 check_logprobs(two_ranks.reference, prompt, generation)
 
     async def damaged() -> None:
-        await two_ranks.engine.begin_update(two_ranks.version + 1)
+        await two_ranks.engine.begin_update(two_ranks.version + 1, two_ranks.manifest)
         await two_ranks.send(list(two_ranks.reference.weights.items()), tamper=two_ranks.flip_a_bit)
 
     sample()

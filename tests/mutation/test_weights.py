@@ -5,6 +5,7 @@ The run's own ``WeightSync`` sends weights to a real engine. Without the bug the
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from rollout.transformers import weights as model_weights
 from rollout.transformers.engine import TransformersEngine
 from slime_like.errors import WeightSyncError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import BucketMetadata, TensorEntry
+from slime_like.interfaces import BucketMetadata, Manifest, TensorEntry
+from slime_like.interfaces.conversion import TensorInfo
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transports import shared_memory
 from tests.engines.harness import run_config
@@ -62,6 +64,30 @@ def a_tensor_keeps_two_elements_of_another_order(patch: Patch, trainers: LocalTr
             yield name, tensor
 
     patch.setattr(shared_memory.SharedMemoryReceiver, "receive", wrong)
+
+
+def the_export_forgets_a_tensor(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
+    """Its manifest, buckets and hashes agree. The engine would keep the old tensor."""
+    weights = {name: weight for name, weight in trainers.weights.items() if name != QUERY}
+    patch.setattr(trainers, "exported", lambda: weights)
+
+
+def the_export_has_a_tensor_too_many(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
+    weights = {**trainers.weights, "model.layers.1.self_attn.q_proj.bias": torch.zeros(4)}
+    patch.setattr(trainers, "exported", lambda: weights)
+
+
+def the_export_passes_for_an_adapter(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
+    """A partial manifest is not compared with the model."""
+    the_export_forgets_a_tensor(patch, trainers, engines)
+    begin = trainers.begin_export
+    patch.setattr(trainers, "begin_export", lambda: [replace(part, updates="adapter") for part in begin()])
+
+
+def the_manifest_has_another_type(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
+    begin = trainers.begin_export
+    wrong = TensorInfo("bfloat16", tuple(trainers.weights[QUERY].shape))
+    patch.setattr(trainers, "begin_export", lambda: [Manifest({**part.tensors, QUERY: wrong}) for part in begin()])
 
 
 def the_sender_drops_a_bucket(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
@@ -112,6 +138,10 @@ HASH, PROBE, WHOLE = "arrived damaged", "logprobs differ from the trainer's", "i
         (the_export_swaps_two_rows, PROBE),
         (the_transport_swaps_two_rows, HASH),
         (a_tensor_keeps_two_elements_of_another_order, HASH),
+        (the_export_forgets_a_tensor, WHOLE),
+        (the_export_has_a_tensor_too_many, WHOLE),
+        (the_export_passes_for_an_adapter, "cannot update adapter"),
+        (the_manifest_has_another_type, "but the manifest has bfloat16"),
         (the_sender_drops_a_bucket, WHOLE),
         (the_engine_drops_a_bucket, WHOLE),
         (the_engine_hashes_a_bucket_and_does_not_load_it, PROBE),

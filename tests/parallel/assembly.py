@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.dimensions import Attention, ModelDimensions
 
 Shards = dict[tuple[int, int], dict[str, Tensor]]
 """Local tensors by (pipeline, tensor) rank and Megatron name with global layer and expert numbers.
@@ -82,7 +82,7 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
         renamed = _converted(name.replace(f"experts.{expert[0]}", ""), parts[:1] if whole else parts, dimensions)
         return {key.replace(".mlp.", f".mlp.experts.{expert[1]}."): value for key, value in renamed.items()}
     prefix, rest = f"model.layers.{match[1]}.", match[2]
-    replicated = _REPLICATED if dimensions.latent is None else _REPLICATED | _LATENT_REPLICATED
+    replicated = _REPLICATED if dimensions.attention == Attention() else _REPLICATED | _LATENT_REPLICATED
     if rest in replicated:
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=1e-7, msg=f"{name} differs between tensor ranks")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime_like.config import RunConfig
-from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement, WeightBucket
+from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement, WeightBucket, WeightExport
 from slime_like.orchestration.trainer import rank_export
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.weights.buckets import bucket_nbytes
@@ -41,7 +41,10 @@ class Backend:
         self._place = place
         self.sync = 0
 
-    def export_weights(self) -> Iterator[WeightBucket]:
+    def export_weights(self) -> WeightExport:
+        return WeightExport(None, self._buckets())
+
+    def _buckets(self) -> Iterator[WeightBucket]:
         if self._place.context:
             return
         first = len(SIZES[0]) * self._place.pipeline

@@ -75,7 +75,7 @@ def test_a_plan_counts_the_model_itself(tmp_path: Path) -> None:
     found = ModelDimensions.from_checkpoint(model)
     counted = counted_dimensions(_config(model, ""), found, FsdpTrainer)
     sizes = {name: value.numel() for name, value in load_file(model / "model.safetensors").items()}
-    assert found.foreign is not None and counted.num_parameters == sum(sizes.values())
+    assert found.attention.unsupported is not None and counted.num_parameters == sum(sizes.values())
     idle = sum(size for name, size in sizes.items() if ".experts.0." in name or ".experts.1." in name)
     assert counted.active_parameters == sum(sizes.values()) - idle - sizes["model.embed_tokens.weight"]
 

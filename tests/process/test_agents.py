@@ -25,7 +25,7 @@ from tests.process.conftest import wait_until
 from tests.support.rejections import Rejects
 
 AGENT = '''
-import asyncio, json, os, psutil, subprocess, sys, threading, time, urllib.request
+import asyncio, json, os, subprocess, sys, threading, time, urllib.request
 from pathlib import Path
 from slime_like.interfaces import AgentResult
 
@@ -54,7 +54,7 @@ async def solve(task, reward=1.0):
     if word == "more":
         call(task, said, {"role": "user", "content": "more"})
     if word == "own":
-        call(task, said, chat_template_kwargs={"b": 1}, stop=["zz"])
+        call(task, said, {"role": "user", "content": "on"}, chat_template_kwargs={"b": 1}, stop=["zz"])
     if word == "fork":
         await asyncio.gather(*(asyncio.to_thread(call, task, {"role": "user", "content": str(i)}) for i in range(2)))
     if word == "daemon":
@@ -77,15 +77,16 @@ async def broken(task):
 def plain(task): ...
 
 if "SERVER" in os.environ:  # a process of the module that starts a child when the first rollout asks it to
-    wait = "until [ -e $SERVER ]; do sleep 0.01; done; sleep 1000 & wait"
+    wait = "until [ -e $SERVER ]; do sleep 0.01; done; sleep 1000 & echo $! > $SERVER.pid; wait"
     server = subprocess.Popen(["sh", "-c", wait], start_new_session=True)
 
 async def served(task):
     call(task)
     Path(os.environ["SERVER"]).touch()
-    while not (pids := [p.pid for p in psutil.Process(server.pid).children() if "1000" in p.cmdline()]):
+    child = Path(os.environ["SERVER"] + ".pid")
+    while not (child.exists() and child.read_text()):
         time.sleep(0.01)
-    return AgentResult(1.0, metadata={"pids": [server.pid, *pids]})
+    return AgentResult(1.0, metadata={"pids": [server.pid, int(child.read_text())]})
 '''
 
 TOKENIZER = byte_tokenizer()
@@ -206,6 +207,7 @@ def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
     assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
 
 
+@pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize(("run", "ignored"), [({"b": 1}, {}), ({"b": 2}, {"chat_template_kwargs": {"b": 1}})])
 def test_a_call_may_repeat_the_run_s_template_variables_and_add_stop_strings(run: Any, ignored: Any) -> None:
     engine = Engine(["own"])

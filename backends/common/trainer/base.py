@@ -31,6 +31,7 @@ from slime_like.interfaces import (
     Scores,
     TrainerBackend,
     WeightBucket,
+    WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -262,7 +263,7 @@ class TrainerBase(TrainerBackend):
     def _bucket_bytes(self) -> int:
         return self.config.bucket_bytes(on_gpus=torch.cuda.is_available())
 
-    def export_weights(self) -> Iterator[WeightBucket]:
+    def export_weights(self) -> WeightExport:
         self.settle_weights()
         return self.state.export_weights(self._bucket_bytes)
 

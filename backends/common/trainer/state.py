@@ -11,7 +11,7 @@ from torch import Tensor
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.host_memory import HostCopies, HostPool, wait_for_device
 from backends.common.trainer.parking import Parking
-from slime_like.interfaces import WeightBucket
+from slime_like.interfaces import WeightBucket, WeightExport
 
 
 class TrainerState(ABC):
@@ -101,12 +101,12 @@ class TrainerState(ABC):
         """
 
     @abstractmethod
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yield buckets with Hugging Face names, each at most ``bucket_bytes``."""
+    def export_weights(self, bucket_bytes: int) -> WeightExport:
+        """Export buckets with Hugging Face names, each at most ``bucket_bytes``."""
 
     @abstractmethod
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yield finished gradients, like ``export_weights`` yields weights."""
+        """Yield finished gradients, like the buckets of ``export_weights``."""
 
     @abstractmethod
     def export_hugging_face(self, directory: Path) -> None:

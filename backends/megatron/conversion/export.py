@@ -14,10 +14,12 @@ from torch import Tensor
 
 from backends.common.hugging_face.conversion import in_files
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
-from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
-from backends.megatron.conversion.transforms import Piece, Shape
-from slime_like.interfaces import WeightBucket
+from backends.megatron.families import family_of
+from backends.megatron.families.transforms import Piece, Shape
+from slime_like.interfaces import Manifest, WeightBucket, WeightExport
+from slime_like.interfaces.conversion import TensorInfo
+from slime_like.interfaces.weights import dtype_name
 from slime_like.models.dimensions import ModelDimensions
 
 _ALIGNMENT = 64
@@ -26,9 +28,7 @@ Empty = Callable[..., Tensor]
 """Factory of a tensor with a shape, a ``dtype`` and undefined values."""
 
 
-def export_buckets(
-    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int
-) -> Iterator[WeightBucket]:
+def export_buckets(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int) -> WeightExport:
     """Stream this pipeline stage's tensors in the parameters' type, at most ``bucket_bytes`` per bucket.
 
     A single larger tensor gets its own bucket. The first rank of each stage yields the tensors. Ranks with other shards
@@ -40,7 +40,19 @@ def export_buckets(
     Raises:
         CheckpointError: no rule covers a parameter.
     """
-    yield from _stream(_exported(model_chunks, dimensions), bucket_bytes)
+    exported = _exported(model_chunks, dimensions)
+    return WeightExport(_manifest(exported) if _sends() else None, _stream(exported, bucket_bytes))
+
+
+def _manifest(exported: Sequence[Placement]) -> Manifest:
+    return Manifest(
+        {
+            name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
+            for item in exported
+            for expert in _expert_numbers(item)
+            for name, shape in zip(item.source_names(expert), item.shapes, strict=True)
+        }
+    )
 
 
 def export_gradients(
@@ -82,13 +94,19 @@ def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> 
     return [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
 
 
+def _is_first_replica() -> bool:
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _sends() -> bool:
+    return _is_first_replica() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
 def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Gather, merge and yield the tensors of ``exported``."""
-    first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-    first_of_experts = parallel_state.get_expert_data_parallel_rank() == 0
+    first, first_of_experts = _is_first_replica(), parallel_state.get_expert_data_parallel_rank() == 0
     if not (first or first_of_experts):
         return
-    sends = first and parallel_state.get_tensor_model_parallel_rank() == 0
     batches = in_files(exported, _gathered_bytes, bucket_bytes)  # consecutive parameters, gathered together
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     expert_group = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -98,7 +116,7 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
         shards = _gathered(_dense(batch), tensor_group) if first else {}
         if first_of_experts:
             shards |= _gathered(_expert(batch), expert_group)
-        parts = (part for item in batch for part in _tensors(item, shards, sends, arena))
+        parts = (part for item in batch for part in _tensors(item, shards, _sends(), arena))
         yield from _buckets(parts, bucket_bytes)
 
 

@@ -9,8 +9,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import listed, together
-from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, place_parameters
+from backends.megatron.families import family_of
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 

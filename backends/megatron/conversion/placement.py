@@ -9,9 +9,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.rules import Rule
-from backends.megatron.conversion.transforms import Piece, Shape, Sources, TensorRank
+from backends.megatron.families import family_of
+from backends.megatron.families.rules import Rule
+from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank
 from backends.megatron.router import EXPERT_BIAS
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
@@ -91,7 +91,7 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
         raise CheckpointError(
             f"parameters that no rule of family {dimensions.family} covers: {listed(unknown)}",
             code="no-conversion-rule",
-            remedy="add rules in backends/megatron/conversion/families",
+            remedy="add rules in backends/megatron/families",
         )
     return placements
 

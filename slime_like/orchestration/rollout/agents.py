@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from slime_like.agents.rendering import ChatFormat
-from slime_like.agents.responses import require_calls, response_form
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
 from slime_like.agents.turns import Row
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, NODE
-from slime_like.data.tokenizer import with_template_variables
 from slime_like.errors import AgentFailure
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.models.special_tokens import decoded
 from slime_like.orchestration.cluster.node import node_address
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
 from slime_like.sandbox.agents.pool import AgentPool
 from slime_like.sandbox.failure_budget import FailureBudget
 from slime_like.sandbox.single_items import NoOutcome
@@ -59,9 +58,8 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
-        tokenizer = with_template_variables(tokenizer, config.data.chat_template_kwargs)
-        self._form = response_form(tokenizer, self._agent.tool_parser)
-        self._chat = ChatFormat(tokenizer, self._form.text_arguments)
+        self._form = turn_form(config, tokenizer)
+        self._chat = ChatFormat(self._form.tokenizer, self._form.text_arguments)
         self._generate = generate
         self._version = version
         self._reported: set[str] = set()
@@ -75,7 +73,6 @@ class AgentRollouts:
         if not isinstance(template, str):
             problem = "the tokenizer has no chat template, which rollout.agent needs"
             raise AgentFailure(problem, code="no-chat-template", who=f"model.path={self._config.model.path}")
-        require_calls(self._tokenizer, self._config)
         try:
             await self._server.start()
         except OSError as error:
@@ -97,7 +94,8 @@ class AgentRollouts:
         return await all_or_none([self._rollout(request, index) for index in range(request.num_samples)])
 
     async def _rollout(self, request: GenerationRequest, index: int) -> Generation:
-        limits = SessionLimits(self._agent.max_calls, request.sampling.max_new_tokens, self._config.max_model_len)
+        sampling, most = request.sampling, self._agent.max_calls
+        limits = SessionLimits(most, sampling.max_new_tokens, self._config.max_model_len, sampling.stop_token_ids)
         session = Session(self._chat, self._sampler(request, index), self._form, limits)
         self._server.open_session(session)
         try:
@@ -134,7 +132,7 @@ class AgentRollouts:
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None
-        prompt = self._tokenizer.decode(list(request.prompt_tokens), clean_up_tokenization_spaces=False)
+        prompt = decoded(self._tokenizer, request.prompt_tokens)
         task = request.task
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
-from slime_like.data.tokenizer import with_template_variables
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
+from slime_like.models.special_tokens import decoded
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
 from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.environments.pool import EnvironmentPool
 from slime_like.sandbox.single_items import NoOutcome
@@ -88,10 +87,10 @@ class Conversations:
     ) -> None:
         self._limits = config.rollout.environment
         self._tokenizer = tokenizer
-        self._form = response_form(tokenizer, config.rollout.agent.tool_parser)
+        self._form = turn_form(config, tokenizer)
         self._generate = generate
-        rendering = with_template_variables(tokenizer, config.data.chat_template_kwargs)
-        self._encoder = ObservationEncoder(rendering, self._limits.template, self._limits.max_observation_tokens)
+        template, most = self._limits.template, self._limits.max_observation_tokens
+        self._encoder = ObservationEncoder(self._form.tokenizer, template, most)
         self._pool = EnvironmentPool(self._limits, logs)
 
     async def start(self) -> None:
@@ -114,7 +113,7 @@ class Conversations:
 
     async def _converse(self, request: GenerationRequest, index: int) -> Generation:
         assert request.task is not None
-        prompt = self._tokenizer.decode(list(request.prompt_tokens), clean_up_tokenization_spaces=False)
+        prompt = decoded(self._tokenizer, request.prompt_tokens)
         task = Task(prompt, request.task.answer, dict(request.task.fields))
         response, step = _Response(), Step()
         for turn in range(self._limits.max_turns):
@@ -124,16 +123,19 @@ class Conversations:
             response.sampled(generation)
             if generation.finish_reason == "abort":
                 return response.finished("abort")
+            sampled, stops = (
+                generation.token_ids.tolist(),
+                (*request.sampling.stop_token_ids, self._tokenizer.eos_token_id),
+            )
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
                 return response.finished("length")
-            text = self._form.judged(tokens, generation.token_ids.tolist(), generation.finish_reason == "stop")
+            (text,) = self._form.judged([(tokens, sampled, stops)])
             try:
                 step = await self._pool.step(task, step.state, text, first=turn == 0, truncated=cut_off)
             except NoOutcome as error:
                 return response.finished("stop", error.as_failure(str(self._limits.name)))
-            ends, stops = step.done or cut_off, (*request.sampling.stop_token_ids, self._tokenizer.eos_token_id)
-            stop = next((token for token in generation.token_ids[-1:].tolist() if token in stops), None)
+            ends, stop = step.done or cut_off, next((token for token in sampled[-1:] if token in stops), None)
             observation, cut = ([], 0) if ends else self._encoder.encode(step.observation, stop)
             response.stepped(step, cut)
             if ends:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, UpdateReceipt
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, wait_for_end, watch_none
@@ -158,8 +158,8 @@ class EngineGroup:
         for answers in connected:
             answers.result()
 
-    def begin_update(self, version: int) -> None:
-        self.ask("begin_update", version, phase="beginning a weight update").result()
+    def begin_update(self, version: int, manifest: Manifest) -> None:
+        self.ask("begin_update", version, ray.put(manifest), phase="beginning a weight update").result()
 
     def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
         """Have every engine fetch and load the buckets. Returns immediately."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slime_like.agents.responses import require_calls
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, powers_up_to
 from slime_like.config import RunConfig
 from slime_like.data.formats import held_out_settings
@@ -15,6 +16,7 @@ from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
+from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer, failure_text
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.sandbox.rewards.registry import required_of_rows
@@ -102,12 +104,14 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
 
     Raises:
         DataError: a file has no usable row or a bad one (``file:line: reason``).
+        ConfigError: calls in the form of the chat template cannot be read.
     """
     datasets: dict[str, list[Prompt]] = {}
     count = 0
     for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
         data = held_out_settings(config.data, file).model_copy(update={"shuffle": False})
         source = PromptSource([file], tokenizer, data, seed=0, **required_of_rows(config))
+        require_calls(turn_form(config, tokenizer), config, source.has_tools)
         wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
         datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]
         count += wanted

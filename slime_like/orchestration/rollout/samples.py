@@ -7,10 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.agents.responses import ResponseForm, response_form
+from slime_like.config import RunConfig
+from slime_like.data.tokenizer import with_template_variables
 from slime_like.interfaces import Generation, GenerationRequest
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 """Type of an engine's ``generate``."""
+
+
+def turn_form(config: RunConfig, tokenizer: Any) -> ResponseForm:
+    """Return the form of the run's turns. Its tokenizer gives the chat template the run's variables."""
+    tokenizer = with_template_variables(tokenizer, config.data.chat_template_kwargs)
+    return response_form(tokenizer, config.rollout.agent.tool_parser)
 
 
 def turn_request(

@@ -1,19 +1,19 @@
 """Rewards and advantages, which turn groups of unscored trajectories into scored ones."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_like.agents.responses import response_form
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.interfaces import Conversation, Scores
 from slime_like.orchestration.rollout.advantages import row_advantages, total_rewards
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
+from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.sandbox.rewards.response_parts import without_opening
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
@@ -39,20 +39,28 @@ class RewardedGroup:
 
 
 class Scorer:
-    """Scorer that computes rewards in worker processes, then advantages. Thread-safe."""
+    """Scorer that computes rewards in worker processes, then advantages. Thread-safe.
 
-    def __init__(self, config: RunConfig, pool: RewardPool, tokenizer: Any) -> None:
+    Args:
+        stops: tokens that end a response, besides EOS, which reward functions don't get; ``None`` if every special
+            token does.
+    """
+
+    def __init__(
+        self, config: RunConfig, pool: RewardPool, tokenizer: Any, stops: Collection[int] | None = None
+    ) -> None:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
-        self._form = response_form(tokenizer, config.rollout.agent.tool_parser)
+        self._form = turn_form(config, tokenizer)
+        self._stops = stops
         self._names = [function.label for function in config.reward.functions]
         self._lock = threading.Lock()
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         """Score every rollout with all reward functions, in order. They get the model's last turn."""
         rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
-        responses = [self._form.judged(*_judged_tokens(rollout)) for rollout in rollouts]
+        responses = self._form.judged(_judged_tokens(rollout, self._stops) for rollout in rollouts)
         prompt_tokens = [group.prompt_tokens for group in groups]
         texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
@@ -143,8 +151,10 @@ class Scorer:
         return metadata
 
 
-def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[list[int], list[int], bool]:
-    """Return the tokens before the turn that reward functions get, the turn's, and whether a stop token ended it.
+def _judged_tokens(
+    rollout: Rollout[UnscoredTrajectory], stops: Collection[int] | None
+) -> tuple[list[int], list[int], Collection[int] | None]:
+    """Return the tokens before the turn that reward functions get, the turn's, and the stop tokens that may end it.
 
     Observations may contain the answer, and are before the turn.
     """
@@ -153,7 +163,7 @@ def _judged_tokens(rollout: Rollout[UnscoredTrajectory]) -> tuple[list[int], lis
     start, end = turns[-1] if turns else (0, row.response_len)
     tokens = [*row.prompt_tokens.tolist(), *row.response_tokens[:end].tolist()]
     first = len(row.prompt_tokens) + start
-    return tokens[:first], tokens[first:], rollout.finish_reason not in ("length", "abort")
+    return tokens[:first], tokens[first:], () if rollout.finish_reason in ("length", "abort") else stops
 
 
 def by_reason(reasons: Sequence[str]) -> str:

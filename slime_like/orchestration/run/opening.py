@@ -31,6 +31,7 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
+from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
@@ -126,7 +127,6 @@ def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
 def _open_rl(base: _Base) -> Run:
     """Open a run on rollouts sampled by engines."""
     config, stack = base.config, base.stack
-    require_calls(base.tokenizer, config)
     prompts = base.prompts(LEDGER, need_responses=False)
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
@@ -140,7 +140,7 @@ def _open_rl(base: _Base) -> Run:
     sync = WeightSync(config, trainers.ranks, supervisor, placement, devices, placed.run_name, texts)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
-    scorer = Scorer(config, rewards, base.tokenizer)
+    scorer = Scorer(config, rewards, base.tokenizer, stop_tokens(config))
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
@@ -179,6 +179,7 @@ class _Base:
         else:
             needs = required_of_rows(self.config)
             prompts = PromptSource(data.train, self.tokenizer, data, seed, may_change=change, **needs)
+            require_calls(turn_form(self.config, self.tokenizer), self.config, prompts.has_tools)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

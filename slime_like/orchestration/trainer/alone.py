@@ -29,7 +29,7 @@ def trainers_alone(config: RunConfig) -> Iterator[TrainerGroup]:
 
 
 def exported_tensors(
-    ranks: RankCalls, begin: Callable[..., None] = RankExport.begin_export, *arguments: Any
+    ranks: RankCalls, begin: Callable[..., object] = RankExport.begin_export, *arguments: Any
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the model under Hugging Face names, in buckets of at most ``sync.bucket_mb``, to this process.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.interfaces import BucketMetadata, RankCoordinates, TrainerBackend, WeightBucket
+from slime_like.interfaces import BucketMetadata, Manifest, RankCoordinates, TrainerBackend, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.weights.transport import Sender, TransportSettings
@@ -56,11 +56,16 @@ class RankExport:
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()
 
-    def begin_export(self) -> None:
-        """Start over. Engines must have loaded everything sent before, or the transport was opened again."""
+    def begin_export(self) -> Manifest | None:
+        """Start over. Engines must have loaded everything sent before, or the transport was opened again.
+
+        Returns the manifest of what this rank gathers; ``None`` if it gathers nothing.
+        """
         self._release(keep=0)
-        self._buckets = self._backend.export_weights()
+        export = self._backend.export_weights()
+        self._buckets = export.buckets
         self._stream = self._sender.stream(self._next) if isinstance(self._sender, ColocatedSender) else None
+        return export.manifest
 
     def end_export(self) -> None:
         """Free the device memory of a finished export. Engines must have loaded and released everything."""

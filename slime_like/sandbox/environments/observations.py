@@ -1,11 +1,12 @@
 """Encoding of an environment's observation to the token ids that the model reads."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.models.chat_turns import CUT, cut_special, text_after_turn
-from slime_like.models.special_tokens import special_token_pattern
+from slime_like.models.chat_turns import CUT, TemplateFault, cut_special, encoded, rendered, text_after_turn
+from slime_like.models.special_tokens import decoded, special_token_pattern
 
 PLACE = "{observation}"
 _PROBE = "said-by-the-environment"
@@ -47,15 +48,14 @@ class ObservationEncoder:
         ]
         excess = max(0, len(said) - self._max_tokens)
         if excess:  # the last character may be incomplete
-            observation = self._decode(said[: self._max_tokens]).rstrip("\ufffd")
+            observation = decoded(self._tokenizer, said[: self._max_tokens]).rstrip("\ufffd")
         text = self._between(cut_special(observation, self._special), stop_token)
-        pieces = filter(None, text.split(CUT))
-        return [i for piece in pieces for i in self._tokenizer.encode(piece, add_special_tokens=False)], excess
+        return encoded(self._tokenizer, text.split(CUT)), excess
 
     def _between(self, observation: str, stop_token: int | None) -> str:
         if self._template is not None:
             return self._template.replace(PLACE, observation)
-        stop = "" if stop_token is None else self._decode([stop_token])
+        stop = "" if stop_token is None else decoded(self._tokenizer, [stop_token])
         form = next((form for form, ends in self._forms.items() if stop in ends), next(iter(self._forms)))
         _, end, rest = self._rendered(form, observation)
         if stop_token is None:
@@ -66,11 +66,7 @@ class ObservationEncoder:
     def _rendered(self, form: tuple[str, bool], observation: str) -> tuple[str, str, str]:
         role, called = form
         message = {"role": role, "content": observation} | ({"tool_call_id": "abcdefghi"} if called else {})
-        return text_after_turn(self._render, [message], self._special, called)
-
-    def _render(self, messages: list[Any], prompt: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        return text
+        return text_after_turn(partial(rendered, self._tokenizer), [message], self._special, called)
 
     def _rendered_forms(self) -> dict[tuple[str, bool], set[str]]:
         """Return the forms in which the chat template renders an observation, with the tokens that end a turn there."""
@@ -81,8 +77,8 @@ class ObservationEncoder:
         for form in _FORMS:
             try:
                 last, end, rest = self._rendered(form, _PROBE)
-            except Exception as error:  # templates are programs of the checkpoint and can raise anything
-                problem = f"the chat template rejects a message of role {form[0]} ({error})"
+            except TemplateFault as fault:
+                problem = f"the chat template rejects a message of role {form[0]} ({fault.said})"
                 continue
             if _PROBE in rest:
                 header = self._special.match(rest)
@@ -90,10 +86,6 @@ class ObservationEncoder:
         if not forms:
             raise _refusal(problem)
         return forms
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
-        return text
 
 
 def _refusal(problem: str) -> ConfigError:

@@ -14,6 +14,7 @@ from slime_like.interfaces import (
     BucketMetadata,
     Generation,
     GenerationRequest,
+    Manifest,
     RolloutEngine,
     SamplingParams,
     UpdateReceipt,
@@ -62,11 +63,15 @@ class DrivenEngine:
         return self.run(gather())
 
     async def update(
-        self, weights: Mapping[str, Tensor], buckets: int = 4, tamper: Tamper | None = None
+        self,
+        weights: Mapping[str, Tensor],
+        buckets: int = 4,
+        tamper: Tamper | None = None,
+        manifest: Manifest | None = None,
     ) -> tuple[UpdateReceipt, dict[str, int]]:
-        """Update all weights; return the receipt and the sent hashes."""
+        """Update all weights; return the receipt and the sent hashes. The default manifest is that of ``weights``."""
         version = self.version + 1
-        await self.engine.begin_update(version)
+        await self.engine.begin_update(version, manifest or Manifest.of(weights))
         sent = await self.send(list(weights.items()), buckets, tamper)
         receipt = await self.engine.finish_update(version)
         self.version = version

@@ -131,8 +131,7 @@ def random_rollout(draw: random.Random, template: str, chat_tokenizer: Any) -> R
         tools = [TOOL] if draw.random() < 0.9 else []
         prompt = rollout.tree.prompt(history, tools)
         generation = rollout.model.sample(prompt.token_ids)
-        has_ended = generation.finish_reason == "stop"
-        text = chat.turn_text(prompt.token_ids, generation.token_ids.tolist(), has_ended)
+        text = chat.turn_text(prompt.token_ids, generation.token_ids.tolist())
         reply = form.message(prompt.text, text, tools)
         rollout.tree.record(prompt, generation, reply)
         rollout.prompts.append((prompt, history))

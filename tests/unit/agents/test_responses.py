@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from slime_like.agents.messages import Tool
+from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import ResponseForm, require_calls, response_form
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
@@ -317,31 +318,36 @@ def test_agents_need_a_form_that_reads_calls(called: str, rejects: Rejects) -> N
 
     made = tokenizer("{{ tools }}" + HISTORY + called + NEXT)
     with rejects(ConfigError, "no-call-form"):
-        require_calls(made, config(name="a:b"))
-    require_calls(made, config())
-    require_calls(made, config(name="a:b", tool_parser="none"))
-    require_calls(made, config(name="a:b", tool_parser="kimi"))
+        require_calls(response_form(made), config(name="a:b"), has_tools=False)
+    with rejects(ConfigError, "no-call-form"):
+        require_calls(response_form(made), config(), has_tools=True)
+    require_calls(response_form(made), config(), has_tools=False)
+    require_calls(response_form(made, "none"), config(name="a:b", tool_parser="none"), has_tools=True)
+    require_calls(response_form(made, "kimi"), config(name="a:b", tool_parser="kimi"), has_tools=True)
     assert config(name="a:b", tool_parser="x.json").rollout.agent.tool_parser == str(Path("x.json").absolute())
     made.chat_template = HISTORY + called + NEXT  # shows no tools
-    require_calls(made, config(name="a:b"))
+    require_calls(response_form(made), config(name="a:b"), has_tools=False)
 
 
 @pytest.mark.parametrize(
-    ("text", "has_ended", "judged"),
+    ("text", "judged"),
     [
-        ("<think>5</think>42<eos>", True, "<think>5</think>42"),
-        ("<think>5</think><eos>", False, "<think>5</think>"),
-        ("<think>5</think>", False, "<think>5</think>"),  # cut off after a mark that is a special token
-        ("a , b .<stop>", True, "a , b ."),
-        ("a<stop>b<pad><pad>", False, "a<stop>b"),
+        ("<think>5</think>42<eos>", "<think>5</think>42"),
+        ("<think>5</think><eos>", "<think>5</think>"),
+        ("<think>5</think>", "<think>5</think>"),  # a mark that is a special token, at which a stop string ends
+        ("a , b .<stop>", "a , b ."),
+        ("a<stop>b<pad><pad>", "a<stop>b"),
+        ("5 x", "5 x"),  # a stop token that is text
     ],
 )
-def test_only_stop_tokens_and_padding_are_left_out(text: str, has_ended: bool, judged: str) -> None:
+def test_only_stop_tokens_and_padding_are_left_out(text: str, judged: str) -> None:
     made = tokenizer("{{ messages }}")
     made.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<stop>"]})
     made.clean_up_tokenization_spaces = True
     ids = made.encode(text, add_special_tokens=False)
     form = response_form(made)
-    assert form.judged([1], ids, has_ended) == judged
-    opened = made.encode("3+4?<think>", add_special_tokens=False)
-    assert form.judged(opened, made.encode("5</think>42", add_special_tokens=False), False) == "<think>5</think>42"
+    stops = made.encode("<stop>x", add_special_tokens=False)
+    assert ChatFormat(made).turn_text([1], ids, stops) == judged
+    opened = [made.encode(said, add_special_tokens=False) for said in ("3+4?<think>", "5</think>42")]
+    assert form.judged([([1], ids, stops), (*opened, stops)]) == [judged, "<think>5</think>42"]
+    assert form.judged([(*opened, None), ([1], made.encode("a<stop><think>"), None)])[1] == "a<stop>"

@@ -1,16 +1,20 @@
 """Sampled tokens are trained exactly where they were sampled, whatever agents, models and templates do."""
 
+import asyncio
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_like.agents.calls import Call
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import response_form
+from slime_like.agents.session import Session, SessionLimits
 from slime_like.agents.turns import TurnTree
 from slime_like.interfaces import Generation
 from tests.support.properties import examples
@@ -170,7 +174,7 @@ _THINKING = (
 @pytest.mark.parametrize("stop", ["<eos>", "<system>", ""])
 def test_a_turn_in_other_words_continues_as_the_template_does_unless_it_drops_thinking(role: str, stop: str) -> None:
     made = tokenizer(_THINKING)
-    turns, form = TurnTree(ChatFormat(made)), response_form(made)
+    turns, form = TurnTree(ChatFormat(made), made.encode(stop, add_special_tokens=False)), response_form(made)
     text = 'so</think><tool_call>{"name":"add","arguments":{}}</tool_call>'
     prompt = turns.prompt([user("a")], [TOOL])
     ids = [*made.encode(text, add_special_tokens=False), *made.encode(stop, add_special_tokens=False)]
@@ -188,6 +192,26 @@ def test_a_turn_in_other_words_continues_as_the_template_does_unless_it_drops_th
         assert second.token_ids[: len(prompt.token_ids) + len(ids)] == [*prompt.token_ids, *ids]
         assert made.decode(second.token_ids) == second.text
         assert second.text == f"<user>a<assistant><think>{text}{ended}<tool>3functions.add:0<assistant><think>"
+
+
+def test_a_special_token_that_ends_a_turn_as_text_stays_in_it() -> None:
+    """``rollout.stop`` may be ``</tool_call>``. A stop token is left out."""
+    made = tokenizer("{{ tools }}" + TEMPLATES["plain"])
+    made.add_special_tokens({"additional_special_tokens": ["</tool_call>", "<stop>"]})
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    said, stop = [call, f"{call}<stop>", f"{call}<eos>"], made.convert_tokens_to_ids("<stop>")
+
+    async def sample(_: Any) -> Generation:
+        return generation(made.encode(said.pop(0), add_special_tokens=False))
+
+    async def run() -> None:
+        session = Session(ChatFormat(made), sample, response_form(made), SessionLimits(9, 9, 999, (stop,)))
+        for _ in range(3):
+            turn = await session.call(Call((user("a"),), (TOOL,)))
+            assert turn.forms[1].content == call
+            assert turn.forms[0].tool_calls == (ToolCall("add", {}),)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("answered", ["0", "ab"])

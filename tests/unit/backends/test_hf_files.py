@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backends.common.hugging_face import files
 from backends.common.hugging_face.files import HfCheckpoint
-from backends.megatron.conversion.families import family_of
+from backends.megatron.families import family_of
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import EMBEDDING, ModelDimensions

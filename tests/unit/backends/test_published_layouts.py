@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from backends.megatron.conversion.families import family_of
+from backends.megatron.families import family_of
 from slime_like.models.dimensions import ModelDimensions
 from tests.unit.backends.models import MOONLIGHT
 from tests.unit.checks.checkpoint import DEEPSEEK_V3

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.megatron.conversion.families import family_of
-from backends.megatron.conversion.rules import Rule
-from backends.megatron.conversion.transforms import (
+from backends.megatron.families import family_of
+from backends.megatron.families.rules import Rule
+from backends.megatron.families.transforms import (
     GateUp,
     GroupedQkv,
     Replicated,

@@ -22,8 +22,8 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.dump import dump_path
 from slime_like.errors import ConfigError, Problem
-from slime_like.models.config_json import LatentAttention
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.families.deepseek_v3 import LatentAttention
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, sound_flags, write_checkpoint, write_weights
 
@@ -395,7 +395,7 @@ def test_variants_of_deepseek_v3_are_rejected(tmp_path: Path, change: dict[str, 
 def test_the_published_configuration_of_deepseek_v3(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     found = ModelDimensions.from_checkpoint(tmp_path)
-    assert found.latent == LatentAttention(1536, 512, 128, 64, 128, interleaved=True)
+    assert found.attention == LatentAttention(1536, 512, 128, 64, 128, interleaved=True)
     assert (found.head_dim, found.rotary_dim, found.value_dim, found.num_kv_heads) == (192, 64, 128, 128)
     assert found.expert_layers == range(3, 61) and found.moe_shared_ffn_hidden_size == 2048
     assert found.rope_scaling is not None and found.rope_scaling["mscale_all_dim"] == 1.0

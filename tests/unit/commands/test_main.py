@@ -20,12 +20,10 @@ from slime_like.checks.check import check
 from slime_like.commands.command import Command
 from slime_like.commands.main import main
 from slime_like.commands.root import COMMANDS, run
-from slime_like.commands.tiny_model import FAMILIES
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, DataError, Problem, RewardError, SlimeLikeError, TrainerError
 from slime_like.evaluate import engines_alone
-from slime_like.examples import tiny_model
 from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.cluster.bundles import pieces_of
@@ -290,10 +288,6 @@ def test_make_tiny_model_rejects_a_file_and_a_large_seed(tmp_path: Path, rejects
         run(["make-tiny-model", str(tmp_path / "file")])
     with rejects(ConfigError, "field-range"):
         run(["make-tiny-model", str(tmp_path / "tiny"), "--seed", str(2**32)])
-
-
-def test_all_families_are_offered() -> None:
-    assert set(FAMILIES) == set(tiny_model._FAMILIES)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

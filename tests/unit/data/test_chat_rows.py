@@ -76,13 +76,53 @@ def test_tools_that_would_not_be_shown_are_refused(
         encoded({"prompt": "go", **row}, template, **data)
 
 
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("written", ["reasoning_content", "thought"])
+def test_thinking_and_calls_of_a_prompt_are_shown_as_the_template_reads_them(read: str, written: str) -> None:
+    """Under any key, and with arguments as JSON text if the template takes only text."""
+    as_text = TURNS.replace("c.function.arguments | tojson", "c.function.arguments + ''")
+    turn = {"role": "assistant", "content": "so", written: "hm", "reasoning": None, "tool_calls": [CALL]}
+    row = {"prompt": [*HELLO, turn, {"role": "tool", "content": "2"}]}
+    shown = encoded(row, as_text.replace("{{ m.content }}", f"{{{{ m.{read} }}}}|{{{{ m.content }}}}") + PROMPT)
+    assert shown == '<user>|go<assistant>hm|so(add {"a": 1})<eos><tool>|2<assistant>'
+
+
+THOUGHT: dict[str, Any] = {"role": "assistant", "content": "so", "thinking": "hm"}
+WITHOUT_ARGUMENTS = TURNS.replace("{{ c.function.arguments", "{{ 1")
+SILENT = "{% for m in messages if m.role != 'tool' %}" + TURNS.partition("%}")[2]
+
+
+@pytest.mark.parametrize(
+    ("turns", "template", "code"),
+    [
+        ([THOUGHT], TURNS, "message-dropped"),
+        ([THOUGHT | {"reasoning": "other"}], TURNS, "bad-prompt"),
+        ([THOUGHT | {"thinking": ["hm"]}], TURNS, "bad-prompt"),
+        ([{"role": "assistant", "tool_calls": [CALL]}], WITHOUT_ARGUMENTS, "message-dropped"),
+        ([{"role": "assistant", "content": "so"}, {"role": "tool", "content": "2"}], SILENT, "tools-not-rendered"),
+    ],
+)  # fmt: skip
+def test_parts_of_a_prompt_that_are_never_shown_are_refused(
+    rejects: Rejects, turns: list[dict[str, Any]], template: str, code: str
+) -> None:
+    with rejects(DataError, code):
+        encoded({"prompt": [*HELLO, *turns, *HELLO]}, template + PROMPT)
+
+
+def test_a_template_may_leave_out_the_thinking_of_earlier_turns() -> None:
+    last = "{% if loop.last and m.reasoning_content %}{{ m.reasoning_content }}|{% endif %}{{ m.content }}"
+    assert encoded({"prompt": [*HELLO, THOUGHT, *HELLO]}, TURNS.replace("{{ m.content }}", last) + PROMPT) == (
+        "<user>go<assistant>so<eos><user>go<assistant>"
+    )
+
+
 def test_the_length_filter_counts_tools(tmp_path: Path) -> None:
     path, tokenizer = tmp_path / "rows.jsonl", tokenizer_of(TOOLS + TURNS + PROMPT)
     path.write_text("".join(json.dumps({"prompt": "go", **more}) + "\n" for more in ({}, {"tools": [ADD]})))
     length = len(tokenizer.encode(f"[{json.dumps([ADD])}]<user>go<assistant>"))
     for limit, dropped in ((length, 0), (length - 1, 1)):
         source = PromptSource([path], tokenizer, DataConfig(max_prompt_tokens=limit), seed=0)
-        assert (source.num_rows, source.dropped_prompts) == (2 - dropped, dropped)
+        assert (source.num_rows, source.dropped_prompts, source.has_tools) == (2 - dropped, dropped, not dropped)
 
 
 def of_table(path: Path, *rows: dict[str, Any]) -> Row:

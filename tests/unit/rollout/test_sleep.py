@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from safetensors.torch import load_file
 
 from rollout.base import EngineBase
 from rollout.sglang import arguments as sglang
@@ -15,8 +16,8 @@ from rollout.vllm.arguments import sleep_level
 from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, PauseMode
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.interfaces import BucketMetadata, Manifest, PauseMode
+from slime_like.models.dimensions import Attention, ForeignAttention, ModelDimensions
 from slime_like.orchestration.rollout.colocation import SharedDevices
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -41,18 +42,18 @@ def _config(tmp_path: Path, engine: str, every: int, **engine_args: Any) -> RunC
 
 
 @pytest.mark.parametrize(
-    ("keep_weights", "is_whole", "foreign", "level"),
+    ("keep_weights", "is_whole", "attention", "level"),
     [
-        (SYNC, True, None, 2),
-        (SAVE, True, None, 1),
-        (SYNC, False, None, 1),  # layers of a failed update have no memory
-        (SYNC, True, "x is BloomForCausalLM", 1),
+        (SYNC, True, Attention(), 2),
+        (SAVE, True, Attention(), 1),
+        (SYNC, False, Attention(), 1),  # layers of a failed update have no memory
+        (SYNC, True, ForeignAttention("x is BloomForCausalLM"), 1),
     ],
 )
 def test_sleep_level(
-    dimensions: ModelDimensions, keep_weights: bool, is_whole: bool, foreign: str | None, level: int
+    dimensions: ModelDimensions, keep_weights: bool, is_whole: bool, attention: Attention, level: int
 ) -> None:
-    assert sleep_level(keep_weights, is_whole, replace(dimensions, foreign=foreign)) == level
+    assert sleep_level(keep_weights, is_whole, replace(dimensions, attention=attention)) == level
 
 
 # No sampling follows a checkpoint at the last step (0, 10).
@@ -69,7 +70,7 @@ def test_sglang_keeps_a_copy_if_sampling_follows_a_checkpoint(
 
 
 def test_copies_in_the_plan(tmp_path: Path, dimensions: ModelDimensions) -> None:
-    foreign = replace(dimensions, foreign="x is BloomForCausalLM")
+    foreign = replace(dimensions, attention=ForeignAttention("x is BloomForCausalLM"))
     found = {
         (engine, every): (can_keep_weights(run, dimensions), copies_weights(run, dimensions))
         for engine in ("vllm", "sglang", "transformers")
@@ -118,10 +119,11 @@ def test_no_part_of_an_update_reaches_sleeping_weights(
 ) -> None:
     async def scenario(keep_weights: bool) -> None:
         engine = _Idle(_config(tmp_path, "transformers", 0), 0, "idle")
-        await engine.begin_update(1)
+        manifest = Manifest.of(load_file(tmp_path / "model" / "model.safetensors"))
+        await engine.begin_update(1, manifest)
         await engine.sleep(keep_weights)
         calls = (
-            lambda: engine.begin_update(2),
+            lambda: engine.begin_update(2, manifest),
             lambda: engine.update(BucketMetadata("shm", {}, ())),
             lambda: engine.finish_update(1),
         )
@@ -132,7 +134,7 @@ def test_no_part_of_an_update_reaches_sleeping_weights(
                     await call()
         with contextlib.suppress(EngineError):  # still cannot sample
             await engine.wake(("weights",))
-        await engine.begin_update(2)
+        await engine.begin_update(2, manifest)
 
     for keep_weights in (False, True):
         asyncio.run(scenario(keep_weights))

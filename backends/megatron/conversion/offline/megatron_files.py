@@ -29,7 +29,7 @@ from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief
 from backends.common.process.agreement import listed_by_kind
 from backends.megatron.checkpoint_writer import PLAIN_FILES
 from backends.megatron.conversion.offline.plan import ParameterPlan
-from backends.megatron.conversion.transforms import Shape
+from backends.megatron.families.transforms import Shape
 from slime_like.errors import CheckpointError
 
 

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.megatron.conversion.families import family_of
 from backends.megatron.conversion.placement import Placement, named_weights, place_parameters
+from backends.megatron.families import family_of
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.parallel import alone_as
 from slime_like.config import ModelConfig, TrainerConfig

@@ -15,6 +15,7 @@ import pytest
 from slime_like.checks.rows import first_row
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError
 from slime_like.evaluate import engines_alone
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import Generation, GenerationRequest
@@ -24,6 +25,7 @@ from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.rollout.evaluation import Evaluator, dataset_names, held_out
 from slime_like.sandbox.rewards.pool import RewardOutcome
 from slime_like.trajectory import GroupedUnscoredTrajectories
+from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags, write_checkpoint
 
 SAMPLES = 4
@@ -117,6 +119,19 @@ def test_a_file_of_another_data_set_than_the_training_data(tmp_path: Path) -> No
         "train": ["2"], "math": ["3"], "plain": ["4"],
     }  # fmt: skip
     assert (first_row(config.data, config.evaluation) or [None])[0] == Task("1+1?", "2")
+
+
+def test_tools_of_rows_need_a_form_that_reads_calls(tmp_path: Path, rejects: Rejects) -> None:
+    file, tokenizer = tmp_path / "a.jsonl", byte_tokenizer()
+    model = {"path": write_checkpoint(tmp_path / "model")}
+    config = RunConfig.model_validate({"run_dir": tmp_path, "model": model, "evaluation": {"files": [file]}})
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    tokenizer.chat_template = "{{ tools }}{{ messages }}"
+    file.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}))
+    assert len(held_out(config, tokenizer)["a"]) == 1
+    file.write_text(json.dumps({"prompt": "1+1?", "answer": "2", "tools": [tool]}))
+    with rejects(ConfigError, "no-call-form"):
+        held_out(config, tokenizer)
 
 
 def test_names_of_files_are_unique() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, Manifest, UpdateReceipt
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.weight_sync import WeightSync
@@ -108,7 +108,7 @@ class Engines:
         for index in range(len(self)):
             self._touch(index).joined = True
 
-    def begin_update(self, version: int) -> None:
+    def begin_update(self, version: int, manifest: Manifest) -> None:
         for index in range(len(self)):
             engine = self._touch(index)
             assert engine.joined and "weights" in engine.memory and "weights" in self.trainers
@@ -141,8 +141,9 @@ class Trainers(OneRank):
     def open_transport(self, name: str, session: str, delta: bool) -> dict[str, Any]:
         return {}
 
-    def begin_export(self) -> None:
+    def begin_export(self) -> Manifest:
         self._buckets = [BucketMetadata("shm", {}, ())]
+        return Manifest({})
 
     def next_bucket(self) -> BucketMetadata | None:
         return self._buckets.pop() if self._buckets else None

@@ -11,7 +11,7 @@ import torch
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankCoordinates, TrainerBackend
+from slime_like.interfaces import RankCoordinates, TrainerBackend, WeightExport
 from slime_like.orchestration.trainer import calls as module
 from slime_like.orchestration.trainer import rank as rank_module
 from slime_like.orchestration.trainer.calls import RankCalls
@@ -138,7 +138,7 @@ def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, monkeypatch
     rank.call(TrainerBackend.save.__qualname__, tmp_path)
     backend.save.assert_called_once_with(tmp_path)
     rank.call(RankTraining.load_batch.__qualname__, [])
-    backend.export_weights.return_value = iter([])
+    backend.export_weights.return_value = WeightExport(None, iter([]))
     rank.call(RankExport.begin_export.__qualname__)
     assert rank.call(RankExport.next_bucket.__qualname__) is None
     rank.call(TrainerRank.shutdown.__qualname__)

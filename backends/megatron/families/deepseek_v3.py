@@ -1,11 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) on packed sequences.
+"""DeepSeek-V3 and similar models: latent attention, with the experts of ``blocks``.
 
-Megatron provides projections, parameters and sharding. The code between the projections is ours for two reasons.
+Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) on packed sequences: Megatron
+provides projections, parameters and sharding. The code between the projections is ours for two reasons.
 Megatron's positions are correct only for its context parallelism. Under tensor parallelism, its local layers lose other
 ranks' part of the shared key's gradient.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -15,13 +16,20 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from backends.megatron.attention import PackedLayout
+from backends.megatron.attention import PackedLayout, RotatedCoreAttention
+from backends.megatron.families import MegatronFamily
+from backends.megatron.families.blocks import NORMS, OUTER, feed_forward, layer_rule
+from backends.megatron.families.rules import Rule, hf
+from backends.megatron.families.transforms import Replicated, Split, Transform
 from backends.megatron.installed import Patch, applied
 from backends.megatron.norm import RMSNorm
 from backends.megatron.versions import AsSpecified
 from slime_like.checks.packages import has_transformer_engine
+from slime_like.models.dimensions import ModelDimensions
 
 _NORM_EPS = 1e-6
 
@@ -88,3 +96,58 @@ class PackedLatentAttention(AsSpecified, MLASelfAttention):
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(x.shape[0], self.num_attention_heads_per_partition, -1)
+
+
+def _rule(megatron: str, transform: Transform, hugging_face: str, *sizes: str) -> Rule:
+    return layer_rule(f"self_attention.{megatron}.weight", transform, hf(f"self_attn.{hugging_face}.weight", *sizes))
+
+
+_ROWS, _COLUMNS, _WHOLE = Split(axis=0), Split(axis=1), Replicated()
+_QUERY = (_rule("linear_q_proj", _ROWS, "q_proj", "query", "hidden"),)
+_COMPRESSED_QUERY = (
+    _rule("linear_q_down_proj", _ROWS, "q_a_proj", "query_rank", "hidden"),
+    _rule("q_layernorm", _WHOLE, "q_a_layernorm", "query_rank"),
+    _rule("linear_q_up_proj", _ROWS, "q_b_proj", "query", "query_rank"),
+)
+_KEY_VALUE = (
+    _rule("linear_kv_down_proj", _ROWS, "kv_a_proj_with_mqa", "compressed", "hidden"),
+    _rule("kv_layernorm", _WHOLE, "kv_a_layernorm", "kv_rank"),
+    _rule("linear_kv_up_proj", _ROWS, "kv_b_proj", "expanded", "kv_rank"),
+    _rule("linear_proj", _COLUMNS, "o_proj", "hidden", "value"),
+)
+
+
+class LatentFamily(MegatronFamily):
+    """Layers with latent attention."""
+
+    config = MLATransformerConfig
+    fused_norms: ClassVar = {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }
+
+    def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
+        sizes: Any = dimensions.attention
+        scaling = dimensions.rope_scaling or {}
+        return {
+            "q_lora_rank": sizes.query_rank,
+            "kv_lora_rank": sizes.kv_rank,
+            "qk_head_dim": sizes.nope_dim,
+            "qk_pos_emb_head_dim": sizes.rope_dim,
+            "v_head_dim": sizes.value_dim,
+            "qk_layernorm": True,
+            # Megatron's rotary embedding provides only the softmax's scale, which YaRN changes.
+            "rope_type": "rope",
+            "rotary_scaling_factor": scaling.get("factor", 1.0),
+            "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
+        }
+
+    def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
+        attention.module = PackedLatentAttention
+        attention.submodules.core_attention = RotatedCoreAttention
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+        return attention
+
+    def rules(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
+        query = _COMPRESSED_QUERY if dimensions.attention.sizes(dimensions)["query_rank"] else _QUERY
+        return (*OUTER, *NORMS, *query, *_KEY_VALUE, *feed_forward(dimensions))

@@ -1,10 +1,10 @@
 """Rule tables that several families share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from backends.megatron.conversion.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule, hf
-from backends.megatron.conversion.transforms import GateUp, GroupedQkv, Replicated, Split, Transform, Vocabulary
+from backends.megatron.families.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule, hf
+from backends.megatron.families.transforms import GateUp, GroupedQkv, Replicated, Split, Transform, Vocabulary
 from slime_like.models.dimensions import ModelDimensions
 
 LAYER = "decoder.layers.{layer}."
@@ -16,7 +16,7 @@ def layer_rule(megatron: str, transform: Transform, *sources: HfTensor) -> Rule:
     return Rule(LAYER + megatron, transform, tuple(HfTensor(HF_LAYER + name, sizes) for name, sizes in sources))
 
 
-def in_layers(rules: Sequence[Rule], layers: Callable[[ModelDimensions], range]) -> tuple[Rule, ...]:
+def in_layers(rules: Sequence[Rule], layers: Sequence[int]) -> tuple[Rule, ...]:
     """Return the same rules, for some layers only."""
     return tuple(replace(rule, layers=layers) for rule in rules)
 
@@ -59,8 +59,18 @@ QK_NORM = (
     layer_rule("self_attention.k_layernorm.weight", Replicated(), hf("self_attn.k_norm.weight", "head")),
 )
 
-MLP = gated_mlp("mlp.", "mlp.", "ffn")
-EXPERTS = (
+_MLP = gated_mlp("mlp.", "mlp.", "ffn")
+_EXPERTS = (
     layer_rule("mlp.router.weight", Replicated(), hf("mlp.gate.weight", "experts", "hidden")),
     *gated_mlp("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}.", "expert_ffn"),
 )
+_ROUTER_BIAS = (layer_rule("mlp.router.expert_bias", Replicated(), hf("mlp.gate.e_score_correction_bias", "experts")),)
+_SHARED_EXPERTS = gated_mlp("mlp.shared_experts.", "mlp.shared_experts.", "shared_ffn")
+
+
+def feed_forward(dimensions: ModelDimensions) -> tuple[Rule, ...]:
+    """Return the rules of dense layers, and of layers with experts."""
+    biases = _ROUTER_BIAS if dimensions.moe_sigmoid else ()
+    shared = _SHARED_EXPERTS if dimensions.moe_shared_ffn_hidden_size else ()
+    dense = range(dimensions.num_layers - len(dimensions.expert_layers))
+    return (*in_layers(_MLP, dense), *in_layers((*_EXPERTS, *biases, *shared), dimensions.expert_layers))
