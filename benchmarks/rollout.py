@@ -84,7 +84,11 @@ def rounds(config: RunConfig, count: int, size: int) -> list[list[Prompt]]:
 
 def requests_of(config: RunConfig, prompts: Sequence[Prompt]) -> list[GenerationRequest]:
     return build_requests(
-        prompts, training_sampling(config), config.rollout.samples_per_prompt, config.seed, "benchmark"
+        prompts,
+        training_sampling(config.rollout, config.model),
+        config.rollout.samples_per_prompt,
+        config.seed,
+        "benchmark",
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
-from slime_like.config.sections import DebugConfig, ReferenceConfig
+from slime_like.config.sections import DebugConfig, ModelConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.observability.progress import Progress
@@ -54,13 +54,13 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
             pool.start()  # engines load the model in the meantime
         with progress.waiting("engines", len(supervisor.engines)) as waiting:
             supervisor.start(waiting.left)
-        scorer = Scorer(config, pool, tokenizer, stop_tokens(config))
+        scorer = Scorer(config, pool, tokenizer, stop_tokens(config.rollout, config.model))
         return Evaluator(config, EngineClient(supervisor), scorer, datasets).run(0, progress, keep_all)
 
 
-def write_responses(config: RunConfig, result: EvaluationResult, output: Path) -> None:
+def write_responses(model: ModelConfig, result: EvaluationResult, output: Path) -> None:
     """Write the responses as JSONL, one row each, with the columns of the held-out table except the step."""
-    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(model.path, model.trust_remote_code)
     rows = held_out_rows(0, result.samples, partial(tokenizer.decode, clean_up_tokenization_spaces=False))
     with whole_file(output) as file:
         for row in rows:

@@ -14,7 +14,7 @@ from typing import TextIO
 import numpy as np
 from torch import Tensor
 
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.data.token_rows import TokenRow, TokenRows
 from slime_like.errors import DataError
 from slime_like.interfaces import Scores
@@ -66,17 +66,17 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
         with progress.waiting("trainer ranks", ranks) as waiting:
             trainers.setup(waiting.left, only_scores=True, checkpoint=weights)
         out = stack.enter_context(whole_file(output))
-        return _run(config, trainers, rows, num_rows, out, progress)
+        return _run(config.trainer, trainers, rows, num_rows, out, progress)
 
 
 def _run(
-    config: RunConfig, trainers: TrainerGroup, rows: TokenRows, num_rows: int, out: TextIO, progress: Progress
+    trainer: TrainerConfig, trainers: TrainerGroup, rows: TokenRows, num_rows: int, out: TextIO, progress: Progress
 ) -> ScoreSummary:
     started = time.monotonic()
     done = tokens = responses = 0
     total_logprob = 0.0
-    for window in windows(rows, window_tokens(config.trainer)):
-        scores = score_sequences(trainers.ranks, [row.sequence for row in window], config.trainer)
+    for window in windows(rows, window_tokens(trainer)):
+        scores = score_sequences(trainers.ranks, [row.sequence for row in window], trainer)
         for row, scored in zip(window, scores, strict=True):
             out.write(output_line(row.id, scored))
             total_logprob += float(scored["old_logprobs"].double().sum())

@@ -25,7 +25,7 @@ from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.models.converted import DESCRIPTION, write_description
 from slime_like.observability.report.report import REPORT_FILE
-from slime_like.orchestration.run.directory import find_checkpoint
+from slime_like.orchestration.run.directory import RunDirectory
 from tests.support.forged_runs import VALUES, damaged_bytes
 
 Read = Callable[[], int]
@@ -84,7 +84,7 @@ def _resume(directory: Path, sound: Sound, draw: random.Random) -> Read:
     def read() -> int:
         config = load_config(run_dir / "config.yaml", ["--run_dir", str(run_dir)])
         require_valid(config, training_needs(config))
-        checkpoint = find_checkpoint(config)
+        checkpoint = RunDirectory(config).find_checkpoint()
         if checkpoint is not None:
             ledger = Ledger.begin(directory)
             ledger.restore(checkpoint.file(FILE_NAME), checkpoint.state.get("ledger"))

@@ -56,6 +56,7 @@ class Call:
         stream: whether to answer with a stream of server-sent events.
         usage_chunk: whether an OpenAI-protocol stream ends with token counts.
         stop: texts that end the turn. They are sampled, but not part of the answer.
+        variables: variables of the chat template, besides the run's.
         ignored: settings that the client asked for; the run's settings apply instead.
         id: random part of the answer's id.
     """
@@ -66,6 +67,7 @@ class Call:
     stream: bool = False
     usage_chunk: bool = False
     stop: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     ignored: Mapping[str, Any] = field(default_factory=dict)
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -118,11 +120,7 @@ def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
     found = {name: value for name, value in given.items() if name not in _LABELS | _SHAPING}
     if choice not in (None, "auto", "none"):
         found["tool_choice"] = choice  # training needs freely sampled tokens
-    whole = "chat_template_kwargs"  # compared with the run's
-    return {
-        name: value if isinstance(value, int) or name == whole else str(value)[:_SHOWN_CHARS]
-        for name, value in found.items()
-    }
+    return {name: value if isinstance(value, int) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
 
 
 def unsupported(setting: str, value: Any) -> CallRejected:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from slime_like.agents.calls import Call, CallRejected, Content, parse, text_of, unsupported, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
+from slime_like.config.sections import TEMPLATE_INPUTS
 
 
 class _CalledFunction(BaseModel):
@@ -64,6 +65,7 @@ class _Request(BaseModel):
     n: int | None = None
     logprobs: bool | None = None
     logit_bias: dict[str, float] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 def read_call(body: Any) -> Call:
@@ -73,6 +75,7 @@ def read_call(body: Any) -> Call:
         ("n", request.n not in (None, 1)),
         ("logprobs", request.logprobs),
         ("logit_bias", request.logit_bias),
+        ("chat_template_kwargs", TEMPLATE_INPUTS & request.chat_template_kwargs.keys()),
     ):
         if value:
             raise unsupported(name, getattr(request, name))
@@ -84,6 +87,7 @@ def read_call(body: Any) -> Call:
         stream=bool(request.stream),
         usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
         stop=tuple(filter(None, [request.stop] if isinstance(request.stop, str) else request.stop or ())),
+        variables=request.chat_template_kwargs,
         ignored=wishes(request, request.tool_choice),
     )
 

@@ -1,12 +1,13 @@
 """Rendering of messages to text and token ids with the chat template."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from functools import cached_property, partial
 from typing import Any
 
 from slime_like.agents.messages import Message, Tool
-from slime_like.models.chat_turns import CUT, TemplateFault, cut_special, encoded, rendered
+from slime_like.models.chat_turns import CUT, TemplateFault, cut_special, encoded, rendered, with_template_variables
 from slime_like.models.special_tokens import decoded, special_token_pattern, without_stop
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -45,6 +46,12 @@ class ChatFormat:
         self._text_arguments = text_arguments
         self._special = special_token_pattern(tokenizer)
         self._decode = partial(decoded, tokenizer)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> "ChatFormat":
+        """Return the format with variables of the chat template, besides the run's."""
+        other = copy(self)
+        other._tokenizer = with_template_variables(self._tokenizer, variables)
+        return other
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], next_turn: bool = True) -> Rendering:
         """Render messages up to where the model's next turn begins, or to their end. Raises ``TemplateFault``."""

@@ -133,7 +133,7 @@ class Session:
         if call.messages[-1].role == "assistant":
             self.ignored["prefill"] = "the reply starts a new turn"
         try:
-            return self.tree.prompt(call.messages, call.tools)
+            return self.tree.prompt(call.messages, call.tools, call.variables)
         except TemplateFault as fault:
             refused = "role 'system' is not supported here: " if self._refuses_system(call) else ""
             raise CallRejected(400, "template_rejects_messages", f"{refused}{fault}") from fault
@@ -142,7 +142,7 @@ class Session:
         """Return whether the template renders a rejected call without its system messages."""
         others = [message for message in call.messages if message.role != "system"]
         try:
-            self._chat.render(others, call.tools)
+            self._chat.with_variables(call.variables).render(others, call.tools)
         except TemplateFault:
             return False
         return len(others) < len(call.messages)

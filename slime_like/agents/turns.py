@@ -5,9 +5,10 @@ turn's ids are reused unchanged and only the rest is encoded. Otherwise the call
 the prompt of another row. Sampled ids are never encoded again.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -80,18 +81,21 @@ class TurnTree:
         self._stops = stops
         self.turns: list[Turn] = []
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any] | None = None
+    ) -> Prompt:
         """Build the prompt of a call. Raises ``TemplateFault`` if the messages cannot be rendered."""
+        chat = self._chat.with_variables(variables or {})
         keys = tuple(message.key for message in messages)
         for turn in self._longest(keys):
             sent, sampled = turn.forms
             for reply, extend in ((sent, self._extended), (sent, self._continued), (sampled, self._extended)):
                 shown = (*turn.prompt.messages, reply, *messages[len(turn.keys) :])
                 with suppress(TemplateFault):  # only in this form; the client's own messages are rendered in any case
-                    if (extended := extend(turn, shown, keys, tools)) is not None:
+                    if (extended := extend(chat, turn, shown, keys, tools)) is not None:
                         return extended
-        rendering = self._chat.render(messages, tools)
-        return Prompt(self._chat.encode(rendering), rendering.text, tuple(messages), keys, rendering.text)
+        rendering = chat.render(messages, tools)
+        return Prompt(chat.encode(rendering), rendering.text, tuple(messages), keys, rendering.text)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add a turn. The client receives ``reply``."""
@@ -130,23 +134,33 @@ class TurnTree:
         return [turn for turn in reversed(found) if len(turn.keys) == longest]
 
     def _extended(
-        self, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
+        self,
+        chat: ChatFormat,
+        turn: Turn,
+        shown: tuple[Message, ...],
+        keys: tuple[str, ...],
+        tools: Sequence[Tool],
     ) -> Prompt | None:
-        rendering = self._chat.render(shown, tools)
-        tokens = self._chat.extend(turn.token_ids, turn.text, rendering)
+        rendering = chat.render(shown, tools)
+        tokens = chat.extend(turn.token_ids, turn.text, rendering)
         return None if tokens is None else Prompt(tokens, rendering.text, shown, keys, rendering.text, turn)
 
     def _continued(
-        self, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
+        self,
+        chat: ChatFormat,
+        turn: Turn,
+        shown: tuple[Message, ...],
+        keys: tuple[str, ...],
+        tools: Sequence[Tool],
     ) -> Prompt | None:
         """Extend a turn that the template writes in other words, by what the template writes after it."""
         ended = len(turn.prompt.messages) + 1
         stop = turn.text.removeprefix(turn.prompt.text)[len(turn.forms[1].content) :]
-        found = self._chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
+        found = chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
         if found is None:
             return None
         whole = Rendering([turn.text, *found[0].pieces])
-        tokens = self._chat.extend(turn.token_ids, turn.text, whole)
+        tokens = chat.extend(turn.token_ids, turn.text, whole)
         return None if tokens is None else Prompt(tokens, whole.text, shown, keys, found[1], turn)
 
 

@@ -104,9 +104,10 @@ def _sized(options: LaunchOptions, gpus_per_node: int | None) -> tuple[LaunchOpt
     if not devices and "gpus_per_node" in config.cluster.model_fields_set:
         size += ["--cluster.gpus_per_node", str(config.cluster.gpus_per_node)]
     elif not devices:
-        from slime_like.orchestration.cluster.bundles import slots_per_node
+        from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 
-        size += ["--cluster.gpus_per_node", str(slots_per_node(config, options.nodes))]
+        slots = slots_per_node(pieces_of(config), config.trainer.parallel.tensor, options.nodes)
+        size += ["--cluster.gpus_per_node", str(slots)]
         size += ["--cluster.allow_idle_gpus", "true"]  # slots are not hardware
         config = load_config(options.config, [*options.flags, *size])
     return replace(options, flags=(*options.flags, *size)), config

@@ -71,7 +71,7 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
             f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
         )
     if arguments.output is not None:
-        write_responses(config, result, arguments.output)
+        write_responses(config.model, result, arguments.output)
         print(f"responses: {arguments.output}")
     return 0
 

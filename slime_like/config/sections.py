@@ -52,7 +52,7 @@ class ReferenceConfig(Section):
         )
 
 
-_TEMPLATE_INPUTS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
+TEMPLATE_INPUTS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
 
 DataFormat = Literal["keys", "gsm8k", "math", "dapo", "openr1"]
 
@@ -104,7 +104,7 @@ class DataConfig(Section):
             yield f"{field} and data.response_key={self.response_key}: demonstrations have only one; remove the other"
         if self.messages_key is not None and not self.apply_chat_template:
             yield f"{field} needs the chat template; set data.apply_chat_template: true"
-        if taken := sorted(_TEMPLATE_INPUTS & self.chat_template_kwargs.keys()):
+        if taken := sorted(TEMPLATE_INPUTS & self.chat_template_kwargs.keys()):
             yield f"chat_template_kwargs: {taken[0]} is set for each row; remove it"
         if self.system_prompt is not None and not self.apply_chat_template:
             yield "system_prompt needs the chat template; set data.apply_chat_template: true, or remove it"

@@ -15,7 +15,7 @@ from slime_like.data.formats import fitting_format, in_format
 from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row
 from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
-from slime_like.data.tokenizer import with_template_variables
+from slime_like.models.chat_turns import with_template_variables
 from slime_like.models.special_tokens import special_token_pattern
 
 _SHOWN = 10

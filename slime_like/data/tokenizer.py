@@ -1,9 +1,7 @@
 """Loading of a checkpoint's tokenizer."""
 
-import copy
 import json
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +47,6 @@ def token_names(tokenizer: Any, ids: Collection[int]) -> str:
     """List the tokens' spellings in order. An id that the tokenizer does not have is shown as a number."""
     known = zip(sorted(ids), tokenizer.convert_ids_to_tokens(sorted(ids)), strict=True)
     return ", ".join(str(token) if name is None else repr(name) for token, name in known)
-
-
-def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
-    """Return the tokenizer, or a copy of it that gives its chat template these variables in every rendering."""
-    if not variables:
-        return tokenizer
-    copied = copy.copy(tokenizer)
-    copied.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
-    copied.template_variables = dict(variables)
-    return copied
 
 
 def _tokenizer_class(path: Path, code: str | None) -> Any:

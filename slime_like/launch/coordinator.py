@@ -11,6 +11,7 @@ from slime_like.errors import INTERRUPTED, LaunchError, SlimeLikeError
 from slime_like.launch.agreement import facts
 from slime_like.launch.commands import run_command, run_plan, train_arguments
 from slime_like.launch.exit import ExitNotes, NodeEndedError, Verdict, failure
+from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
@@ -40,7 +41,8 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     if verdict.code:
         notes.leave(verdict)
         return verdict
-    parameters = node_parameters(config, options.nodes, place, None, options.port)
+    slots = slots_per_node(pieces_of(config), config.trainer.parallel.tensor, options.nodes)
+    parameters = node_parameters(slots, config.cluster.object_store_mb, place, None, options.port)
     with RayNode(parameters, environment, options.ray_timeout_s) as node:
         node.wait_ready()
         address = host_and_port(place.address, options.port)

@@ -12,6 +12,7 @@ from slime_like.config.launch import LaunchOptions
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
 from slime_like.launch.agreement import facts, require_equal
 from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
+from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
@@ -43,7 +44,8 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
             require_valid(config)  # every node checks: paths may exist on one and not on another
             require_equal(facts(config), agreement["head"], agreement["facts"])
             environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
-            parameters = node_parameters(config, options.nodes, place, where, options.port)
+            slots = slots_per_node(pieces_of(config), config.trainer.parallel.tensor, options.nodes)
+            parameters = node_parameters(slots, config.cluster.object_store_mb, place, where, options.port)
             node = stack.enter_context(RayNode(parameters, environment, options.ray_timeout_s))
             node.wait_ready(head.require_runs)
             place.report(f"joined Ray's head at {where}, logs in {node.directory}")

@@ -1,7 +1,9 @@
 """Turns as a chat template writes them: text that stays plain, and what follows an assistant's turn."""
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 CUT = "\ufdd0"
@@ -45,6 +47,16 @@ def rendered(
     except Exception as error:  # templates are programs of the checkpoint and can raise anything
         raise TemplateFault(error) from error
     return text
+
+
+def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
+    """Return the tokenizer, or a copy of it that gives its chat template these variables in every rendering."""
+    if not variables:
+        return tokenizer
+    copied = copy.copy(tokenizer)
+    copied.apply_chat_template = partial(tokenizer.apply_chat_template, **variables)
+    copied.template_variables = {**getattr(tokenizer, "template_variables", {}), **variables}
+    return copied
 
 
 def cut_special(value: Any, special: re.Pattern[str]) -> Any:

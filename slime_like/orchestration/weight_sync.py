@@ -1,17 +1,14 @@
 """Transfer of weights from the trainer to all engines: versioned, streamed in buckets, and verified before use."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from slime_like.checks.transport import chosen_transport
-from slime_like.config import RunConfig
+from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.observability.records import SyncRecord
-from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
@@ -80,31 +77,28 @@ class _Sent:
 
 
 class WeightSync:
-    """Sync of the policy's weights; one object per run.
-
-    Args:
-        prompts: token ids of text for the probe.
-    """
+    """Sync of the policy's weights, which have ``dtype``; one object per run."""
 
     def __init__(
         self,
-        config: RunConfig,
+        config: SyncConfig,
+        transport: str,
+        dtype: str,
+        probe: Probe,
         ranks: RankCalls,
         supervisor: EngineSupervisor,
-        placement: Placement,
         turns: Turns,
         run_name: str,
-        prompts: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._config = config
+        self._verifies = config.verify
         self._turns = turns
         self._ranks = ranks
         self._supervisor = supervisor
         self._engines = supervisor.engines
         self._run_name = run_name
-        self._probe = Probe(config, prompts)
-        self._transport = chosen_transport(config, placement.device == "GPU", placement.num_nodes)
-        self._delta = use_delta(config.sync.delta, self._transport, config.model.dtype)
+        self._probe = probe
+        self._transport = transport
+        self._delta = use_delta(config.delta, transport, dtype)
         self._version = 0
         supervisor.replace_and_sync = lambda: self.run(self._version)
         self._connected: int | None = None  # generation of the engines that have joined the transport
@@ -195,7 +189,7 @@ class WeightSync:
             started = time.perf_counter()
             buckets = join_buckets(gathered.result())
             sent.gather_s += time.perf_counter() - started
-            if not buckets and self._config.sync.verify:
+            if not buckets and self._verifies:
                 # Trainers are done while engines still load the last buckets and activate the version.
                 phase = "scoring the weight-sync probe"
                 sent.expected = self._ranks.start(phase, RankTraining.probe, self._probe.sequences)

@@ -244,7 +244,8 @@ class Baseline:
                 _drain(exported_tensors(ranks), before)
             scores = score_sequences(ranks, self.batch, config.trainer)
             self.batch = with_frozen_logprobs(self.batch, scores, config.seed)
-            packed = ExperienceBatcher(config, ranks.num_replicas, pad_token_id=0).batch(self.batch)
+            batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, 0)
+            packed = batcher.batch(self.batch)
             ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, packed.replicas))
             _drain(exported_tensors(ranks, RankExport.begin_gradient_export, 0, packed.denominators[0]), gradients)
             stats = [

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,9 +16,11 @@ import transformers
 from torch import Tensor
 
 from rollout.transformers.engine import TransformersEngine
+from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, Manifest, UpdateReceipt, WeightBucket
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
@@ -167,8 +168,9 @@ class LocalSupervisor:
 
 
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:
-    placement: Any = SimpleNamespace(device="CPU", num_nodes=1)
     mixed: Any = (trainers, LocalSupervisor(engines))
-    sync = WeightSync(config, mixed[0], mixed[1], placement, Turns(), SESSION)
+    transport = chosen_transport(config, on_cuda=False, num_hosts=1)
+    probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, ())
+    sync = WeightSync(config.sync, transport, config.model.dtype, probe, mixed[0], mixed[1], Turns(), SESSION)
     sync.connect()
     return sync

@@ -81,7 +81,7 @@ def _export(placement: RankPlacement, session: str, config: RunConfig) -> list[d
     tensor, rest = placement.rank % TENSOR, placement.rank // TENSOR
     place = RankCoordinates(tensor, rest // 2, rest % 2, 0, 0, 1)
     backend: Any = Backend(place)
-    export = RankExport(config, backend, place, SimpleNamespace())  # type: ignore[arg-type]
+    export = RankExport(config.sync, config.bucket_bytes(on_gpus=False), backend, place, SimpleNamespace())  # type: ignore[arg-type]
     first_rank, worker = placement.rank // ENGINE * ENGINE, placement.rank % ENGINE
     received = []
     with mock.patch.object(rank_export, "node_address", lambda: "127.0.0.1"), counted_messages() as messages:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import ScoredTrajectory
 from tests.parallel.parity import GRADIENT_BOUND, LOSS_BOUND, Case, check_tensors, fsdp_config, parity_config
@@ -21,7 +20,7 @@ from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_gradients, optimizer_steps, running
 from tests.parallel.test_streaming import train_windows
 from tests.parallel.tiny import save_checkpoint, scored_sequences
-from tests.support.rollout_rows import cut_into_rows, random_cuts
+from tests.support.rollout_rows import batcher_of, cut_into_rows, random_cuts
 
 BUDGET, SHARED_BUDGET = 48, 28
 ROLLOUTS = 20  # in groups of two
@@ -64,7 +63,7 @@ def _step(
     """Return (this rank's exported gradients, the loss if this rank has it)."""
     with running(placement, config) as trainer:
         place = trainer.coordinates
-        rank, batcher = RankTraining(config, trainer, place), ExperienceBatcher(config, place.data_size, pad_token_id=0)
+        rank, batcher = RankTraining(config.roles.scoring, trainer, place), batcher_of(config, place.data_size)
         if streams:
             early, denominator = train_windows(rank, batcher, rows, place.data)
             assert early >= 1

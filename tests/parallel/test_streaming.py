@@ -20,6 +20,7 @@ from tests.parallel.parity import parity_config
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import running, weights_of
 from tests.parallel.tiny import scored_sequences
+from tests.support.rollout_rows import batcher_of
 
 BUDGET = 48
 GROUPS = 24  # of two sequences each: three windows of single micro-batches, or two where a pipeline takes eight
@@ -47,8 +48,8 @@ def _rollouts() -> list[ScoredTrajectory]:
 def _update(placement: RankPlacement, config: RunConfig, rollouts: list[ScoredTrajectory], streams: bool) -> Trained:
     with running(placement, config) as trainer:
         place, before = trainer.coordinates, weights_of(trainer)
-        rank = RankTraining(config, trainer, place)
-        batcher = ExperienceBatcher(config, place.data_size, pad_token_id=0)
+        rank = RankTraining(config.roles.scoring, trainer, place)
+        batcher = batcher_of(config, place.data_size)
         windows, stats = (_streamed if streams else _at_once)(rank, batcher, rollouts, place.data)
         trainer.settle_weights()
         return Trained(windows, stats, before, weights_of(trainer))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.errors import ConfigError
-from slime_like.orchestration.run.directory import make_run_dir
+from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from tests.unit.orchestration.run.test_directory import config, prepare_run_dir, write_checkpoint
 
@@ -40,7 +40,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     prepare_run_dir(config(tmp_path))
     write_checkpoint(run_dir, 3)
     with RunLock(run_dir) as lock:
-        make_run_dir(config(tmp_path), None, lock)  # resume: never
+        RunDirectory(config(tmp_path)).make(None, lock)  # resume: never
         assert not (tmp_path / "run.1" / LOCK_FILE).exists()
         with pytest.raises(ConfigError, match="another run uses this directory"):
             prepare_run_dir(config(tmp_path))

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from slime_like.config import RunConfig
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.trajectory import ScoredTrajectory, tensor_fields
+
+
+def batcher_of(config: RunConfig, replicas: int) -> ExperienceBatcher:
+    return ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas, pad_token_id=0)
 
 
 def cut_into_rows(rollout: ScoredTrajectory, cuts: Sequence[int]) -> list[ScoredTrajectory]:

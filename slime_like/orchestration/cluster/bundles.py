@@ -79,10 +79,10 @@ def assign_nodes(pieces: Pieces, devices: Sequence[int]) -> list[int]:
     return places
 
 
-def fits_on_nodes(config: RunConfig, devices: Sequence[int]) -> bool:
-    """Return whether the run fits on empty nodes with these numbers of devices."""
+def fits_on_nodes(pieces: Pieces, devices: Sequence[int]) -> bool:
+    """Return whether a run's pieces fit on empty nodes with these numbers of devices."""
     try:
-        assign_nodes(pieces_of(config), devices)
+        assign_nodes(pieces, devices)
     except NoRoomError:
         return False
     return True
@@ -101,16 +101,15 @@ def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
     raise NoRoomError(size)
 
 
-def slots_per_node(config: RunConfig, nodes: int) -> int:
+def slots_per_node(pieces: Pieces, tensor: int, nodes: int) -> int:
     """Return the number of CPU slots that each node without GPUs must offer to spread ranks and engines evenly.
 
-    Tensor-parallel groups and engines must not be split between nodes. Their sizes must divide a node's slots, like
+    Groups of ``tensor`` ranks and engines must not be split between nodes. Their sizes must divide a node's slots, like
     they must divide its GPUs.
     """
-    pieces = pieces_of(config)
     sizes = [*pieces.ranks, *pieces.engines, *pieces.workers]
-    step = math.lcm(config.trainer.parallel.tensor, *pieces.engines, *pieces.workers)
+    step = math.lcm(tensor, *pieces.engines, *pieces.workers)
     slots = step * math.ceil(max(sum(sizes) / nodes, *sizes) / step)
-    while not fits_on_nodes(config, [slots] * nodes):
+    while not fits_on_nodes(pieces, [slots] * nodes):
         slots += step
     return slots

@@ -19,9 +19,8 @@ from typing import Any, Self
 
 from ray._private.parameter import RayParams
 
-from slime_like.config import RunConfig
 from slime_like.errors import LaunchError
-from slime_like.orchestration.cluster.bundles import RANK_LABEL, slots_per_node
+from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from slime_like.orchestration.cluster.lean_node import LeanNode
 from slime_like.orchestration.cluster.orphan_reaper import end_writers
 from slime_like.orchestration.cluster.place import Place
@@ -52,10 +51,11 @@ def ray_environment(token_file: Path, silence_s: float) -> dict[str, str]:
     }
 
 
-def node_parameters(config: RunConfig, nodes: int, place: Place, gcs: str | None, port: int) -> dict[str, Any]:
-    """Return the ``RayParams`` of one of ``nodes`` nodes.
+def node_parameters(slots: int, object_store_mb: int, place: Place, gcs: str | None, port: int) -> dict[str, Any]:
+    """Return the ``RayParams`` of one node.
 
     Args:
+        slots: CPU slots of a node without GPUs; see ``slots_per_node``.
         gcs: ADDRESS:PORT of the head to join; ``None`` makes this node the head.
         port: port of the head's GCS.
     """
@@ -67,8 +67,8 @@ def node_parameters(config: RunConfig, nodes: int, place: Place, gcs: str | None
         "node_ip_address": place.address,
         "node_name": place.address,
         "temp_dir": str(Path(directory, RAY_DIRECTORY)),
-        "num_cpus": None if local_gpus() else slots_per_node(config, nodes),  # None: one per core
-        "object_store_memory": config.cluster.object_store_mb * 2**20,
+        "num_cpus": None if local_gpus() else slots,  # None: one per core
+        "object_store_memory": object_store_mb * 2**20,
         "labels": {RANK_LABEL: str(place.rank)},
     }
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_like.config import RunConfig
 from slime_like.config.roles import REFERENCE
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.rollout.role_pool import RolePool
@@ -18,25 +17,24 @@ _STEP = "reference_step"
 
 
 class Reference:
-    """Reference that the policy replaces every ``reference.update_interval`` steps. 0 keeps the first reference.
+    """Reference that the policy replaces every ``interval`` steps. 0 keeps the first reference.
 
     Its weights are written to ``RUN_DIR/reference/step-N``. Trainer ranks or reference workers read them from there, so
-    a resumed run or a restarted worker has the same weights. Checkpoints hold links to these files. A run without a
-    reference does nothing.
+    a resumed run or a restarted worker has the same weights. Checkpoints hold links to these files.
 
     Args:
+        interval: ``reference.update_interval``; ``None`` in a run without a reference, which does nothing.
         trainers: hold the policy, and without a pool of workers the reference.
 
     Attributes:
         step: step of the last refresh; ``None`` while the run still has its first reference.
     """
 
-    def __init__(self, config: RunConfig, trainers: TrainerGroup, pools: Sequence[RolePool] = ()) -> None:
-        self._interval = config.reference.update_interval
-        self._exists = REFERENCE in config.roles
+    def __init__(self, run_dir: Path, interval: int | None, trainers: TrainerGroup, pools: Sequence[RolePool]) -> None:
+        self._interval = interval
         self._trainers = trainers
         self._pool = next((pool for pool in pools if pool.role == REFERENCE), None)
-        self._root = config.run_dir / REFERENCE
+        self._root = run_dir / REFERENCE
         self.step: int | None = None
 
     def refresh(self, step: int) -> None:
@@ -45,7 +43,7 @@ class Reference:
         Raises:
             CheckpointError: the disk refused.
         """
-        if not self._exists or not self._interval or step % self._interval:
+        if not self._interval or step % self._interval:
             return
         partial = self._root / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed start
@@ -67,7 +65,7 @@ class Reference:
             CheckpointError: its weights are missing or damaged.
         """
         step = checkpoint.state.get(_STEP)
-        if step is None or not self._exists:
+        if step is None or self._interval is None:
             return
         source, partial = checkpoint.path / REFERENCE, self._root / _PARTIAL
         if not source.is_dir():

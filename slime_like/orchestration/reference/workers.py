@@ -22,12 +22,13 @@ class RankedWorker:
 
     def __init__(self, config: RunConfig, placement: Placement, index: int) -> None:
         self.role = placement.workers[index]
-        self._config = config.for_worker(self.role)
+        settings = config.for_worker(self.role)
+        self.trainer = settings.trainer
         self.name = f"{self.role.name} worker {index}"
         self._guard = threading.Lock()
         self._closed = False
         self._weights: Path | None = None
-        self._new_trainers = partial(TrainerGroup, self._config, placement, index)
+        self._new_trainers = partial(TrainerGroup, settings, placement, index)
         self._trainers = self._new_trainers()
 
     def launch(self) -> None:
@@ -44,7 +45,7 @@ class RankedWorker:
             self._weights = weights
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
-        return score_sequences(self._trainers.ranks, trajectories, self._config.trainer)
+        return score_sequences(self._trainers.ranks, trajectories, self.trainer)
 
     def restart(self, weights: Path | None) -> None:
         self._trainers.shutdown()
@@ -63,18 +64,7 @@ class RankedWorker:
             self._trainers.shutdown()
 
 
-def launch_workers(config: RunConfig, stack: ExitStack, placement: Placement) -> list[RankedWorker]:
-    """Launch the workers of all roles without waiting for them. ``stack`` ends them."""
-    workers = [RankedWorker(config, placement, index) for index in range(len(placement.workers))]
-    for worker in workers:
-        stack.callback(worker.close)
-        worker.launch()
-    return workers
-
-
-def role_pools(
-    config: RunConfig, stack: ExitStack, workers: list[RankedWorker], left: Callable[[Sequence[str]], None]
-) -> list[RolePool]:
+def role_pools(stack: ExitStack, workers: list[RankedWorker], left: Callable[[Sequence[str]], None]) -> list[RolePool]:
     """Build a pool per role, which each worker joins after loading its weights. ``stack`` closes them.
 
     Args:
@@ -88,11 +78,11 @@ def role_pools(
             setup.result()
             loading.remove(setups[setup])
             left(loading)
-    pools = {}
-    for role in config.roles.with_workers:
-        tokens = request_tokens(config.for_worker(role).trainer)
-        pools[role.name] = RolePool(role.name, tokens, role.max_restarts)
-        stack.callback(pools[role.name].close)
+    pools = dict[str, RolePool]()
     for worker in workers:
-        pools[worker.role.name].join(worker)
+        role = worker.role
+        if role.name not in pools:
+            pools[role.name] = RolePool(role.name, request_tokens(worker.trainer), role.max_restarts)
+            stack.callback(pools[role.name].close)
+        pools[role.name].join(worker)
     return list(pools.values())

@@ -10,7 +10,7 @@ from torch import Tensor
 from slime_like.algorithms.advantages import AdvantageEstimator, Level, compute_advantages, find_estimator
 from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
-from slime_like.config import RunConfig
+from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.trainer.calls import RankCalls
@@ -20,46 +20,101 @@ from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory
 
 
-def weighted_rewards(config: RunConfig, rewards: Tensor) -> Tensor:
+def weighted_rewards(reward: RewardConfig, rewards: Tensor) -> Tensor:
     """Return the (N,) weighted sums of (N, num_funcs) rewards, without penalties."""
-    return rewards @ torch.tensor([function.weight for function in config.reward.functions], dtype=torch.float32)
+    return rewards @ torch.tensor([function.weight for function in reward.functions], dtype=torch.float32)
 
 
-def total_rewards(config: RunConfig, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
-    """Return the (N,) input of the estimator: weighted rewards minus the overlong penalty.
+class Advantages:
+    """Advantages of a run's rollouts, computed from their rewards."""
 
-    Args:
-        rewards: (N, num_funcs), one row per rollout.
-        response_lens: length of each rollout; see ``Rollout.length``.
-    """
-    totals = weighted_rewards(config, rewards)
-    buffer = config.algorithm.overlong_buffer
-    if buffer is None:
-        return totals
-    limit, factor = config.rollout.max_new_tokens, config.algorithm.overlong_factor
-    return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
+    def __init__(self, config: RunConfig) -> None:
+        self._reward = config.reward
+        self._algorithm = config.algorithm
+        self._max_new_tokens = config.rollout.max_new_tokens
+        self._shuffle_seed = config.seed if config.debug.shuffle_advantages else None
 
+    def totals(self, rewards: Tensor, response_lens: Sequence[int]) -> Tensor:
+        """Return the (N,) input of the estimator: weighted rewards minus the overlong penalty.
 
-def row_advantages(
-    config: RunConfig, rollouts: Sequence[Rollout[Any]], totals: Tensor, group_ids: Sequence[int], step: int
-) -> dict[str, Tensor]:
-    """Return the advantages of every row by sequence id: the rollout's one, or (response_len,) with 0 on observations.
+        Args:
+            rewards: (N, num_funcs), one row per rollout.
+            response_lens: length of each rollout; see ``Rollout.length``.
+        """
+        totals = weighted_rewards(self._reward, rewards)
+        buffer = self._algorithm.overlong_buffer
+        if buffer is None:
+            return totals
+        limit, factor = self._max_new_tokens, self._algorithm.overlong_factor
+        return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
 
-    Raises:
-        RewardError: see ``step_advantages``.
-    """
-    if (level := configured_estimator(config).level) == "sample":
-        found = step_advantages(config, totals, group_ids, step)
-        return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
-    sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
-    counts = torch.tensor(list(map(len, sizes)))
-    rewards = totals.new_zeros(int(counts.sum()))
-    rewards[counts.cumsum(0)[counts > 0] - 1] = totals[counts > 0]
-    entries = step_advantages(config, rewards, group_ids, step, counts)
-    tokens = entries.repeat_interleave(torch.cat(sizes))
-    rows = [row for rollout in rollouts for row in rollout.rows]
-    parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
-    return {row.sequence_id: tokens.new_zeros(row.response_len).masked_scatter(row.loss_mask, p) for row, p in parts}
+    def of_rows(self, rollouts: Sequence[Rollout[Any]], totals: Tensor, step: int) -> dict[str, Tensor]:
+        """Return the advantages of rows by sequence id: the rollout's one, or (response_len,) with 0 on observations.
+
+        Raises:
+            RewardError: see ``of_step``.
+        """
+        group_ids = [rollout.group_id for rollout in rollouts]
+        if (level := configured_estimator(self._algorithm.advantage).level) == "sample":
+            found = self.of_step(totals, group_ids, step)
+            return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
+        sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
+        counts = torch.tensor(list(map(len, sizes)))
+        rewards = totals.new_zeros(int(counts.sum()))
+        rewards[counts.cumsum(0)[counts > 0] - 1] = totals[counts > 0]
+        entries = self.of_step(rewards, group_ids, step, counts)
+        tokens = entries.repeat_interleave(torch.cat(sizes))
+        rows = [row for rollout in rollouts for row in rollout.rows]
+        parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
+        return {r.sequence_id: tokens.new_zeros(r.response_len).masked_scatter(r.loss_mask, p) for r, p in parts}
+
+    def of_step(self, totals: Tensor, group_ids: Sequence[int], step: int, lengths: Tensor | None = None) -> Tensor:
+        """Return a step's advantages, like ``totals``. The estimator gets the whole step, whatever its scope.
+
+        Raises:
+            RewardError: the estimator, possibly a user's, failed or did not return one finite number per entry.
+        """
+        name = self._algorithm.advantage
+        with naming(RewardError, "estimator-failed", "algorithm.advantage", name, "compute", f"step {step}"):
+            advantages = compute_advantages(totals, group_ids, name, lengths, eps=self._algorithm.advantage_eps)
+        if self._shuffle_seed is not None:
+            generator = torch.Generator().manual_seed(self._shuffle_seed * 1_000_003 + step)
+            advantages = advantages[torch.randperm(len(advantages), generator=generator)]
+        return advantages
+
+    def penalise_kl(self, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+        """Subtract each rollout's KL to the reference, summed over its rows, from its reward. Replace its advantage,
+        also on the trainers.
+
+        The batch must be loaded and scored, so reference logprobs exist. Logprobs are frozen at the start of the step,
+        so the penalty applies to the policy that sampled.
+        """
+        frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs", "ref_logprobs")
+        if any("ref_logprobs" not in scores for scores in frozen.values()):
+            raise TrainerError(
+                "the KL penalty needs reference logprobs, and a sequence has none",
+                code="no-reference-logprobs",
+                remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
+            )
+        penalties = {
+            row.sequence_id: kl_penalty(
+                frozen[row.sequence_id]["old_logprobs"],
+                frozen[row.sequence_id]["ref_logprobs"],
+                row.loss_mask,
+                torch.tensor([row.response_len]),
+                self._algorithm.kl_reward_coef,
+                self._algorithm.kl_reward_estimator,
+            )[1]
+            for row in trajectories
+        }
+        rollouts = rollouts_of(trajectories)
+        rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
+        totals = self.totals(rewards, [rollout.length for rollout in rollouts])
+        totals += torch.stack([torch.stack([penalties[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
+        advantages = self.of_rows(rollouts, totals, step)
+        for row in trajectories:
+            row.advantages = advantages[row.sequence_id].expand(row.response_len)
+        ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})
 
 
 def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:
@@ -69,85 +124,31 @@ def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:
     return torch.tensor([end - start for start, end in trained_spans(loss_mask)], dtype=torch.int64)
 
 
-def step_advantages(
-    config: RunConfig, totals: Tensor, group_ids: Sequence[int], step: int, lengths: Tensor | None = None
-) -> Tensor:
-    """Return a step's advantages, like ``totals``. The estimator gets the whole step, whatever its scope.
-
-    Raises:
-        RewardError: the estimator, possibly a user's, failed or did not return one finite number per entry.
-    """
-    name = config.algorithm.advantage
-    with naming(RewardError, "estimator-failed", "algorithm.advantage", name, "compute", f"step {step}"):
-        advantages = compute_advantages(totals, group_ids, name, lengths, eps=config.algorithm.advantage_eps)
-    if config.debug.shuffle_advantages:
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        advantages = advantages[torch.randperm(len(advantages), generator=generator)]
-    return advantages
-
-
-def configured_estimator(config: RunConfig) -> AdvantageEstimator:
+def configured_estimator(name: str) -> AdvantageEstimator:
     """Return the run's estimator. Raises ``ConfigError`` if it cannot be loaded."""
-    name = config.algorithm.advantage
     try:
         return find_estimator(name)
     except Exception as error:
         raise ConfigError([f"{format_error('algorithm.advantage', name, error, 'compute')}; correct it"]) from error
 
 
-def require_group_scope(config: RunConfig) -> None:
+def require_group_scope(name: str) -> None:
     """Require an estimator that compares within groups. Streaming needs advantages before the batch is complete.
 
     Raises:
         ConfigError: the estimator cannot be loaded or has another scope.
     """
-    if (scope := configured_estimator(config).scope) != "group":
+    if (scope := configured_estimator(name).scope) != "group":
         raise ConfigError(
             [
                 f"rollout.stream=true needs advantages before the batch is complete, and algorithm.advantage="
-                f"{config.algorithm.advantage} declares the scope {scope!r}; use one that compares within groups, or "
+                f"{name} declares the scope {scope!r}; use one that compares within groups, or "
                 "rollout.stream: false"
             ]
         )
 
 
-def penalise_kl(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
-    """Subtract each rollout's KL to the reference, summed over its rows, from its reward. Replace its advantage, also
-    on the trainers.
-
-    The batch must be loaded and scored, so reference logprobs exist. Logprobs are frozen at the start of the step, so
-    the penalty applies to the policy that sampled.
-    """
-    algorithm = config.algorithm
-    frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs", "ref_logprobs")
-    if any("ref_logprobs" not in scores for scores in frozen.values()):
-        raise TrainerError(
-            "the KL penalty needs reference logprobs, and a sequence has none",
-            code="no-reference-logprobs",
-            remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
-        )
-    penalties = {
-        row.sequence_id: kl_penalty(
-            frozen[row.sequence_id]["old_logprobs"],
-            frozen[row.sequence_id]["ref_logprobs"],
-            row.loss_mask,
-            torch.tensor([row.response_len]),
-            algorithm.kl_reward_coef,
-            algorithm.kl_reward_estimator,
-        )[1]
-        for row in trajectories
-    }
-    rollouts = rollouts_of(trajectories)
-    rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
-    totals = total_rewards(config, rewards, [rollout.length for rollout in rollouts])
-    totals += torch.stack([torch.stack([penalties[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
-    advantages = row_advantages(config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
-    for row in trajectories:
-        row.advantages = advantages[row.sequence_id].expand(row.response_len)
-    ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})
-
-
-def normalise_importance(config: RunConfig, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory]) -> None:
+def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Sequence[ScoredTrajectory]) -> None:
     """Divide advantages on the trainers by the batch's mean importance weight. The batch must be loaded and scored.
 
     All built-in policy terms are proportional to positive factors of advantages, so this normalizes the weights.
@@ -155,15 +156,15 @@ def normalise_importance(config: RunConfig, ranks: RankCalls, trajectories: Sequ
     Raises:
         TrainerError: a custom correction failed.
     """
-    frozen = frozen_scores(ranks, [trajectory.sequence_id for trajectory in trajectories], "old_logprobs")
-    lengths = torch.tensor([trajectory.response_len for trajectory in trajectories])
-    mask = torch.cat([trajectory.loss_mask for trajectory in trajectories])
-    old = torch.cat([frozen[trajectory.sequence_id]["old_logprobs"] for trajectory in trajectories])
-    behaviour = torch.cat([t.logprobs for t in trajectories if t.logprobs is not None])  # not None: engines sampled
-    name = config.algorithm.importance_correction
+    frozen = frozen_scores(ranks, [row.sequence_id for row in rows], "old_logprobs")
+    lengths = torch.tensor([row.response_len for row in rows])
+    mask = torch.cat([row.loss_mask for row in rows])
+    old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])
+    behaviour = torch.cat([row.logprobs for row in rows if row.logprobs is not None])  # not None: engines sampled
+    name = algorithm.importance_correction
     correcting = naming(TrainerError, "custom-loss-failed", "algorithm.importance_correction", name, "")
     with correcting if ":" in name else nullcontext():
-        weights = configured_weights(config.algorithm, old, behaviour, mask, lengths).weights
-    per_sequence = torch.tensor([trajectory.token_weight for trajectory in trajectories], dtype=torch.float64)
+        weights = configured_weights(algorithm, old, behaviour, mask, lengths).weights
+    per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
     ranks.call("scaling advantages", RankTraining.divide_advantages, mean)

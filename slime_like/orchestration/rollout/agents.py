@@ -102,8 +102,6 @@ class AgentRollouts:
             outcome = await self._outcome(session, self._task(request, session.key))
         finally:
             self._server.close_session(session.key)
-        if session.ignored.get("chat_template_kwargs") == self._config.data.chat_template_kwargs:
-            del session.ignored["chat_template_kwargs"]
         self._report(session.ignored)
         rows = session.rows(self._agent.untrained)
         if outcome.failure is None:  # the pool counts failures

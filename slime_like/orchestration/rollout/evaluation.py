@@ -46,7 +46,7 @@ class Evaluator:
         self._config = config
         self._client = client
         self._scorer = scorer
-        self._sampling = evaluation_sampling(config)
+        self._sampling = evaluation_sampling(config.evaluation, config.rollout, config.model)
         self._datasets = datasets
 
     def run(self, step: int, progress: Progress, keep_all: bool = False) -> EvaluationResult:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from slime_like.config import RunConfig
+from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams, Segment
@@ -13,40 +13,35 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 
 
-def stop_tokens(config: RunConfig) -> tuple[int, ...]:
+def stop_tokens(rollout: RolloutConfig, model: ModelConfig) -> tuple[int, ...]:
     """Return the ids that end a response: ``rollout.stop_token_ids`` and, unless ignored, the model's EOS ids."""
-    rollout = config.rollout
-    eos = () if rollout.ignore_eos else ModelDimensions.from_checkpoint(config.model.path).eos_token_ids
+    eos = () if rollout.ignore_eos else ModelDimensions.from_checkpoint(model.path).eos_token_ids
     ids = tuple(dict.fromkeys((*rollout.stop_token_ids, *eos)))
     if not ids and not rollout.stop:
-        raise ConfigError(
-            [f"model.path={config.model.path}: the checkpoint has no EOS token id; set rollout.stop_token_ids"]
-        )
+        raise ConfigError([f"model.path={model.path}: the checkpoint has no EOS token id; set rollout.stop_token_ids"])
     return ids
 
 
-def training_sampling(config: RunConfig) -> SamplingParams:
-    rollout = config.rollout
+def training_sampling(rollout: RolloutConfig, model: ModelConfig) -> SamplingParams:
     return SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.bounded_top_k,
         min_p=rollout.min_p,
         max_new_tokens=rollout.max_new_tokens,
-        stop_token_ids=stop_tokens(config),
+        stop_token_ids=stop_tokens(rollout, model),
         stop=rollout.stop,
         ignore_eos=rollout.ignore_eos,
     )
 
 
-def evaluation_sampling(config: RunConfig) -> SamplingParams:
-    evaluation = config.evaluation
+def evaluation_sampling(evaluation: EvaluationConfig, rollout: RolloutConfig, model: ModelConfig) -> SamplingParams:
     return SamplingParams(
         temperature=evaluation.temperature,
-        max_new_tokens=evaluation.max_new_tokens or config.rollout.max_new_tokens,
-        stop_token_ids=stop_tokens(config),
-        stop=config.rollout.stop,
-        ignore_eos=config.rollout.ignore_eos,
+        max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
+        stop_token_ids=stop_tokens(rollout, model),
+        stop=rollout.stop,
+        ignore_eos=rollout.ignore_eos,
         training=False,
     )
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from slime_like.agents.responses import ResponseForm, response_form
 from slime_like.config import RunConfig
-from slime_like.data.tokenizer import with_template_variables
 from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.models.chat_turns import with_template_variables
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 """Type of an engine's ``generate``."""

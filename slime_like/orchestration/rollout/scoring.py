@@ -11,7 +11,7 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.interfaces import Conversation, Scores
-from slime_like.orchestration.rollout.advantages import row_advantages, total_rewards
+from slime_like.orchestration.rollout.advantages import Advantages
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
@@ -49,7 +49,7 @@ class Scorer:
     def __init__(
         self, config: RunConfig, pool: RewardPool, tokenizer: Any, stops: Collection[int] | None = None
     ) -> None:
-        self._config = config
+        self._advantages = Advantages(config)
         self._pool = pool
         self._tokenizer = tokenizer
         self._form = turn_form(config, tokenizer)
@@ -90,7 +90,7 @@ class Scorer:
         rollouts = rollouts_of(trajectories)
         places = {rollout.last.rollout_id: place for place, rollout in enumerate(rollouts)}
         totals = torch.cat([rewarded.totals for rewarded in groups])
-        advantages = row_advantages(self._config, rollouts, totals, [rollout.group_id for rollout in rollouts], step)
+        advantages = self._advantages.of_rows(rollouts, totals, step)
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
@@ -118,7 +118,7 @@ class Scorer:
         found = [next(outcomes) for _ in rollouts]
         rewards = torch.tensor([outcome.rewards for outcome in found], dtype=torch.float32)
         successes = torch.tensor([outcome.successes for outcome in found], dtype=torch.float32)
-        totals = total_rewards(self._config, rewards, [rollout.length for rollout in rollouts])
+        totals = self._advantages.totals(rewards, [rollout.length for rollout in rollouts])
         of_rollout = {rollout.last.rollout_id: outcome for rollout, outcome in zip(rollouts, found, strict=True)}
         metadata = [self._metadata(of_rollout[row.rollout_id], row) for row in group.trajectories]
         return RewardedGroup(group, rewards, successes, totals, metadata, [{} for _ in metadata])

@@ -4,7 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from slime_like.config import RunConfig
+from slime_like.config import RolloutConfig, RunConfig
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.phases import PhaseClock
@@ -48,7 +48,7 @@ class RolloutSource(ABC):
     ) -> None:
         self.store = GroupStore(config.rollout, config.steps, prompts, ledger)
         self._config = config
-        self._sampling = training_sampling(config)
+        self._sampling = training_sampling(config.rollout, config.model)
         self._client = client
         self._scorer = scorer
         self._turns = turns
@@ -135,7 +135,7 @@ class RolloutSource(ABC):
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
         """Return whether the group's rewards differ, if ``rollout.drop_zero_spread`` requires it."""
-        rewards = weighted_rewards(self._config, rewarded.rewards)  # differing lengths don't make a group useful
+        rewards = weighted_rewards(self._config.reward, rewarded.rewards)  # differing lengths don't make a group useful
         spread = float(rewards.max() - rewards.min())
         return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.advantage_eps
 
@@ -266,6 +266,6 @@ class ThreadedSource(RolloutSource):
         return groups
 
 
-def source_class(config: RunConfig) -> type[RolloutSource]:
+def source_class(rollout: RolloutConfig) -> type[RolloutSource]:
     """Return the class of the run's source."""
-    return ThreadedSource if config.rollout.max_staleness > 0 else SynchronousSource
+    return ThreadedSource if rollout.max_staleness > 0 else SynchronousSource

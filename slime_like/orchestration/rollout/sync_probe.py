@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
 from slime_like.models.dimensions import ModelDimensions
@@ -87,12 +87,12 @@ class Probe:
         baseline: largest share of any engine at the first sync; ``None`` before it.
     """
 
-    def __init__(self, config: RunConfig, prompts: Sequence[Sequence[int]]) -> None:
-        dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self.sequences = probe_sequences(config, dimensions.vocab_size, prompts)
+    def __init__(self, model: ModelConfig, bound: float | None, longest: int, prompts: Sequence[Sequence[int]]) -> None:
+        dimensions = ModelDimensions.from_checkpoint(model.path)
+        self.sequences = probe_sequences(longest, dimensions.vocab_size, prompts)
         self.baseline: float | None = None
-        self._dtype, self._layers = config.model.dtype, dimensions.num_layers
-        self._given = config.sync.probe_tolerance
+        self._dtype, self._layers = model.dtype, dimensions.num_layers
+        self._given = bound
         self._first = _ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
 
     def requests(self, version: int) -> list[GenerationRequest]:
@@ -150,13 +150,13 @@ class Probe:
         return f"{differ}, up from {self.baseline:.3f} at the first sync; the run fails above {self._bound():.3f}"
 
 
-def probe_sequences(config: RunConfig, vocab_size: int, prompts: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+def probe_sequences(longest: int, vocab_size: int, prompts: Sequence[Sequence[int]] = ()) -> list[list[int]]:
     """Return two sequences of at most 32 tokens: the middles of ``prompts``, or random tokens if those are shorter.
 
     Text reveals more than random tokens. In tiny trained models, attention faults are up to three times as large on
-    text, and router noise is a third.
+    text, and router noise is a third. ``longest`` is the most tokens that a sequence may have.
     """
-    length = min(32, config.max_model_len - 1)
+    length = min(32, longest - 1)
     middles = [list(prompt[(len(prompt) - length) // 2 :][:length]) for prompt in prompts if len(prompt) >= length]
     generator = np.random.default_rng(20_240_607)
     return (middles + [generator.integers(0, vocab_size, length).tolist() for _ in range(2)])[:2]

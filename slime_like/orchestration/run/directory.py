@@ -46,84 +46,169 @@ _WRITTEN = (
 _READ = ("model.path", "model.weights", "reference.path", "evaluation.files", "debug.load_rollouts")
 
 
-def find_checkpoint(config: RunConfig, found_damaged: Mapping[Path, str] = MappingProxyType({})) -> Checkpoint | None:
-    """Find the checkpoint for ``resume``; ``None`` means a new start. A given path is the only candidate.
+class RunDirectory:
+    """The directory of a run with this configuration."""
 
-    Args:
-        found_damaged: see ``newest_whole``.
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._path = config.run_dir
 
-    Raises:
-        CheckpointError: the given checkpoint, or every checkpoint of the run, cannot be read or resumed from.
-        ConfigError: the run has finished, or the checkpoint is of another backend, model or schedule.
-    """
-    if config.resume == "never":
-        return None
-    checkpoint = (
-        newest_whole(config.run_dir, found_damaged) if config.resume == "auto" else Checkpoint.read(Path(config.resume))
-    )
-    if checkpoint is not None:
-        checkpoint.require_whole()
-        _require_resumable(checkpoint, config)
-    return checkpoint
+    def find_checkpoint(self, found_damaged: Mapping[Path, str] = MappingProxyType({})) -> Checkpoint | None:
+        """Find the checkpoint for ``resume``; ``None`` means a new start. A given path is the only candidate.
 
+        Args:
+            found_damaged: see ``newest_whole``.
 
-def make_run_dir(config: RunConfig, checkpoint: Checkpoint | None, lock: RunLock) -> Path | None:
-    """Make the directory for a start from ``checkpoint``, and save a new run's configuration there.
+        Raises:
+            CheckpointError: the given checkpoint, or every checkpoint of the run, cannot be read or resumed from.
+            ConfigError: the run has finished, or the checkpoint is of another backend, model or schedule.
+        """
+        resume = self._config.resume
+        if resume == "never":
+            return None
+        checkpoint = newest_whole(self._path, found_damaged) if resume == "auto" else Checkpoint.read(Path(resume))
+        if checkpoint is not None:
+            checkpoint.require_whole()
+            self._require_resumable(checkpoint)
+        return checkpoint
 
-    If the directory has another run than the resumed one, that run is moved aside.
+    def make(self, checkpoint: Checkpoint | None, lock: RunLock) -> Path | None:
+        """Make the directory for a start from ``checkpoint``, and save a new run's configuration there.
 
-    Returns:
-        New path of the earlier run, if there was one.
+        If the directory has another run than the resumed one, that run is moved aside.
 
-    Raises:
-        ConfigError: inputs of this run would move with it, or other files are in the way of this run's files.
-        SlimeLikeError: it cannot be moved.
-    """
-    resumes_here = _lies_in_run_dir(config, checkpoint)
-    moved = not resumes_here and (config.run_dir / METRICS_FILE).exists()
-    if config.checkpoint.export_hf and not moved:
-        _require_room_for_export(config, resumes_here)
-    if resumes_here:
-        return None
-    aside = None
-    if moved:
-        _require_nothing_read_there(config)
-        aside = _move_aside(config.run_dir)
-        lock.take()
-        (aside / LOCK_FILE).unlink(missing_ok=True)
-    else:
-        _require_nothing_overwritten(config.run_dir)
-    (config.run_dir / METRICS_FILE).touch()
-    save_config(config, config.run_dir / CONFIG_FILE)
-    return aside
+        Returns:
+            New path of the earlier run, if there was one.
 
+        Raises:
+            ConfigError: inputs of this run would move with it, or other files are in the way of this run's files.
+            SlimeLikeError: it cannot be moved.
+        """
+        resumes_here = self._lies_here(checkpoint)
+        moved = not resumes_here and (self._path / METRICS_FILE).exists()
+        if self._config.checkpoint.export_hf and not moved:
+            self._require_room_for_export(resumes_here)
+        if resumes_here:
+            return None
+        aside = None
+        if moved:
+            self._require_nothing_read_there()
+            aside = _move_aside(self._path)
+            lock.take()
+            (aside / LOCK_FILE).unlink(missing_ok=True)
+        else:
+            _require_nothing_overwritten(self._path)
+        (self._path / METRICS_FILE).touch()
+        save_config(self._config, self._path / CONFIG_FILE)
+        return aside
 
-def record_settings(config: RunConfig, checkpoint: Checkpoint) -> list[str]:
-    """List the settings that changed since the run's earlier start, as "field: before -> now".
+    def record_settings(self, checkpoint: Checkpoint) -> list[str]:
+        """List the settings that changed since the run's earlier start, as "field: before -> now".
 
-    If the configuration differs, the earlier one is kept as ``config.until-step-N.yaml``, which the steps up to N were
-    made with. Call this after loading the checkpoint, so a refused start changes nothing.
-    """
-    if not _lies_in_run_dir(config, checkpoint):
-        return []
-    changed = _keep_config(config, checkpoint.step)
-    save_config(config, config.run_dir / CONFIG_FILE)
-    return changed
+        If the configuration differs, the earlier one is kept as ``config.until-step-N.yaml``, which the steps up to N
+        were made with. Call this after loading the checkpoint, so a refused start changes nothing.
+        """
+        if not self._lies_here(checkpoint):
+            return []
+        changed = self._keep_config(checkpoint.step)
+        save_config(self._config, self._path / CONFIG_FILE)
+        return changed
 
+    def measured_otherwise_until(self) -> int:
+        """Return the last step whose held-out accuracy is not comparable with this start's, or 0 if all are.
 
-def measured_otherwise_until(config: RunConfig) -> int:
-    """Return the last step whose held-out accuracy is not comparable with this start's, or 0 if all are.
+        Such steps had another first reward function, or other values of the settings that it depends on.
+        """
+        steps = [0]
+        for path in self._path.glob("config.until-step-*.yaml"):
+            try:
+                is_same = _measured_by(load_config(path, [])) == _measured_by(self._config)
+            except ConfigError:  # the file is from another version: unknown
+                is_same = False
+            steps += [] if is_same else [int(path.stem.rpartition("-")[2])]
+        return max(steps)
 
-    Such steps had another first reward function, or other values of the settings that it depends on.
-    """
-    steps = [0]
-    for path in config.run_dir.glob("config.until-step-*.yaml"):
+    def _lies_here(self, checkpoint: Checkpoint | None) -> bool:
+        return checkpoint is not None and checkpoint.path.is_relative_to(self._path.resolve())
+
+    def _require_resumable(self, checkpoint: Checkpoint) -> None:
+        if not self._config.debug.load_rollouts:
+            checkpoint.data_position()  # raises before anything starts
+        if problem := backend_problem(checkpoint.path, self._config.trainer.backend, "resume"):
+            raise ConfigError(problem)
+        wrote = checkpoint.state.get(FINGERPRINT)
+        if wrote is not None and fingerprint(self._config.model.path) not in (None, wrote):
+            problem = f"{checkpoint.path} was trained from other weights; give those, or set another run_dir"
+            raise ConfigError(f"model.path={self._config.model.path}: {problem}", code="resume-of-another-model")
+        has_finished = checkpoint.step >= self._config.steps and (self._path / SUMMARY_FILE).exists()
+        if has_finished and self._lies_here(checkpoint):
+            is_fixed = self._config.trainer.optimizer.depends_on_length
+            with_override = " with checkpoint.override: [schedule]" if is_fixed else ""
+            raise ConfigError(
+                f"steps={self._config.steps}: the run in {self._path} has finished {counted(checkpoint.step, 'step')}; "
+                f"raise steps{with_override}, set another run_dir, or set resume: never to start over"
+            )
+        may_change = "schedule" in self._config.checkpoint.override
+        if changed := [] if may_change else self._changed_schedule(checkpoint):
+            raise ConfigError(
+                f"resume: {checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)}); "
+                "use the same settings, or set checkpoint.override: [schedule]"
+            )
+
+    def _changed_schedule(self, checkpoint: Checkpoint) -> list[str]:
+        """List changes that trainers would reject after their start, or none if the earlier settings cannot be read."""
         try:
-            is_same = _measured_by(load_config(path, [])) == _measured_by(config)
-        except ConfigError:  # the file is from another version: unknown
-            is_same = False
-        steps += [] if is_same else [int(path.stem.rpartition("-")[2])]
-    return max(steps)
+            before = load_config(checkpoint.path.parents[1] / CONFIG_FILE, [])
+        except (ConfigError, OSError):
+            return []
+        old, new = before.schedule, self._config.schedule
+        return [f"{name} {old.get(name)}, now {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
+
+    def _require_nothing_read_there(self) -> None:
+        place = self._path.resolve()
+        values = {name: attrgetter(name)(self._config) for name in _READ}
+        values["data.train"] = self._config.data.training_files
+        inside = [
+            f"{name}={path}: inside run_dir={self._path}, which would be renamed with its earlier run; set another "
+            "run_dir"
+            for name, paths in values.items()
+            for path in (paths if isinstance(paths, tuple) else (paths,))
+            if path is not None and path.resolve().is_relative_to(place)
+        ]
+        if inside:
+            raise ConfigError(inside)
+
+    def _require_room_for_export(self, resumes_here: bool) -> None:
+        """Reject files that the export must not replace, before the first step. If the run resumes in this directory, a
+        model there is from an earlier start."""
+        export = self._path / EXPORT
+        read = export.resolve() == self._config.model.path.resolve()
+        earlier = resumes_here and not read and (export / "config.json").is_file()
+        if not os.path.lexists(export) or earlier or _is_empty_directory(export):
+            return
+        what = "model.path" if read else "not a model that this run wrote"
+        raise ConfigError(
+            f"run_dir={self._path}: {export} is {what}, but the trained model is exported there; move it away, set "
+            "another run_dir, or set checkpoint.export_hf: false"
+        )
+
+    def _keep_config(self, step: int) -> list[str]:
+        """Keep the earlier configuration if this one differs, and return the differences."""
+        path = self._path / CONFIG_FILE
+        if not path.is_file():
+            return []
+        try:
+            before = load_config(path, [])
+        except ConfigError as error:
+            changed = [f"{path} can no longer be read ({error.problems[0]})"]
+        else:
+            names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
+            values = {name: (attrgetter(name)(before), attrgetter(name)(self._config)) for name in names}
+            changed = [f"{name}: {value_text(a)} -> {value_text(b)}" for name, (a, b) in values.items() if a != b]
+        kept = path.with_name(f"config.until-step-{step:06d}.yaml")
+        if changed and not kept.exists():  # otherwise the earlier start also began here: none of its steps counts
+            path.replace(kept)
+        return changed
 
 
 def _measured_by(config: RunConfig) -> tuple[object, ...]:
@@ -135,58 +220,6 @@ def _measured_by(config: RunConfig) -> tuple[object, ...]:
         config.rollout.agent,
         config.rollout.max_new_tokens,
     )
-
-
-def _lies_in_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
-    return checkpoint is not None and checkpoint.path.is_relative_to(config.run_dir.resolve())
-
-
-def _require_resumable(checkpoint: Checkpoint, config: RunConfig) -> None:
-    if not config.debug.load_rollouts:
-        checkpoint.data_position()  # raises before anything starts
-    if problem := backend_problem(checkpoint.path, config.trainer.backend, "resume"):
-        raise ConfigError(problem)
-    wrote = checkpoint.state.get(FINGERPRINT)
-    if wrote is not None and fingerprint(config.model.path) not in (None, wrote):
-        problem = f"{checkpoint.path} was trained from other weights; give those, or set another run_dir"
-        raise ConfigError(f"model.path={config.model.path}: {problem}", code="resume-of-another-model")
-    has_finished = checkpoint.step >= config.steps and (config.run_dir / SUMMARY_FILE).exists()
-    if has_finished and _lies_in_run_dir(config, checkpoint):
-        with_override = " with checkpoint.override: [schedule]" if config.trainer.optimizer.depends_on_length else ""
-        raise ConfigError(
-            f"steps={config.steps}: the run in {config.run_dir} has finished {counted(checkpoint.step, 'step')}; "
-            f"raise steps{with_override}, set another run_dir, or set resume: never to start over"
-        )
-    may_change = "schedule" in config.checkpoint.override
-    if changed := [] if may_change else _changed_schedule(checkpoint, config):
-        raise ConfigError(
-            f"resume: {checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)}); "
-            "use the same settings, or set checkpoint.override: [schedule]"
-        )
-
-
-def _changed_schedule(checkpoint: Checkpoint, config: RunConfig) -> list[str]:
-    """List changes that trainers would reject after their start. Empty if the earlier configuration cannot be read."""
-    try:
-        before = load_config(checkpoint.path.parents[1] / CONFIG_FILE, [])
-    except (ConfigError, OSError):
-        return []
-    old, new = before.schedule, config.schedule
-    return [f"{name} {old.get(name)}, now {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
-
-
-def _require_nothing_read_there(config: RunConfig) -> None:
-    place = config.run_dir.resolve()
-    values = {name: attrgetter(name)(config) for name in _READ} | {"data.train": config.data.training_files}
-    inside = [
-        f"{name}={path}: inside run_dir={config.run_dir}, which would be renamed with its earlier run; set another "
-        "run_dir"
-        for name, paths in values.items()
-        for path in (paths if isinstance(paths, tuple) else (paths,))
-        if path is not None and path.resolve().is_relative_to(place)
-    ]
-    if inside:
-        raise ConfigError(inside)
 
 
 def _require_nothing_overwritten(run_dir: Path) -> None:
@@ -203,21 +236,6 @@ def _is_empty_directory(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _require_room_for_export(config: RunConfig, resumes_here: bool) -> None:
-    """Reject files that the export must not replace, before the first step. If the run resumes in this directory, a
-    model there is from an earlier start."""
-    export = config.run_dir / EXPORT
-    read = export.resolve() == config.model.path.resolve()
-    earlier = resumes_here and not read and (export / "config.json").is_file()
-    if not os.path.lexists(export) or earlier or _is_empty_directory(export):
-        return
-    what = "model.path" if read else "not a model that this run wrote"
-    raise ConfigError(
-        f"run_dir={config.run_dir}: {export} is {what}, but the trained model is exported there; move it away, set "
-        "another run_dir, or set checkpoint.export_hf: false"
-    )
-
-
 def _move_aside(run_dir: Path) -> Path:
     number = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
@@ -232,22 +250,3 @@ def _move_aside(run_dir: Path) -> Path:
             remedy="set another run_dir, or move the directory yourself",
         ) from error
     return aside
-
-
-def _keep_config(config: RunConfig, step: int) -> list[str]:
-    """Keep the earlier configuration if this one differs, and return the differences."""
-    path = config.run_dir / CONFIG_FILE
-    if not path.is_file():
-        return []
-    try:
-        before = load_config(path, [])
-    except ConfigError as error:
-        changed = [f"{path} can no longer be read ({error.problems[0]})"]
-    else:
-        names = [name for name in all_fields() if name not in ("resume", "run_dir", "cluster.address")]
-        values = {name: (attrgetter(name)(before), attrgetter(name)(config)) for name in names}
-        changed = [f"{name}: {value_text(a)} -> {value_text(b)}" for name, (a, b) in values.items() if a != b]
-    kept = path.with_name(f"config.until-step-{step:06d}.yaml")
-    if changed and not kept.exists():  # otherwise the earlier start also began here: none of its steps counts
-        path.replace(kept)
-    return changed

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from slime_like.checks.engine_install import version_warning
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces.engine import load_engine
 from slime_like.models.dimensions import ModelDimensions
@@ -12,7 +12,7 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
-from slime_like.orchestration.reference.workers import launch_workers, role_pools
+from slime_like.orchestration.reference.workers import RankedWorker, role_pools
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.role_pool import RolePool
@@ -21,7 +21,7 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.sandbox.rewards.pool import RewardPool
 
 
-def require_servable(config: RunConfig, on_cuda: bool) -> None:
+def require_servable(engine: str, model: ModelConfig, on_cuda: bool) -> None:
     """Reject a model that the engine's class does not support on these devices, before any engine starts.
 
     The class may have a static method ``refusal(dimensions, on_cuda)`` that returns the reason.
@@ -29,10 +29,10 @@ def require_servable(config: RunConfig, on_cuda: bool) -> None:
     Raises:
         EngineError: with the engine's reason.
     """
-    refusal = getattr(load_engine(config.rollout.engine), "refusal", None)
-    reason = refusal and refusal(ModelDimensions.from_checkpoint(config.model.path), on_cuda)
+    refusal = getattr(load_engine(engine), "refusal", None)
+    reason = refusal and refusal(ModelDimensions.from_checkpoint(model.path), on_cuda)
     if reason:
-        raise EngineError(reason, code="model-not-servable", who=f"rollout.engine={config.rollout.engine}")
+        raise EngineError(reason, code="model-not-servable", who=f"rollout.engine={engine}")
 
 
 def launch_engines(
@@ -67,7 +67,10 @@ def start_engines(
     shared_devices = trainers.devices() if colocated else ()
     watch = trainers.liveness().check
     supervisor, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
-    workers = launch_workers(config, stack, placement)
+    workers = [RankedWorker(config, placement, index) for index in range(len(placement.workers))]
+    for worker in workers:
+        stack.callback(worker.close)
+        worker.launch()
     with progress.waiting("trainer ranks", len(trainers)) as waiting:
         trainers.setup(waiting.left)
     with progress.waiting("starting reward workers"):
@@ -79,7 +82,7 @@ def start_engines(
     with progress.waiting(
         " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
     ) as waiting:
-        pools = role_pools(config, stack, workers, waiting.left)
+        pools = role_pools(stack, workers, waiting.left)
     if not colocated:
         return supervisor, rewards, pools, Turns()
     supervisor.sleep(keep_weights=False)  # the first sync follows

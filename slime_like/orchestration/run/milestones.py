@@ -13,7 +13,7 @@ from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics
 from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
-from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE, measured_otherwise_until
+from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
 
@@ -59,7 +59,7 @@ class Milestones:
         if finished == 0:
             self._evaluate(step=0)
             return
-        first = measured_otherwise_until(run.config) or -1
+        first = RunDirectory(run.config).measured_otherwise_until() or -1
         measured = zip(*series(read_metrics(run.config.run_dir / METRICS_FILE), ACCURACY), strict=True)
         for step, accuracy in measured:
             if first < step <= finished:
@@ -95,7 +95,7 @@ class Milestones:
         if not config.supervised:
             files["reward curve"] = config.run_dir / "reward_curve.png"
             plot_reward_curve(files["metrics"], files["reward curve"])
-        until = measured_otherwise_until(config)
+        until = RunDirectory(config).measured_otherwise_until()
         before, after = accuracy_change(read_metrics(files["metrics"]), comparable=until == 0)
         summary = TrainSummary(before, after, until, self._recorder.tokens_per_second, wall_s, files)
         text = json.dumps({"steps": config.steps, **asdict(summary)}, indent=1, default=str) + "\n"

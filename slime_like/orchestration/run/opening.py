@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +31,12 @@ from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
+from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
-from slime_like.orchestration.run.directory import find_checkpoint, make_run_dir, record_settings
+from slime_like.orchestration.rollout.sync_probe import Probe
+from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.engines import require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
@@ -73,24 +75,25 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 
 def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.stream and not config.supervised:
-        require_group_scope(config)
+        require_group_scope(config.algorithm.advantage)
     if config.rollout.agent.is_set and not config.supervised:
-        require_token_ratios(config)
+        require_token_ratios(config.algorithm)
     lock = stack.enter_context(RunLock(config.run_dir))
-    checkpoint = find_checkpoint(config)
+    directory = RunDirectory(config)
+    checkpoint = directory.find_checkpoint()
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     damaged: dict[Path, str] = {}
     while True:
         try:
             with ExitStack() as attempt:
-                run = _open_from(_Base(config, attempt, lock, checkpoint, tokenizer))
+                run = _open_from(_Base(config, attempt, lock, directory, checkpoint, tokenizer))
                 stack.push(attempt.pop_all())
                 return run
         except CheckpointError as error:  # only the ranks read all of a checkpoint
             if checkpoint is None or config.resume != "auto" or error.code not in UNUSABLE:
                 raise
             damaged[checkpoint.path] = error.problem
-            checkpoint = find_checkpoint(config, damaged)
+            checkpoint = directory.find_checkpoint(damaged)
             if checkpoint is None or checkpoint.path in damaged:
                 raise
 
@@ -111,8 +114,9 @@ def _open_replay(base: _Base, rollouts: Path) -> Run:
 def _open_supervised(base: _Base) -> Run:
     """Open a run on demonstrations: prompts, but no engines."""
     prompts = base.prompts(need_responses=True)
-    source = DemonstrationSource(base.config, prompts)
-    notes = data_notes(base.config, prompts)
+    wanted = base.config.rollout.prompts_per_step
+    source = DemonstrationSource(prompts, wanted)
+    notes = data_notes(base.config.data.max_prompt_tokens, wanted, prompts)
     return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}, prompts), *notes)
 
 
@@ -121,7 +125,7 @@ def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
     placed.launch_trainers()
     with placed.progress.waiting("trainer ranks", len(placed.trainers)) as waiting:
         placed.trainers.setup(waiting.left)
-    return placed.run(side, Turns(), Reference(base.config, placed.trainers))
+    return placed.run(side, Turns())
 
 
 def _open_rl(base: _Base) -> Run:
@@ -131,30 +135,34 @@ def _open_rl(base: _Base) -> Run:
     datasets = held_out(config, base.tokenizer)
     if config.cluster.address is None:  # one host, whose devices are known before Ray starts
         _require_usable(config, on_cuda=local_gpus() > 0, hosts=1)
-    placed = base.place("starting Ray, trainers and engines", *data_notes(config, prompts, datasets))
+    notes = data_notes(config.data.max_prompt_tokens, config.rollout.prompts_per_step, prompts, datasets)
+    placed = base.place("starting Ray, trainers and engines", *notes)
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
-    _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
+    transport = _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
     supervisor, rewards, pools, devices = start_engines(config, stack, placement, trainers, progress)
-    texts = prompts.longest(2)
-    sync = WeightSync(config, trainers.ranks, supervisor, placement, devices, placed.run_name, texts)
+    model, ranks = config.model, trainers.ranks
+    probe = Probe(model, config.sync.probe_tolerance, config.max_model_len, prompts.longest(2))
+    sync = WeightSync(config.sync, transport, model.dtype, probe, ranks, supervisor, devices, placed.run_name)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
-    scorer = Scorer(config, rewards, base.tokenizer, stop_tokens(config))
+    scorer = Scorer(config, rewards, base.tokenizer, stop_tokens(config.rollout, config.model))
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.also_write(ledger.snapshot, LEDGER)
-    source = source_class(config)(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pools)
+    new_source = source_class(config.rollout)
+    source = new_source(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pools)
     stack.callback(source.close)
     evaluator = Evaluator(config, EngineClient(supervisor), scorer, datasets) if datasets else None
     side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pools)
-    return placed.run(side, devices, Reference(config, trainers, pools))
+    return placed.run(side, devices, pools)
 
 
-def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> None:
-    """Reject an unreachable transport and an engine that cannot be updated, before minutes of starting."""
-    chosen_transport(config, on_cuda, hosts)
-    require_servable(config, on_cuda)
+def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> str:
+    """Reject an engine that cannot be updated, before minutes of starting. Return the weights' transport."""
+    transport = chosen_transport(config, on_cuda, hosts)
+    require_servable(config.rollout.engine, config.model, on_cuda)
+    return transport
 
 
 # ------------------------------------------------------------------------------------------------------- shared parts
@@ -165,6 +173,7 @@ class _Base:
     config: RunConfig
     stack: ExitStack
     lock: RunLock
+    directory: RunDirectory
     checkpoint: Checkpoint | None
     tokenizer: Any
 
@@ -173,7 +182,7 @@ class _Base:
         data, seed = self.config.data, self.config.seed
         change = "data" in self.config.checkpoint.override
         if need_responses:
-            stops = () if data.messages_key is None else stop_tokens(self.config)
+            stops = () if data.messages_key is None else stop_tokens(self.config.rollout, self.config.model)
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
@@ -189,7 +198,7 @@ class _Base:
     def place(self, start: str, *notes: str) -> _Placed:
         """Create the run directory, start Ray, and reserve the devices."""
         config, stack = self.config, self.stack
-        aside = make_run_dir(config, self.checkpoint, self.lock)
+        aside = self.directory.make(self.checkpoint, self.lock)
         finished = 0 if self.checkpoint is None else self.checkpoint.step
         metrics = MetricLogger(config.logging, config.run_dir, finished)
         stack.callback(metrics.close)
@@ -229,17 +238,19 @@ class _Placed:
         self.base.stack.callback(self.trainers.shutdown)
         self.trainers.launch()
 
-    def run(self, rollout: RolloutSide, devices: Turns, reference: Reference) -> Run:
+    def run(self, rollout: RolloutSide, devices: Turns, pools: Sequence[RolePool] = ()) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""
+        base, config, ranks = self.base, self.base.config, self.trainers.ranks
+        interval = config.reference.update_interval if REFERENCE in config.roles else None
+        reference = Reference(config.run_dir, interval, self.trainers, pools)
         self.checkpoints.also_link(reference.files, REFERENCE)
-        base, config = self.base, self.base.config
         pad_id = base.tokenizer.pad_token_id or 0
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
-            batcher=ExperienceBatcher(config, self.trainers.ranks.num_replicas, pad_id),
+            batcher=ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, pad_id),
             trainers=self.trainers,
             devices=devices,
             reference=reference,
@@ -250,9 +261,9 @@ class _Placed:
         if (checkpoint := base.checkpoint) is not None:
             rollout.restore(checkpoint)
             with self.progress.waiting("loading the checkpoint"):
-                self.trainers.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+                ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
                 reference.restore(checkpoint)
             self.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
-            if changed := record_settings(config, checkpoint):
+            if changed := base.directory.record_settings(checkpoint):
                 self.progress.note(f"settings changed since the earlier start: {'; '.join(changed)}")
         return run

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from slime_like.config import RunConfig
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
@@ -32,13 +31,13 @@ class ExperienceSource(Protocol):
 class DemonstrationSource(ExperienceSource):
     """Demonstrations from rows: supervised mode."""
 
-    def __init__(self, config: RunConfig, prompts: PromptSource) -> None:
-        self._config = config
+    def __init__(self, prompts: PromptSource, prompts_per_step: int) -> None:
         self._prompts = prompts
+        self._prompts_per_step = prompts_per_step
 
     def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
         with clock.phase("wait"):
-            prompts = self._prompts.next(self._config.rollout.prompts_per_step)
+            prompts = self._prompts.next(self._prompts_per_step)
         return [row for prompt in prompts for row in _demonstration(prompt)]
 
 

@@ -11,16 +11,15 @@ _GSPO_LARGE = 0.01
 
 
 def data_notes(
-    config: RunConfig, prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt]] | None = None
+    max_prompt_tokens: int, wanted: int, prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt]] | None = None
 ) -> Iterator[str]:
     """Yield notes on prompts that are left out, repeated within a step, or also in the held-out ``datasets``."""
     rows, dropped = prompts.num_rows, prompts.dropped_prompts
     if dropped:
         yield (
             f"{dropped} of {rows + dropped} prompts ({dropped / (rows + dropped):.0%}) are longer than "
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and are left out"
+            f"data.max_prompt_tokens={max_prompt_tokens} and are left out"
         )
-    wanted = config.rollout.prompts_per_step
     if rows < wanted:
         yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
     for name, held_out in (datasets or {}).items():

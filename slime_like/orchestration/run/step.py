@@ -8,7 +8,7 @@ from typing import Self
 
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord
-from slime_like.orchestration.rollout.advantages import normalise_importance, penalise_kl
+from slime_like.orchestration.rollout.advantages import Advantages, normalise_importance
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream
 from slime_like.orchestration.trainer.calls import given
@@ -58,9 +58,9 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
             if not role.trained:
                 records[role.name] = _scoring_record(trajectories, time.perf_counter() - started)
         if config.algorithm.kl_reward_coef > 0:
-            penalise_kl(config, ranks, trajectories, step)
+            Advantages(config).penalise_kl(ranks, trajectories, step)
         if config.algorithm.importance_normalize:
-            normalise_importance(config, ranks, trajectories)
+            normalise_importance(config.algorithm, ranks, trajectories)
     return records
 
 

@@ -16,7 +16,7 @@ from slime_like.algorithms.packing.partition import (
     training_flops,
 )
 from slime_like.algorithms.reduction import step_denominator, token_weights
-from slime_like.config import RunConfig, TrainerConfig
+from slime_like.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from slime_like.data.token_budget import TokenBudget
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.models.dimensions import ModelDimensions
@@ -64,9 +64,13 @@ class PackTokens:
 class ExperienceBatcher:
     """Batcher that packs by ``trainer.target_tokens_per_batch`` and balances replicas by ``trainer.balance``."""
 
-    def __init__(self, config: RunConfig, data_parallel_size: int, pad_token_id: int) -> None:
-        self._config = config
-        self._replicas = data_parallel_size
+    def __init__(
+        self, algorithm: AlgorithmConfig, trainer: TrainerConfig, model: ModelConfig, replicas: int, pad_token_id: int
+    ) -> None:
+        self._algorithm = algorithm
+        self._trainer = trainer
+        self._model = model
+        self._replicas = replicas
         self._pad_token_id = pad_token_id
 
     def batch(self, trajectories: Sequence[ScoredTrajectory]) -> TrainingBatch:
@@ -77,7 +81,7 @@ class ExperienceBatcher:
         """
         replicas: list[list[list[PackedTrajectory]]] = [[] for _ in range(self._replicas)]
         denominators = []
-        for minibatch in split_by_group(trajectories, self._config.algorithm.minibatches):
+        for minibatch in split_by_group(trajectories, self._algorithm.minibatches):
             self.weigh(minibatch)
             denominators.append(self.denominator(minibatch))
             for replica, packs in zip(replicas, self.pack_all(minibatch), strict=True):
@@ -91,10 +95,10 @@ class ExperienceBatcher:
         Raises:
             ConfigError: a rollout has several rows, and the objective has a per-sequence ratio.
         """
-        algorithm = self._config.algorithm
+        algorithm = self._algorithm
         counts, group_ids, rollout_ids = _loss_tokens(groups)
         if len(set(rollout_ids)) < len(rollout_ids):
-            require_token_ratios(self._config)
+            require_token_ratios(algorithm)
         weights = token_weights(algorithm.reduction, counts, group_ids, algorithm.constant_length, rollout_ids)
         for trajectory, weight in zip(groups, weights, strict=True):
             trajectory.token_weight = weight
@@ -113,14 +117,14 @@ class ExperienceBatcher:
                 who="optimizer step",
                 remedy="check that answers are not empty and that agents call the model",
             )
-        return step_denominator(self._config.algorithm.reduction, counts, groups, rollouts)
+        return step_denominator(self._algorithm.reduction, counts, groups, rollouts)
 
     def pack_full(self, waiting: Sequence[ScoredTrajectory]) -> tuple[Window, list[ScoredTrajectory]]:
         """Return (window of full micro-batches, sequences left for later). The window may be empty.
 
         A pipeline's window has at least ``4 * trainer.parallel.pipeline`` micro-batches, to keep the bubble small.
         """
-        parallel, budget = self._config.trainer.parallel, self._config.trainer.target_tokens_per_batch
+        parallel, budget = self._trainer.parallel, self._trainer.target_tokens_per_batch
         found = self._bundles(waiting)
         tokens = [bundle.tokens for bundle in found]
         partition = with_members(partition_full_batches(tokens, budget, self._replicas).partition, found)
@@ -148,7 +152,7 @@ class ExperienceBatcher:
                 code="too-few-sequences",
                 remedy="raise rollout.prompts_per_step, or lower algorithm.minibatches or trainer.parallel.data",
             )
-        budget, costs = self._config.trainer.target_tokens_per_batch, self._costs
+        budget, costs = self._trainer.target_tokens_per_batch, self._costs
         partition = partition_over_replicas(self._bundles(sequences), budget, self._replicas, costs)
         return fill_to_equal_counts(self._packed(sequences, partition))
 
@@ -158,15 +162,15 @@ class ExperienceBatcher:
     def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
         """Pack sequences sorted by length. CPU attention processes neighbors of equal length together, in place."""
         ordered = sorted(sequences, key=lambda each: each.total_len)
-        sharing = self._config.trainer.share_prefixes or None
+        sharing = self._trainer.share_prefixes or None
         return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing)
 
     def _bundles(self, sequences: Sequence[ScoredTrajectory]) -> list[Bundle]:
-        return bundles_of(sequences, self._config.trainer)
+        return bundles_of(sequences, self._trainer)
 
     def _costs(self, lengths: Sequence[int]) -> Sequence[float]:
         """Return the costs to balance replicas by."""
-        if self._config.trainer.balance == "tokens":
+        if self._trainer.balance == "tokens":
             return lengths
         model = self._dimensions
         attention = model.num_heads * (model.head_dim + model.value_dim) // 2
@@ -174,7 +178,7 @@ class ExperienceBatcher:
 
     @cached_property
     def _dimensions(self) -> ModelDimensions:
-        return ModelDimensions.from_checkpoint(self._config.model.path)
+        return ModelDimensions.from_checkpoint(self._model.path)
 
 
 class WindowStream:
@@ -225,7 +229,7 @@ class WindowStream:
         return window
 
 
-def require_token_ratios(config: RunConfig) -> None:
+def require_token_ratios(algorithm: AlgorithmConfig) -> None:
     """Reject per-sequence ratios, including a custom loss that does not declare ``per_sequence``.
 
     The batcher calls this at the first rollout of several rows. Runs that expect such rollouts may call it earlier.
@@ -233,7 +237,7 @@ def require_token_ratios(config: RunConfig) -> None:
     Raises:
         ConfigError: with every setting that has such a ratio.
     """
-    problems, name = list(config.algorithm.row_conflicts()), config.algorithm.loss
+    problems, name = list(algorithm.row_conflicts()), algorithm.loss
     if ":" in name and _may_be_per_sequence(name):
         problems.append(
             f"algorithm.loss={name}: the loss may need all tokens of a sequence together, but rollouts with several "

@@ -76,8 +76,9 @@ class TrainerRank:
         backend = load_backend(self._config.trainer.backend)(self._config, placement)
         self._parts[TrainerBackend.__name__] = backend  # ``shutdown`` ends it even if its setup fails
         place = backend.setup_for_scoring(checkpoint) if only_scores else backend.setup()
-        training = RankTraining(self._config, backend, place)
-        export = RankExport(self._config, backend, place, training)
+        training = RankTraining(self._config.roles.scoring, backend, place)
+        max_nbytes = self._config.bucket_bytes(on_gpus=torch.cuda.is_available())
+        export = RankExport(self._config.sync, max_nbytes, backend, place, training)
         self._parts |= {RankTraining.__name__: training, RankExport.__name__: export}
         return place
 

@@ -4,10 +4,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from slime_like.config import RunConfig
+from slime_like.config import SyncConfig
 from slime_like.interfaces import BucketMetadata, Manifest, RankCoordinates, TrainerBackend, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
@@ -20,12 +19,13 @@ _KEEP = 1.125
 
 
 class RankExport:
-    """Export of one rank: gathers the backend's buckets and sends them to the engines or to the driver."""
+    """Export of one rank: gathers buckets of ``max_nbytes`` and sends them to the engines or to the driver."""
 
     def __init__(
-        self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates, training: RankTraining
+        self, sync: SyncConfig, max_nbytes: int, backend: TrainerBackend, place: RankCoordinates, training: RankTraining
     ) -> None:
-        self._config = config
+        self._sync = sync
+        self._keep_nbytes = int(_KEEP * max_nbytes)
         self._backend = backend
         self._stage = place.pipeline
         self._gathers = (place.data, place.context, place.tensor) == (0, 0, 0)
@@ -46,12 +46,12 @@ class RankExport:
             return None
         settings = TransportSettings(
             address=node_address(),
-            directory=self._config.sync.directory,
-            timeout_s=self._config.sync.timeout_s,
+            directory=self._sync.directory,
+            timeout_s=self._sync.timeout_s,
             delta=delta,
             stage=self._stage,
             gathers=self._gathers,
-            keep_nbytes=int(_KEEP * self._config.bucket_bytes(on_gpus=torch.cuda.is_available())),
+            keep_nbytes=self._keep_nbytes,
         )
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_response_logprobs
-from slime_like.config import RunConfig
+from slime_like.config.roles import ModelRole
 from slime_like.interfaces import RankCoordinates, Scores, TrainerBackend
 from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
 
@@ -35,8 +35,8 @@ class StreamedStep:
 class RankTraining:
     """The packs of the current step on one rank, and computations on them by a backend that is set up."""
 
-    def __init__(self, config: RunConfig, backend: TrainerBackend, place: RankCoordinates) -> None:
-        self._config = config
+    def __init__(self, scoring: Sequence[ModelRole], backend: TrainerBackend, place: RankCoordinates) -> None:
+        self._scoring = scoring
         self._backend = backend
         self._place = place
         self._minibatches: list[Minibatch] = []
@@ -102,7 +102,7 @@ class RankTraining:
         self._minibatches[0] += packs
         for pack in packs:
             pack.old_logprobs = None  # see load_batch
-        for role in self._config.roles.scoring:
+        for role in self._scoring:
             scoring = time.perf_counter()
             self._freeze(packs, role.name)
             if not role.trained:

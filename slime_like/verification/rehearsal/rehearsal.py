@@ -59,7 +59,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome
         raise ConfigError(problems)
     yield Outcome(True, "settings", f"valid for {counted(config.trainer.parallel.world_size, 'rank')}")
     model = directory / "model"
-    ends = [token for token in stop_tokens(config) if 0 <= token < dimensions.vocab_size]
+    ends = [token for token in stop_tokens(config.rollout, config.model) if 0 <= token < dimensions.vocab_size]
     make_look_alike(config.model.path, model, layers_of(config.trainer.parallel, dimensions), ends=ends)
     try:
         small = small_recipe(config, model, directory / "run", steps)

@@ -210,3 +210,10 @@ def test_a_template_without_late_system_messages_is_named() -> None:
     with pytest.raises(CallRejected) as caught:
         ask(anthropic(*LATE), "{{ raise_exception('no') }}")
     assert caught.value.problem == "TemplateError: no"
+
+
+def test_a_call_may_set_variables_of_the_chat_template() -> None:
+    call = chat(USER, chat_template_kwargs={"mood": "calm"})
+    (asked,) = ask(call, PLAIN + "{{ mood }}").tree.turns
+    assert asked.prompt.text == "<user>hi<assistant>calm"
+    assert "chat_template_kwargs" in problem(chat, USER, chat_template_kwargs={"tools": []})

@@ -13,13 +13,14 @@ from tokenizers.processors import TemplateProcessing
 from slime_like.checks.rows import first_row
 from slime_like.config import DataConfig
 from slime_like.config.rollout import RewardFunction
+from slime_like.config.sections import EvaluationConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder, answer_text
 from slime_like.data.prompts import PromptSource
 from slime_like.data.rows import Row, read_rows
-from slime_like.data.tokenizer import with_template_variables
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces.environment import Task
+from slime_like.models.chat_turns import with_template_variables
 from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.rewards.registry import required_of_rows
 from tests.support.rejections import Rejects
@@ -309,6 +310,5 @@ def test_a_prompt_does_not_end_with_eos(single: str, front: int) -> None:
 def test_custom_code_is_tried_with_the_first_row(tmp_path: Path, prompt: Any) -> None:
     path, row = tmp_path / "rows.jsonl", {"prompt": prompt, "answer": [2], "level": 3}
     path.write_text(json.dumps({"prompt": "no answer"}) + "\n" + json.dumps(row))
-    config: Any = SimpleNamespace(data=DataConfig(train=(path,)))
-    task, whole = first_row(config) or (None, "")
+    task, whole = first_row(DataConfig(train=(path,)), EvaluationConfig()) or (None, "")
     assert task == Task("go", '["2"]') and json.loads(whole) == row

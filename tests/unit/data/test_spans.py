@@ -276,8 +276,7 @@ def test_a_row_becomes_a_demonstration_whose_answers_carry_loss(tmp_path: Path, 
 
 def test_a_demonstration_has_the_mask_of_its_spans(tmp_path: Path) -> None:
     source = source_of(tmp_path / "rows.jsonl", [{"messages": TWO}], tokenizer=byte_tokenizer())
-    config = load_config(None, ["--model.path", "m", "--rollout.prompts_per_step", "1"], tmp_path / "run")
-    [trajectory] = DemonstrationSource(config, source).next_batch(1, PhaseClock())
+    [trajectory] = DemonstrationSource(source, 1).next_batch(1, PhaseClock())
     decoded = byte_tokenizer().decode
     assert decoded(trajectory.prompt_tokens) == "<user>a<assistant>"
     assert decoded(trajectory.response_tokens) == "b<eos><user>c<assistant>d<eos>"
@@ -306,8 +305,7 @@ def test_a_conversation_may_become_several_rows(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(templates.DROPS_THINKING)
     lengths = list[int]()
     source = source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer, excess=lengths.append)
-    config = load_config(None, ["--model.path", "m", "--rollout.prompts_per_step", "1"], tmp_path / "run")
-    first, second = DemonstrationSource(config, source).next_batch(1, PhaseClock())
+    first, second = DemonstrationSource(source, 1).next_batch(1, PhaseClock())
     for row, (end, answer) in zip(
         (first, second), ((1, f"<think>\nq\n</think>\n\nb{END}"), (3, f"d{END}")), strict=True
     ):

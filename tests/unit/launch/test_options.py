@@ -9,7 +9,7 @@ import pytest
 from slime_like.commands.root import run
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import ConfigError
-from slime_like.orchestration.cluster.bundles import slots_per_node
+from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
 from tests.support.rejections import Rejects
 from tests.unit.orchestration.cluster.test_bundles import config
@@ -78,7 +78,7 @@ def test_slots_without_gpus(
     tmp_path: Path, parallel: dict[str, int], rollout: dict[str, int], nodes: int, expected: int
 ) -> None:
     sections = {"trainer": {"parallel": parallel}, "rollout": rollout}
-    assert slots_per_node(config(tmp_path, **sections), nodes) == expected
+    assert slots_per_node(pieces_of(config(tmp_path, **sections)), parallel.get("tensor", 1), nodes) == expected
 
 
 def test_slurm_variables_assign_the_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

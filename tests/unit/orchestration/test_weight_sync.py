@@ -147,7 +147,7 @@ class Run:
         self._directory = directory
         config = run_config(directory, directory / "run", dtype="bfloat16")
         self.config = config.model_copy(update={"sync": config.sync.model_copy(update=sync)})
-        self.probe = Probe(self.config, ())
+        self.probe = Probe(self.config.model, self.config.sync.probe_tolerance, self.config.max_model_len, ())
         self.expected = self.logprobs(torch.float32, sound)
 
     def sync(self, change: Change, version: int = 1) -> tuple[float, str]:
@@ -293,9 +293,9 @@ def test_a_configured_tolerance_replaces_every_bound(runs: Callable[..., Run], r
 
 
 def test_the_probe_is_the_middle_of_the_longest_prompts(runs: Callable[..., Run]) -> None:
-    config = runs("qwen3").config
+    longest = runs("qwen3").config.max_model_len
     long, longer, short = list(range(40)), list(range(100)), [1, 2, 3]
-    assert probe_sequences(config, 264, [longer, long]) == [longer[34:66], long[4:36]]
-    first, second = probe_sequences(config, 264, [long, short])
+    assert probe_sequences(longest, 264, [longer, long]) == [longer[34:66], long[4:36]]
+    first, second = probe_sequences(longest, 264, [long, short])
     assert first == long[4:36] and len(second) == 32 and second != short
-    assert probe_sequences(config, 264) == probe_sequences(config, 264, [short]) != [first, second]
+    assert probe_sequences(longest, 264) == probe_sequences(longest, 264, [short]) != [first, second]

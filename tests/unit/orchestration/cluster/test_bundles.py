@@ -74,12 +74,12 @@ def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
     """Six ranks, an engine, and a reference worker, of one rank and then of four ranks on one node."""
     sections: dict[str, Any] = {"trainer": {"parallel": {"tensor": 3, "data": 2}}, "algorithm": {"kl_coef": 0.1}}
     run = config(tmp_path, **sections, reference={"placement": "workers"})
-    assert pieces_of(run).workers == [1]
-    assert fits_on_nodes(run, [6, 2]) and not fits_on_nodes(run, [6, 1])
+    pieces = pieces_of(run)
+    assert pieces.workers == [1] and fits_on_nodes(pieces, [6, 2]) and not fits_on_nodes(pieces, [6, 1])
     parallel = run.reference.model_copy(update={"parallel": run.reference.parallel.model_copy(update={"tensor": 4})})
-    larger = run.model_copy(update={"reference": parallel})
-    assert pieces_of(larger).workers == [4]
-    assert fits_on_nodes(larger, [6, 5]) and not fits_on_nodes(larger, [6, 1, 3]) and not fits_on_nodes(larger, [8, 3])
+    larger = pieces_of(run.model_copy(update={"reference": parallel}))
+    assert larger.workers == [4] and fits_on_nodes(larger, [6, 5])
+    assert not fits_on_nodes(larger, [6, 1, 3]) and not fits_on_nodes(larger, [8, 3])
 
 
 @pytest.mark.parametrize(("blocks", "engines", "size"), [([4, 4], [], 4), ([2], [8], 8), ([16], [], 16)])

@@ -2,9 +2,8 @@
 
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.role_pool import RolePool
@@ -37,15 +36,11 @@ class Trainers(OneRank):
 class Run:
     """Run that saves a checkpoint after each step."""
 
-    def __init__(self, run_dir: Path, interval: int = 2, **more: Any) -> None:
-        settings = {"update_interval": interval, **more}
-        self.config = RunConfig(
-            run_dir=run_dir, model={"path": run_dir}, algorithm={"kl_coef": 0.1}, reference=cast(Any, settings)
-        )
+    def __init__(self, run_dir: Path, interval: int = 2, has_workers: bool = False) -> None:
         self.trainers = Trainers()
-        self.pool = RolePool("reference", 16) if more else None
+        self.pool = RolePool("reference", 16) if has_workers else None
         trainers = cast(TrainerGroup, self.trainers)
-        self.reference = Reference(self.config, trainers, [] if self.pool is None else [self.pool])
+        self.reference = Reference(run_dir, interval, trainers, [] if self.pool is None else [self.pool])
         self.store = CheckpointStore(run_dir, 2, trainers, print)
         self.store.also_link(self.reference.files, REFERENCE)
 
@@ -78,7 +73,7 @@ def test_a_checkpoint_without_its_reference_is_rejected(tmp_path: Path, rejects:
 
 
 def test_workers_get_the_files_and_files_in_use_stay(tmp_path: Path) -> None:
-    run = Run(tmp_path, interval=1, placement="workers")
+    run = Run(tmp_path, interval=1, has_workers=True)
     assert run.pool is not None
     run.step(1)
     with run.pool.weights.reading() as reading:

@@ -13,14 +13,7 @@ import torch
 from slime_like.algorithms import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
-from slime_like.orchestration.rollout.advantages import (
-    normalise_importance,
-    penalise_kl,
-    require_group_scope,
-    row_advantages,
-    step_advantages,
-    total_rewards,
-)
+from slime_like.orchestration.rollout.advantages import Advantages, normalise_importance, require_group_scope
 from slime_like.orchestration.rollout.rows import rollouts_of
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
@@ -40,16 +33,16 @@ def config(**algorithm: Any) -> RunConfig:
 
 def test_weights_and_overlong_penalty() -> None:
     rewards = torch.tensor([[1.0, 0.5], [0.0, 0.25], [1.0, 0.0]])
-    assert total_rewards(config(), rewards, [4, 7, 8]).tolist() == [2.5, 0.25, 2.0]
-    shaped = total_rewards(config(overlong_buffer=4, overlong_factor=0.5), rewards, [4, 7, 8])
+    assert Advantages(config()).totals(rewards, [4, 7, 8]).tolist() == [2.5, 0.25, 2.0]
+    shaped = Advantages(config(overlong_buffer=4, overlong_factor=0.5)).totals(rewards, [4, 7, 8])
     assert shaped.tolist() == [2.5, 0.25 - 0.375, 1.5]
 
 
 def test_shuffled_advantages_are_the_same_ones_in_another_order() -> None:
     totals, groups = torch.arange(40.0), [i // 4 for i in range(40)]
-    plain = step_advantages(config(), totals, groups, step=3)
+    plain = Advantages(config()).of_step(totals, groups, step=3)
     control = config().model_copy(update={"debug": config().debug.model_copy(update={"shuffle_advantages": True})})
-    shuffled = step_advantages(control, totals, groups, step=3)
+    shuffled = Advantages(control).of_step(totals, groups, step=3)
     assert sorted(plain.tolist()) == sorted(shuffled.tolist()) and not torch.equal(plain, shuffled)
 
 
@@ -91,7 +84,7 @@ def users_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 @pytest.mark.parametrize(("name", "failure", "place"), FAULTY, ids=[name for name, *_ in FAULTY])
 def test_a_failing_custom_estimator_is_named(users_code: Path, name: str, failure: str, place: str) -> None:
     with pytest.raises(RewardError) as caught:
-        step_advantages(config(advantage=name), torch.arange(4.0), [0, 0, 1, 1], step=7)
+        Advantages(config(advantage=name)).of_step(torch.arange(4.0), [0, 0, 1, 1], step=7)
     assert str(caught.value).startswith(f"step 7: algorithm.advantage={name} ")
     assert failure.format(name) in str(caught.value)
     assert str(caught.value).endswith(f" ({users_code / place}); correct it")
@@ -99,10 +92,10 @@ def test_a_failing_custom_estimator_is_named(users_code: Path, name: str, failur
 
 
 def test_streaming_needs_a_group_estimator(users_code: Path, rejects: Rejects) -> None:
-    require_group_scope(config(advantage="own_estimators:groupwise"))
+    require_group_scope("own_estimators:groupwise")
     for refused in ("batchwise", "short"):
         with rejects(ConfigError, "config"):
-            require_group_scope(config(advantage=f"own_estimators:{refused}"))
+            require_group_scope(f"own_estimators:{refused}")
 
 
 LEVELS = """
@@ -141,14 +134,14 @@ def test_advantages_below_samples_are_spread_over_tokens_with_loss(
         rows_of_all += [replace(next(made), loss_mask=mask, **shared) for mask in masks]
     for level, expected in BELOW_SAMPLES.items():
         settings = config(advantage=f"own_levels:{level}")
-        found = row_advantages(settings, rollouts_of(rows_of_all), torch.tensor([4.0, 2.0, 1.0]), [0, 1, 1], step=1)
+        found = Advantages(settings).of_rows(rollouts_of(rows_of_all), torch.tensor([4.0, 2.0, 1.0]), step=1)
         assert [found[row.sequence_id].tolist() for row in rows_of_all] == expected
     sys.modules.pop("own_levels")
 
 
 def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[Any, list[PackedTrajectory]]:
     """A trainer group of one rank that has loaded and scored its packs."""
-    rank = RankTraining(settings, cast(Any, None), cast(Any, None))
+    rank = RankTraining(settings.roles.scoring, cast(Any, None), cast(Any, None))
     packs = [pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])]
     scored = [pack.old_logprobs for pack in packs]
     rank.load_batch([[packs[0], zero_weight_pack(packs[0])], [packs[1]]])
@@ -174,14 +167,14 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
     for i, total in enumerate(totals):
         group = totals[i // 2 * 2 : i // 2 * 2 + 2]
         expected.append((total - statistics.mean(group)) / statistics.stdev(group))
-    penalise_kl(settings, trainers, trajectories, step=1)
+    Advantages(settings).penalise_kl(trainers, trajectories, step=1)
     assert [float(t.advantages.unique()) for t in trajectories] == pytest.approx(expected, rel=1e-5)
     spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
     for pack in packs:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
-        penalise_kl(settings, trainers, trajectories, step=1)
+        Advantages(settings).penalise_kl(trainers, trajectories, step=1)
 
 
 def test_kl_of_several_rows_is_summed_per_rollout() -> None:
@@ -192,7 +185,7 @@ def test_kl_of_several_rows_is_summed_per_rollout() -> None:
     assert len(rows) > 2 * len(whole)
     for trajectories in (rows, whole):
         trainers, packs = one_rank(settings, trajectories)
-        penalise_kl(settings, trainers, trajectories, step=1)
+        Advantages(settings).penalise_kl(trainers, trajectories, step=1)
         expected = {t.rollout_id: float(t.advantages.unique()) for t in trajectories}
         for pack in packs:
             tokens = zip(pack.rollout_ids, pack.response_lens.tolist(), strict=True)
@@ -215,7 +208,7 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
             total += t.token_weight * min(ratio, 1.1)
             count += t.token_weight
     before = [float(t.advantages.unique()) for t in trajectories]
-    normalise_importance(settings, trainers, trajectories)
+    normalise_importance(settings.algorithm, trainers, trajectories)
     expected = [a * count / total for a, (_, n) in zip(before, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
     assert [float(t.advantages.unique()) for t in trajectories] == before and abs(total / count - 1) > 0.01
@@ -223,5 +216,5 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     broken = config(importance_correction="own_corrections:boom", importance_normalize=True)
     with pytest.raises(TrainerError, match=r"boom failed with ValueError: boom \(.*own_corrections.py:2\)") as caught:
-        normalise_importance(broken, trainers, trajectories)
+        normalise_importance(broken.algorithm, trainers, trajectories)
     assert caught.value.code == "custom-loss-failed"

@@ -141,7 +141,7 @@ def source(
         client.dead = False
 
     config = settings(run_dir, **rollout)
-    made = source_class(config)(
+    made = source_class(config.rollout)(
         config, Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
         Ledger.begin(run_dir), SimpleNamespace(revive=revive), pools,  # type: ignore[arg-type]
     )  # fmt: skip

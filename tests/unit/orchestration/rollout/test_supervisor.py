@@ -9,11 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Manifest, UpdateReceipt
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.weight_sync import WeightSync
 from tests.support.pending import Later, OneRank
 from tests.support.rejections import Rejects
@@ -214,8 +216,8 @@ def make(tmp_path: Path) -> Callable[..., Run]:
             supervisor.sleep(keep_weights=False)
             turns = SharedDevices(trainers, supervisor)
         trainers.onload()
-        where: Any = SimpleNamespace(device="CPU", num_nodes=1)
-        sync = WeightSync(config, trainers, supervisor, where, turns, "run")
+        transport, probe = chosen_transport(config, on_cuda=False, num_hosts=1), Probe(config.model, None, 32, ())
+        sync = WeightSync(config.sync, transport, config.model.dtype, probe, trainers, supervisor, turns, "run")
         sync.connect()
         return Run(group, supervisor, turns, sync, notes)
 

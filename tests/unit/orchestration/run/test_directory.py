@@ -15,13 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import CheckpointError, ConfigError, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
-from slime_like.orchestration.run.directory import (
-    SUMMARY_FILE,
-    find_checkpoint,
-    make_run_dir,
-    measured_otherwise_until,
-    record_settings,
-)
+from slime_like.orchestration.run.directory import SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, write_state
 from tests.support.rejections import Rejects
@@ -31,12 +25,17 @@ def config(root: Path, **changes: Any) -> RunConfig:
     return RunConfig.model_validate({"run_dir": root / "run", "model": {"path": root / "model"}, "steps": 5, **changes})
 
 
+def find_checkpoint(config: RunConfig) -> Checkpoint | None:
+    return RunDirectory(config).find_checkpoint()
+
+
 def prepare_run_dir(config: RunConfig) -> tuple[Checkpoint | None, list[str]]:
     """Do everything that a start does with the directory. Return the checkpoint and the changed settings."""
     with RunLock(config.run_dir) as lock:
-        checkpoint = find_checkpoint(config)
-        make_run_dir(config, checkpoint, lock)
-        return checkpoint, record_settings(config, checkpoint) if checkpoint is not None else []
+        directory = RunDirectory(config)
+        checkpoint = directory.find_checkpoint()
+        directory.make(checkpoint, lock)
+        return checkpoint, directory.record_settings(checkpoint) if checkpoint is not None else []
 
 
 def write_checkpoint(run_dir: Path, step: int, **state: Any) -> Path:
@@ -109,22 +108,22 @@ def test_accuracies_are_comparable_if_the_same_was_measured(tmp_path: Path, run_
     same = {"functions": [{"name": "math_verify", "weight": 2.0}, second]}
     settings = config(tmp_path, reward=same, algorithm={"kl_coef": 0.5}, data={"train": [tmp_path / "a.jsonl"]})
     prepare_run_dir(settings)
-    assert measured_otherwise_until(settings) == 0
+    assert RunDirectory(settings).measured_otherwise_until() == 0
     write_checkpoint(run_dir, 4)
     settings = config(tmp_path, reward={"functions": [second]})
     prepare_run_dir(settings)
-    assert measured_otherwise_until(settings) == 4
-    assert measured_otherwise_until(config(tmp_path, evaluation={"max_prompts": None})) == 0
+    assert RunDirectory(settings).measured_otherwise_until() == 4
+    assert RunDirectory(config(tmp_path, evaluation={"max_prompts": None})).measured_otherwise_until() == 0
     for other in ({"evaluation": {"temperature": 1.0}}, {"data": {"prompt_key": "q"}}):
-        assert measured_otherwise_until(config(tmp_path, **other)) == 4
+        assert RunDirectory(config(tmp_path, **other)).measured_otherwise_until() == 4
 
 
 def test_a_rejected_start_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
     """For example, data may be rejected after the checkpoint is found and before the settings are recorded."""
     before = sorted(path.name for path in run_dir.iterdir())
     with RunLock(run_dir) as lock:
-        refused = config(tmp_path, algorithm={"kl_coef": 0.5})
-        make_run_dir(refused, find_checkpoint(refused), lock)
+        refused = RunDirectory(config(tmp_path, algorithm={"kl_coef": 0.5}))
+        refused.make(refused.find_checkpoint(), lock)
     assert sorted(path.name for path in run_dir.iterdir()) == before
     assert prepare_run_dir(config(tmp_path))[1] == []
 

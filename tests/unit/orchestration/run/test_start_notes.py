@@ -29,7 +29,7 @@ def config(**changes: Any) -> RunConfig:
 )
 def test_prompts_that_are_left_out_or_repeated(rows: int, dropped: int, begin: list[str]) -> None:
     prompts: Any = SimpleNamespace(num_rows=rows, dropped_prompts=dropped)
-    notes = list(data_notes(config(rollout={"prompts_per_step": 8}), prompts))
+    notes = list(data_notes(1024, 8, prompts))
     assert len(notes) == len(begin) and all(map(str.startswith, notes, begin))
 
 
@@ -42,7 +42,7 @@ def test_held_out_prompts_that_are_trained_on(tmp_path: Path) -> None:
         for name in ("train", "seen", "new")
     ]
     held_out = {name: source.next(source.num_rows) for name, source in zip("ab", sources[1:], strict=True)}
-    (note,) = data_notes(config(rollout={"prompts_per_step": 4}), sources[0], held_out)
+    (note,) = data_notes(1024, 4, sources[0], held_out)
     assert note.startswith("2 of 3 held-out prompts of a ")
 
 

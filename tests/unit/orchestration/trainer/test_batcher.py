@@ -23,6 +23,7 @@ from slime_like.planning.checks import largest_batch_bytes, object_store_notes
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
+from tests.support.rollout_rows import batcher_of
 from tests.unit.checks.checkpoint import write_checkpoint
 
 
@@ -55,7 +56,7 @@ def carried(packs: Iterable[PackedTrajectory]) -> list[str]:
 def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, minibatches: int) -> None:
     settings = config(algorithm={"minibatches": minibatches}, trainer={"target_tokens_per_batch": 64})
     trajectories = batch_of(9, 4)
-    batch = ExperienceBatcher(settings, replicas, pad_token_id=0).batch(trajectories)
+    batch = batcher_of(settings, replicas).batch(trajectories)
     for minibatch in range(minibatches):
         assert len({len(replica[minibatch]) for replica in batch.replicas}) == 1
     packs = all_packs(batch.replicas)
@@ -71,7 +72,7 @@ def test_minibatches_hold_whole_groups(rejects: Rejects) -> None:
     with rejects(DataError, "too-few-groups"):
         split_by_group(batch_of(1, 2), 2)
     with rejects(DataError, "too-few-sequences"):
-        ExperienceBatcher(config(), 3, pad_token_id=0).batch(batch_of(1, 2))
+        batcher_of(config(), 3).batch(batch_of(1, 2))
 
 
 def test_balance_by_flops(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_balance_by_flops(tmp_path: Path) -> None:
     spread = {}
     for balance in ("tokens", "flops"):
         settings = config(model=model, trainer={"target_tokens_per_batch": 20_000, "balance": balance})
-        batch = ExperienceBatcher(settings, 2, pad_token_id=0).batch(trajectories)
+        batch = batcher_of(settings, 2).batch(trajectories)
         shares = [[pack for pack in all_packs([replica]) if pack.loss_mask.any()] for replica in batch.replicas]
         assert carried(shares[0] + shares[1]) == sorted(t.sequence_id for t in trajectories)
         lengths_of = [
@@ -108,7 +109,7 @@ def group_of(group: int, samples: int, prompt: int, response: int) -> list[Score
 
 def sharing(budget: int, replicas: int = 1, share: str = "prompts", **trainer: Any) -> ExperienceBatcher:
     trainer |= {"target_tokens_per_batch": budget, "share_prefixes": share}
-    return ExperienceBatcher(config(trainer=trainer), replicas, pad_token_id=0)
+    return batcher_of(config(trainer=trainer), replicas)
 
 
 def computed_tokens(pack: PackedTrajectory) -> int:
@@ -147,7 +148,7 @@ def test_costs_of_shared_prefixes(tmp_path: Path) -> None:
         model={"path": write_checkpoint(tmp_path, max_position_embeddings=65536)},
         trainer={"target_tokens_per_batch": 64, "share_prefixes": "prompts", "balance": "flops"},
     )
-    batcher = ExperienceBatcher(settings, 1, pad_token_id=0)
+    batcher = batcher_of(settings, 1)
     (bundle,) = bundles_of(group_of(0, 3, prompt=8, response=4), settings.trainer)
     prompt, whole = batcher._costs([8, 12])
     assert bundle.tokens == 20
@@ -169,7 +170,7 @@ BUDGET, GROUPS, SAMPLES = 40, 24, 4
 
 def batcher(replicas: int, pipeline: int = 1, reduction: str = "samples") -> ExperienceBatcher:
     trainer = {"target_tokens_per_batch": BUDGET, "parallel": {"pipeline": pipeline}}
-    return ExperienceBatcher(config(trainer=trainer, algorithm={"reduction": reduction}), replicas, pad_token_id=0)
+    return batcher_of(config(trainer=trainer, algorithm={"reduction": reduction}), replicas)
 
 
 def arrivals(seed: int) -> list[list[ScoredTrajectory]]:
@@ -295,7 +296,7 @@ def weights_by_definition(rows: Sequence[ScoredTrajectory], reduction: str) -> t
 def test_uneven_rows_over_replicas(replicas: int, reduction: str) -> None:
     """Minibatches hold whole rollouts, and weights are of whole rollouts, even if packs split them."""
     settings = config(algorithm={"minibatches": 3, "reduction": reduction}, trainer={"target_tokens_per_batch": BUDGET})
-    batch = ExperienceBatcher(settings, replicas, pad_token_id=0).batch(rollouts_in_rows(8, 3))
+    batch = batcher_of(settings, replicas).batch(rollouts_in_rows(8, 3))
     seen: set[str] = set()
     for step, minibatch in enumerate(split_by_group(rollouts_in_rows(8, 3), 3)):
         packs = [pack for replica in batch.replicas for pack in replica[step]]
@@ -346,11 +347,11 @@ class PerToken(PolicyGradient):
 
 @pytest.mark.parametrize("algorithm", PER_SEQUENCE.values(), ids=PER_SEQUENCE)
 def test_ratios_per_sequence_are_rejected_for_several_rows(algorithm: dict[str, Any], rejects: Rejects) -> None:
-    made = ExperienceBatcher(config(algorithm=algorithm), 1, pad_token_id=0)
+    made = batcher_of(config(algorithm=algorithm), 1)
     assert made.batch(batch_of(2, 2)).denominators == [sum(t.response_len for t in batch_of(2, 2))]
     with rejects(ConfigError, "several-rows"):
         made.batch(rollouts_in_rows(2, 2))
-    ExperienceBatcher(config(algorithm={"loss": f"{__name__}:PerToken"}), 1, 0).batch(rollouts_in_rows(2, 2))
+    batcher_of(config(algorithm={"loss": f"{__name__}:PerToken"}), 1).batch(rollouts_in_rows(2, 2))
 
 
 @examples(40)
@@ -385,7 +386,7 @@ def test_a_plan_counts_the_bytes_of_packs() -> None:
     for each in batch:
         each.logprobs = each.ref_logprobs = each.old_logprobs = torch.zeros(56)
         each.weight_versions = torch.zeros(56, dtype=torch.int64)
-    packs = all_packs(ExperienceBatcher(settings, 1, pad_token_id=0).batch(batch).replicas)
+    packs = all_packs(batcher_of(settings, 1).batch(batch).replicas)
     values = [getattr(pack, field.name) for pack in packs for field in fields(pack)]
     per_token = [value for value in values if isinstance(value, torch.Tensor) and len(value) in (56, 96)]
     assert largest_batch_bytes(settings) == sum(tensor.nbytes for tensor in per_token)
