@@ -128,7 +128,7 @@ async def measure_bare(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -
 async def _start_vllm(config: RunConfig):  # type: ignore[no-untyped-def]
     from rollout.vllm.arguments import engine_arguments, prepare_environment
 
-    prepare_environment(config)
+    prepare_environment(config.rollout)
     from vllm.inputs.engine import tokens_input
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -3,7 +3,7 @@
 import torch
 
 from slime_like.checks.engine_arguments import engine_problems
-from slime_like.config import RunConfig
+from slime_like.config import ClusterConfig, RolloutConfig
 from slime_like.errors import EngineError
 
 _MOST_SEQUENCES = 512
@@ -13,27 +13,27 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def check_arguments(engine: str, config: RunConfig) -> None:
+def check_arguments(engine: str, rollout: RolloutConfig) -> None:
     """Check the configuration again, because an engine may be started without a run.
 
     Raises:
         EngineError: the first of ``engine_problems``.
     """
-    for problem in engine_problems(config.rollout, engine):
+    for problem in engine_problems(rollout, engine):
         raise EngineError(problem, code="engine-arguments")
 
 
-def sequences_at_once(config: RunConfig) -> int:
-    return min(config.rollout.max_concurrent_requests * config.rollout.samples_per_prompt, _MOST_SEQUENCES)
+def sequences_at_once(rollout: RolloutConfig) -> int:
+    return min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_SEQUENCES)
 
 
-def sleep_mode(config: RunConfig, argument: str) -> bool:
+def sleep_mode(rollout: RolloutConfig, cluster: ClusterConfig, argument: str) -> bool:
     """Return whether the engine must be able to release its memory: by its ``argument``, else on shared devices."""
-    return bool(config.rollout.own_engine_args.get(argument, config.cluster.placement == "colocated"))
+    return bool(rollout.own_engine_args.get(argument, cluster.placement == "colocated"))
 
 
-def require_sleep_mode(config: RunConfig, argument: str, engine: str) -> None:
-    if not sleep_mode(config, argument):
+def require_sleep_mode(rollout: RolloutConfig, cluster: ClusterConfig, argument: str, engine: str) -> None:
+    if not sleep_mode(rollout, cluster, argument):
         raise EngineError(
             f"{engine} cannot release its memory",
             code="engine-keeps-memory",

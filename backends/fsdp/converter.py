@@ -10,7 +10,6 @@ from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
 from backends.fsdp.model import meta_model
 from backends.fsdp.names import pieces, stored_shapes
 from backends.fsdp.weights import checkpoint_shapes
-from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 
@@ -18,19 +17,17 @@ from slime_like.interfaces.conversion import ConversionOptions, ConversionSummar
 class FsdpConverter(HuggingFaceConverter):
     """See ``slime_like.interfaces.conversion.Converter``."""
 
-    def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
+    def prove(self) -> dict[str, tuple[int, ...]]:
         """Return the model's parameters as the tensors: nothing is split or rearranged."""
-        return checkpoint_shapes(meta_model(config, torch.float32))
+        return checkpoint_shapes(meta_model(self.model, torch.float32))
 
-    def to_checkpoint(
-        self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
-    ) -> ConversionSummary:
+    def to_checkpoint(self, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
         """Raise ConfigError: there is nothing to convert to."""
         raise ConfigError(
             "trainer.backend=fsdp reads Hugging Face checkpoints directly; give the directory as model.path"
         )
 
-    def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
+    def open_checkpoint(self, checkpoint: Path) -> TensorSource:
         return FsdpSource(checkpoint)
 
 

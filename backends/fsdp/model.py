@@ -19,7 +19,7 @@ from backends.fsdp.names import checkpoint_names
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
 from slime_like.algorithms.head import fused_logprobs
-from slime_like.config import RunConfig, TrainerConfig
+from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, keeps_type
 from slime_like.system.words import counted
@@ -168,12 +168,12 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
         ConfigError: the model cannot be sharded, read or written.
     """
     with _parameters_on_meta():
-        model = _model(config, torch.float32)
+        model = _model(config.model, torch.float32, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
     _require_nothing_else(model.hugging_face)
     # Buffers follow from the configuration, except routers' biases, which are read from the checkpoint later.
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     recompute_layers(model, config.trainer)
-    _shard(model, config, groups)
+    _shard(model, getattr(torch, config.model.dtype), config.trainer, groups)
     model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
@@ -182,27 +182,29 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     return model
 
 
-def meta_model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
+def meta_model(
+    settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None = None, entropy_gradient: bool = False
+) -> LogprobModel:
     """Build the model of ``config.json`` as shapes only."""
     with torch.device("meta"):
-        return _model(config, dtype)
+        return _model(settings, dtype, chunk_tokens, entropy_gradient)
 
 
 def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
     """Build the model of ``build`` as sharded shapes only. Offloaded state stays with everything else."""
     optimizer = config.trainer.optimizer.model_copy(update={"offload": False})
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": optimizer})})
-    model = meta_model(config, torch.float32)
-    recompute_layers(model, config.trainer)
-    _shard(model, config, groups)
+    trainer = config.trainer.model_copy(update={"optimizer": optimizer})
+    model = meta_model(config.model, torch.float32, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
+    recompute_layers(model, trainer)
+    _shard(model, getattr(torch, config.model.dtype), trainer, groups)
     return model
 
 
-def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
+def _model(settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, entropy_gradient: bool) -> LogprobModel:
     """Create the model with transformers from ``config.json``, on the context's device."""
     AttentionInterface.register(attention.NAME, attention.forward)
     experts.register()
-    path, remote = config.model.path, config.model.trust_remote_code
+    path, remote = settings.path, settings.trust_remote_code
     try:
         hugging_face = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(path, trust_remote_code=remote),
@@ -227,16 +229,20 @@ def _model(config: RunConfig, dtype: torch.dtype) -> LogprobModel:
             f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"
         )
     names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
+<<<<<<< HEAD
     model = LogprobModel(hugging_face, names, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
     add_modules("fsdp", config, model)
     return model
+=======
+    return LogprobModel(hugging_face, names, chunk_tokens, entropy_gradient)
+>>>>>>> main
 
 
-def computes_alike(other: Path, config: RunConfig) -> bool:
+def computes_alike(other: Path, model: ModelConfig) -> bool:
     """Return whether another checkpoint's configuration computes the same function as ``model.path``'s."""
-    remote = config.model.trust_remote_code
     ours, theirs = (
-        AutoConfig.from_pretrained(path, trust_remote_code=remote).to_dict() for path in (config.model.path, other)
+        AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code).to_dict()
+        for path in (model.path, other)
     )
     differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
     return all(name in _SAYS_NOTHING or name.endswith("_token_id") for name in differing)
@@ -248,15 +254,14 @@ def recompute_layers(model: LogprobModel, trainer: TrainerConfig) -> None:
         recompute(layer)
 
 
-def _shard(model: LogprobModel, config: RunConfig, groups: Groups) -> None:
+def _shard(model: LogprobModel, dtype: torch.dtype, trainer: TrainerConfig, groups: Groups) -> None:
     """Shard the model. Each layer is gathered separately; the root gathers embedding, last norm and head together."""
-    dtype = getattr(torch, config.model.dtype)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    on_host = config.trainer.optimizer.offload
+    on_host = trainer.optimizer.offload
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy()
     options: dict[str, Any] = {"mesh": groups.mesh, "mp_policy": precision, "offload_policy": offload}
     for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=config.trainer.fsdp.reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward=trainer.fsdp.reshard_after_forward, **options)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from backends.fsdp.model import LogprobModel
 from backends.fsdp.weights import shard_of
-from slime_like.config import RunConfig
+from slime_like.config import OptimizerConfig
 
 
 class Optimizer:
@@ -18,13 +18,12 @@ class Optimizer:
     Everything is elementwise and needs only this rank's rows, except the norm, which needs the other ranks.
     """
 
-    def __init__(self, config: RunConfig, model: LogprobModel, device: torch.device) -> None:
-        self._config = config
+    def __init__(self, settings: OptimizerConfig, total: int, model: LogprobModel, device: torch.device) -> None:
+        self._settings, self._total = settings, total
         self._device = device
         self._parameters = {name: p for name, p in model.parameters_by_name().items() if p.requires_grad}
         # The shards' memory without their distributed type, because each operation on that type is slow.
         self._shards = {name: nn.Parameter(shard_of(p).detach()) for name, p in self._parameters.items()}
-        settings = config.trainer.optimizer
         groups: list[dict[str, Any]] = []
         for decays, decay in ((True, settings.weight_decay), (False, 0.0)):
             shards = [self._shards[name] for name, p in self._parameters.items() if _decays(name, p) == decays]
@@ -48,7 +47,7 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """Rate of the last step taken; 0 before the first."""
-        return learning_rate(self._config, self.updates) if self.updates else 0.0
+        return learning_rate(self._settings, self._total, self.updates) if self.updates else 0.0
 
     @property
     def moments(self) -> dict[str, dict[str, Tensor]]:
@@ -91,14 +90,14 @@ class Optimizer:
     @torch.no_grad()
     def update(self, gradient_norm: float) -> None:
         """Clip by the measured norm and take one AdamW step at the schedule's next rate."""
-        clip = self._config.trainer.optimizer.clip_grad
+        clip = self._settings.clip_grad
         if gradient_norm > clip:
             self.scale(clip / (gradient_norm + 1e-6))
         self.updates += 1
         for group in self.adamw.param_groups:
             group["lr"] = self.learning_rate
             if group["decays"]:
-                group["weight_decay"] = weight_decay(self._config, self.updates)
+                group["weight_decay"] = weight_decay(self._settings, self._total, self.updates)
         for name, gradient in self.gradients().items():
             self._shards[name].grad = gradient
         self.adamw.step()
@@ -114,18 +113,17 @@ def _decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not name.endswith(".bias")
 
 
-def learning_rate(config: RunConfig, update: int) -> float:
-    """Return the rate of step ``update`` (from 1): linear warm-up from 0, then decay to ``min_lr`` at the run's end.
+def learning_rate(settings: OptimizerConfig, total: int, update: int) -> float:
+    """Return the rate of step ``update`` (from 1): linear warm-up from 0, then decay to ``min_lr`` at step ``total``.
 
     Step n of the warm-up runs at n / warmup_steps of the peak rate; the cosine is half a period.
     """
-    settings = config.trainer.optimizer
     warmup = settings.warmup_steps
     if warmup and update <= warmup:
         return settings.lr * update / warmup
     if settings.decay == "constant":
         return settings.lr
-    end = max(config.total_updates, warmup + 1)
+    end = max(total, warmup + 1)
     if update > end:
         return settings.min_lr
     passed = (update - warmup) / (end - warmup)
@@ -133,10 +131,9 @@ def learning_rate(config: RunConfig, update: int) -> float:
     return settings.min_lr + remaining * (settings.lr - settings.min_lr)
 
 
-def weight_decay(config: RunConfig, update: int) -> float:
+def weight_decay(settings: OptimizerConfig, total: int, update: int) -> float:
     """Return the weight decay of step ``update`` (from 1): constant, or linear towards ``final_weight_decay``."""
-    settings = config.trainer.optimizer
     if settings.final_weight_decay is None:
         return settings.weight_decay
-    passed = min(1.0, update / config.total_updates)
+    passed = min(1.0, update / total)
     return settings.weight_decay + passed * (settings.final_weight_decay - settings.weight_decay)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends.fsdp.model import LogprobModel
 from slime_like.algorithms.packing.pack import pack_sequences
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
@@ -31,7 +31,7 @@ LEAKS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 @torch.no_grad()
 def require_own_forward(
-    config: RunConfig,
+    settings: ModelConfig,
     dimensions: ModelDimensions,
     model: LogprobModel,
     score: Callable[[Sequence[PackedTrajectory]], list[tuple[Tensor, ...]]],
@@ -42,7 +42,7 @@ def require_own_forward(
     Raises:
         ConfigError: the logprobs differ, or a sequence of a pack affects the next one.
     """
-    path, dtype = config.model.path, getattr(torch, config.model.dtype)
+    path, dtype = settings.path, getattr(torch, settings.dtype)
     pack, changed = (_probe(dimensions, seed) for seed in (0, 1))
     ours, others = (logprobs.double() for logprobs, *_ in score([pack, changed]))
     gap = float((ours - others)[int(pack.response_lens[0]) :].abs().max())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slime_like.config import RunConfig
+from slime_like.config import TrainerConfig
 from slime_like.interfaces import RankCoordinates
 
 
@@ -34,9 +34,9 @@ class Groups:
         return RankCoordinates(0, 0, context, data, 0, self.replicas.size())
 
 
-def build_groups(config: RunConfig) -> Groups:
+def build_groups(trainer: TrainerConfig) -> Groups:
     """Build the layout's groups in an existing world, each with the step's time limit. Collective."""
-    parallel, timeout = config.trainer.parallel, timedelta(seconds=config.trainer.step_timeout_s)
+    parallel, timeout = trainer.parallel, timedelta(seconds=trainer.step_timeout_s)
     context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
     context_group, _ = dist.new_subgroups_by_enumeration(context, timeout=timeout)
     replica_group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*context, strict=True)], timeout)

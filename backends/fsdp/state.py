@@ -41,7 +41,7 @@ class FsdpState(TrainerState):
 
     def is_same_model(self, path: Path) -> bool:
         ours, theirs = (ModelDimensions.from_checkpoint(model) for model in (self._config.model.path, path))
-        return ours == theirs and computes_alike(path, self._config)
+        return ours == theirs and computes_alike(path, self._config.model)
 
     def load_hugging_face(self, path: Path) -> None:
         load_hf_weights(self.model, path, self._device)

@@ -18,7 +18,7 @@ from backends.fsdp.own_forward import require_own_forward
 from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
 from slime_like.checks.packages import attention_problems, missing_flash_attention
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
@@ -44,10 +44,10 @@ class FsdpTrainer(TrainerBase):
         return estimate
 
     @staticmethod
-    def converter() -> Converter:
+    def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
         from backends.fsdp.converter import FsdpConverter
 
-        return FsdpConverter()
+        return FsdpConverter(model, trainer)
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
@@ -56,8 +56,8 @@ class FsdpTrainer(TrainerBase):
 
     def _build(self) -> None:
         # gloo in addition to NCCL, to measure gradients in host memory.
-        join_world(self.config, self.placement, cuda_backend="cpu:gloo,cuda:nccl")
-        self.groups = parallel.build_groups(self.config)
+        join_world(self.config.trainer, self.placement, cuda_backend="cpu:gloo,cuda:nccl")
+        self.groups = parallel.build_groups(self.config.trainer)
         self.coordinates, self.replicas = self.groups.coordinates, self.groups.replicas
         on_cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
@@ -66,7 +66,9 @@ class FsdpTrainer(TrainerBase):
 
     def _prepare_training(self) -> Optimizer:
         self._require_own_forward()
-        optimizer = self.state.optimizer = Optimizer(self.config, self.model, self.device)
+        optimizer = self.state.optimizer = Optimizer(
+            self.config.trainer.optimizer, self.config.total_updates, self.model, self.device
+        )
         return optimizer
 
     def _prepare_scoring(self) -> None:
@@ -74,8 +76,12 @@ class FsdpTrainer(TrainerBase):
         self.model.requires_grad_(False)
 
     def _require_own_forward(self) -> None:
+<<<<<<< HEAD
         if self._role.head == "logprob":
             require_own_forward(self.config, self.dimensions, self.model, self._score, self.device)
+=======
+        require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
+>>>>>>> main
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -18,7 +18,7 @@ from slime_like.checks.packages import (
     missing_compiler,
     missing_flash_attention,
 )
-from slime_like.config import RunConfig, TrainerConfig
+from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
 Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"]
@@ -47,15 +47,15 @@ def context_layout_of(attention: Attention) -> Layout:
     return "contiguous" if attention in ("allgather", "ring_flash_attn") else "zigzag"
 
 
-def machine_problems(config: RunConfig, on_cuda: bool) -> list[str]:
+def machine_problems(trainer: TrainerConfig, model: ModelConfig, on_cuda: bool) -> list[str]:
     """List reasons why this rank's machine cannot run the requested attention, each with a remedy."""
-    problems, attention = list(attention_problems(config.trainer, config.model)), config.trainer.attention
-    if attention == "transformer_engine" and not on_cuda:
+    problems = list(attention_problems(trainer, model))
+    if trainer.attention == "transformer_engine" and not on_cuda:
         problems.append(
             "trainer.attention=transformer_engine needs a CUDA device, but there is none; use trainer.attention=auto, "
             "which is Transformer Engine if it can run"
         )
-    return [*problems, *missing_flash_attention(config.trainer, on_cuda), *missing_compiler(on_cuda)]
+    return [*problems, *missing_flash_attention(trainer, on_cuda), *missing_compiler(on_cuda)]
 
 
 @dataclass

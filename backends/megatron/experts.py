@@ -18,15 +18,14 @@ from torch import Tensor
 
 from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
 from backends.megatron.parallel import expert_tensor_size
-from slime_like.config import RunConfig
+from slime_like.config import ParallelConfig
 from slime_like.models.dimensions import ModelDimensions
 
 
-def can_be_grouped(config: RunConfig, dimensions: ModelDimensions) -> bool:
+def can_be_grouped(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions) -> bool:
     """Return whether torch has a grouped product for experts of these sizes."""
-    width = dimensions.moe_ffn_hidden_size // expert_tensor_size(config.trainer.parallel)
-    nbytes = getattr(torch, config.model.dtype).itemsize
-    return all(size * nbytes % ALIGNMENT == 0 for size in (dimensions.hidden_size, width))
+    width = dimensions.moe_ffn_hidden_size // expert_tensor_size(parallel)
+    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in (dimensions.hidden_size, width))
 
 
 class GroupedLinear(torch.nn.Module):

@@ -13,7 +13,7 @@ from backends.megatron.attention import PackedLayout, attention_of, context_layo
 from backends.megatron.rotary import Rotary, rotary_table
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
 from slime_like.algorithms.packing.pack import zero_weight_pack
-from slime_like.config import RunConfig
+from slime_like.config import TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
@@ -28,15 +28,17 @@ class ModelInput(MicroBatch):
 class BatchBuilder:
     """Builder of micro-batches for this rank of the configured layout, whose groups must exist."""
 
-    def __init__(self, config: RunConfig, dimensions: ModelDimensions, device: torch.device) -> None:
+    def __init__(
+        self, trainer: TrainerConfig, dtype: torch.dtype, dimensions: ModelDimensions, device: torch.device
+    ) -> None:
         self._device = device
         self._vocab_size = dimensions.vocab_size
-        self._dtype = getattr(torch, config.model.dtype)
+        self._dtype = dtype
         self._rotary = Rotary.of(dimensions, device)
         self._context_group = parallel_state.get_context_parallel_group()
         # The attention determines how packs are split over these ranks.
-        self._attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
-        layout = config.trainer.parallel
+        self._attention = attention_of(trainer, dimensions, torch.cuda.is_available())
+        layout = trainer.parallel
         # Ranks that share a context shard's tokens; local token counts are multiples of their number.
         self._sequence_group = parallel_state.get_tensor_model_parallel_group() if layout.sequence else None
         # Interleaved schedules need a multiple of the pipeline's size, all of the same length.

@@ -18,7 +18,7 @@ from backends.megatron.head import LogprobModel
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import Layers, block_spec
 from slime_like.checks.layout import layers_per_stage
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, ParallelConfig, RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
 VOCAB_MULTIPLE = 128
@@ -31,16 +31,16 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def transformer_config(config: RunConfig, dimensions: ModelDimensions) -> TransformerConfig:
+def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions) -> TransformerConfig:
     """Build Megatron's configuration of this model under the run's parallel layout."""
-    dtype = getattr(torch, config.model.dtype)
+    dtype = getattr(torch, model.dtype)
     family = family_of(dimensions)
     return family.config(
         **(_architecture(dimensions) | family.settings(dimensions)),
-        **_experts(config, dimensions),
-        **_parallelism(config, dtype),
-        **_stages(config, dimensions),
-        **_recompute(config.trainer.recomputed_layers(dimensions.num_layers)),
+        **_experts(trainer.parallel, dtype, dimensions),
+        **_parallelism(trainer.parallel, dtype),
+        **_stages(trainer.parallel, dimensions),
+        **_recompute(trainer.recomputed_layers(dimensions.num_layers)),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Weights come from the checkpoint; the rest (vocabulary padding) is zeroed after construction. Megatron marks
@@ -86,7 +86,7 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
     }
 
 
-def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
+def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions) -> dict[str, Any]:
     if dimensions.num_experts == 0:
         # Pipelines with variable lengths require this dispatcher even for dense models.
         return {"moe_token_dispatcher_type": "alltoall"}
@@ -100,10 +100,10 @@ def _experts(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         # One product for all experts.
-        "moe_grouped_gemm": can_be_grouped(config, dimensions),
+        "moe_grouped_gemm": can_be_grouped(parallel, dtype, dimensions),
         "moe_permute_fusion": False,  # ``Dispatcher`` permutes
-        "expert_model_parallel_size": config.trainer.parallel.expert,
-        "expert_tensor_parallel_size": expert_tensor_size(config.trainer.parallel),
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
         # A list, even of equal layers, would store every layer under a separate name.
         **({"moe_layer_freq": _expert_pattern(dimensions)} if dimensions.dense_layers else {}),
@@ -130,8 +130,7 @@ def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
     }
 
 
-def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
-    parallel = config.trainer.parallel
+def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
     interleaved = parallel.virtual_pipeline > 1
     # Two stages are each other's next and previous: batched NCCL messages of both directions would be confused (on the
     # CPU they have tags). Shapes are sent the same way, so micro-batches are padded to one length.
@@ -153,9 +152,8 @@ def _parallelism(config: RunConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _stages(config: RunConfig, dimensions: ModelDimensions) -> dict[str, Any]:
+def _stages(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, Any]:
     """Return the layers of each stage if they do not divide evenly; Megatron assumes that they do."""
-    parallel = config.trainer.parallel
     layers = layers_per_stage(dimensions, parallel.pipeline * parallel.virtual_pipeline)
     if len(set(layers)) == 1:
         return {}
@@ -172,36 +170,42 @@ def _recompute(layers: int) -> dict[str, Any]:
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
     """Build this rank's model chunks, one per virtual pipeline stage, without weights (vocabulary padding is zero)."""
-    transformer = transformer_config(config, dimensions)
+    transformer = transformer_config(config.model, config.trainer, dimensions)
     has_engine = uses_transformer_engine(config.trainer, dimensions, torch.cuda.is_available())
     layers: Layers = "transformer_engine" if has_engine else "local"
-    chunks = _build(config, dimensions, transformer, layers)
+    chunks = _build(config.trainer, dimensions, transformer, layers, config.algorithm.entropy_coef > 0)
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
     return chunks
 
 
-def build_meta_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
+def build_meta_chunks(
+    model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions, entropy_gradient: bool = False
+) -> list[LogprobModel]:
     """Build the same chunks with torch's operators and shapes only, without using memory or a device."""
-    transformer = transformer_config(config, dimensions)
+    transformer = transformer_config(model, trainer, dimensions)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
-        return _build(config, dimensions, on_host, "local")
+        return _build(trainer, dimensions, on_host, "local", entropy_gradient)
 
 
 def _build(
-    config: RunConfig, dimensions: ModelDimensions, transformer: TransformerConfig, layers: Layers
+    trainer: TrainerConfig,
+    dimensions: ModelDimensions,
+    transformer: TransformerConfig,
+    layers: Layers,
+    entropy_gradient: bool,
 ) -> list[LogprobModel]:
-    virtual = config.trainer.parallel.virtual_pipeline
-    attention = attention_of(config.trainer, dimensions, torch.cuda.is_available())
+    virtual = trainer.parallel.virtual_pipeline
+    attention = attention_of(trainer, dimensions, torch.cuda.is_available())
     chunks = []
     for stage in [None] if virtual == 1 else range(virtual):
         place: dict[str, Any] = {"vp_stage": stage, "ignore_virtual": stage is None}
         model = LogprobModel(
             config=transformer,
             transformer_layer_spec=block_spec(family_of(dimensions), transformer, attention, layers, stage),
-            vocab_size=padded_vocab_size(dimensions.vocab_size, config.trainer.parallel.tensor),
+            vocab_size=padded_vocab_size(dimensions.vocab_size, trainer.parallel.tensor),
             max_sequence_length=dimensions.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**place),
             post_process=parallel_state.is_pipeline_last_stage(**place),
@@ -216,8 +220,8 @@ def _build(
 
             add_weight_gradients_in_float32(model)
         model.true_vocab_size = dimensions.vocab_size
-        model.chunk_tokens = config.trainer.head_chunk_tokens
-        model.entropy_gradient = config.algorithm.entropy_coef > 0
+        model.chunk_tokens = trainer.head_chunk_tokens
+        model.entropy_gradient = entropy_gradient
         model.model_type = ModelType.encoder_or_decoder
         add_modules("megatron", config, model)
         with torch.no_grad():

@@ -10,12 +10,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from backends.megatron.head import LogprobModel
-from slime_like.config import RunConfig
+from slime_like.config import OptimizerConfig
 
 
-def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:
+def wrap_for_data_parallel(optimizer: OptimizerConfig, chunks: list[LogprobModel]) -> list[DistributedDataParallel]:
     """Wrap every chunk in Megatron's DDP: gradients accumulate in fp32 buffers and are summed over replicas."""
-    optimizer = config.trainer.optimizer
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optimizer.distributed,
@@ -31,10 +30,8 @@ def wrap_for_data_parallel(config: RunConfig, chunks: list[LogprobModel]) -> lis
     ]
 
 
-def megatron_settings(config: RunConfig) -> MegatronOptimizerConfig:
+def megatron_settings(settings: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
     """Build Megatron's configuration of the optimizer."""
-    settings = config.trainer.optimizer
-    dtype = getattr(torch, config.model.dtype)
     result = MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -65,16 +62,16 @@ class Optimizer:
 
     Attributes:
         is_distributed: each data-parallel rank holds a part of main weights and moments.
-        scheduler: Megatron's schedule; step n (from 1) of the warm-up runs at n / warmup_steps of the peak rate.
+        scheduler: Megatron's schedule over the run's ``updates``; step n (from 1) of the warm-up runs at
+            n / warmup_steps of the peak rate.
     """
 
-    def __init__(self, config: RunConfig, chunks: list[DistributedDataParallel]) -> None:
-        settings = config.trainer.optimizer
+    def __init__(self, settings: OptimizerConfig, updates: int, chunks: list[DistributedDataParallel]) -> None:
         grows = settings.final_weight_decay is not None
         self._clip = settings.clip_grad
         self.is_distributed = settings.distributed
         self.megatron: Any = get_megatron_optimizer(
-            megatron_settings(config),
+            megatron_settings(settings, chunks[0].config.params_dtype),
             chunks,
             use_gloo_process_groups=next(chunks[0].parameters()).is_cuda,
         )
@@ -87,11 +84,11 @@ class Optimizer:
             max_lr=settings.lr,
             min_lr=settings.min_lr,
             lr_warmup_steps=settings.warmup_steps,
-            lr_decay_steps=max(config.total_updates, settings.warmup_steps + 1),
+            lr_decay_steps=max(updates, settings.warmup_steps + 1),
             lr_decay_style=settings.decay,
             start_wd=settings.weight_decay,
             end_wd=settings.final_weight_decay if grows else settings.weight_decay,
-            wd_incr_steps=config.total_updates if grows else 1,
+            wd_incr_steps=updates if grows else 1,
             wd_incr_style="linear" if grows else "constant",
         )
 

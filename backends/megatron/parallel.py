@@ -9,7 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from backends.common.process.rendezvous import fake_world, join_world
 from backends.megatron.cpu_runtime import megatron_runtime
-from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config import ParallelConfig, TrainerConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement
 
 
@@ -18,20 +18,21 @@ def expert_tensor_size(parallel: ParallelConfig) -> int:
     return 1 if parallel.expert > 1 else parallel.tensor
 
 
-def initialize(config: RunConfig, placement: RankPlacement) -> RankCoordinates:
+def initialize(trainer: TrainerConfig, placement: RankPlacement, seed: int) -> RankCoordinates:
     """Join the other ranks and build every process group, each with the step's time limit."""
-    join_world(config, placement)
-    _build_groups(config)
+    join_world(trainer, placement)
+    _build_groups(trainer)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return coordinates()
 
 
-def _build_groups(config: RunConfig, with_devices: bool = True) -> None:
+def _build_groups(trainer: TrainerConfig, with_devices: bool = True) -> None:
     """Build Megatron's groups of the configured layout inside an existing world.
 
     Args:
-        with_devices: also build host-memory groups for CUDA machines, and random states on the device.
+        with_devices: also build host-memory groups for CUDA machines.
     """
-    parallel = config.trainer.parallel
+    parallel = trainer.parallel
     virtual = parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
@@ -40,11 +41,9 @@ def _build_groups(config: RunConfig, with_devices: bool = True) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
-        distributed_timeout_minutes=config.trainer.step_timeout_s / 60,
+        distributed_timeout_minutes=trainer.step_timeout_s / 60,
         create_gloo_process_groups=with_devices and torch.cuda.is_available(),
     )
-    if with_devices:
-        tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
 
 
 def coordinates() -> RankCoordinates:
@@ -67,14 +66,14 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def alone_as(config: RunConfig, rank: int, on_meta: bool = False) -> Iterator[None]:
+def alone_as(trainer: TrainerConfig, rank: int, on_meta: bool = False) -> Iterator[None]:
     """Act as ``rank`` of the layout without the others, in this process: collectives return immediately and do nothing.
 
     Args:
         on_meta: GPU tensors become shapes only; models can then be run.
     """
-    with fake_world(rank, config.trainer.parallel.world_size, leave), megatron_runtime(on_meta):
-        _build_groups(config, with_devices=False)
+    with fake_world(rank, trainer.parallel.world_size, leave), megatron_runtime(on_meta):
+        _build_groups(trainer, with_devices=False)
         if on_meta:
-            tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+            tensor_parallel.model_parallel_cuda_manual_seed(0)  # shapes need the states, not their values
         yield

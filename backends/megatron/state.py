@@ -15,7 +15,7 @@ from backends.megatron.conversion.placement import named_weights
 from backends.megatron.head import LogprobModel
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.overlap import Communication
-from slime_like.config import RunConfig
+from slime_like.config import CheckpointConfig, ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
 
@@ -30,10 +30,15 @@ class MegatronState(TrainerState):
     wrapped: list[DistributedDataParallel]
     optimizer: Optimizer
 
-    def __init__(self, config: RunConfig, chunks: Sequence[LogprobModel], dimensions: ModelDimensions) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        settings: CheckpointConfig,
+        chunks: Sequence[LogprobModel],
+        dimensions: ModelDimensions,
+    ) -> None:
         super().__init__()
-        self._config = config
-        self._dimensions = dimensions
+        self._model, self._settings, self._dimensions = model, settings, dimensions
         self.chunks = chunks
 
     def weights(self) -> list[Tensor]:
@@ -52,7 +57,7 @@ class MegatronState(TrainerState):
         checkpoint.save_weights(directory, self.chunks)
 
     def load(self, directory: Path) -> None:
-        any_schedule = "schedule" in self._config.checkpoint.override
+        any_schedule = "schedule" in self._settings.override
         checkpoint.load_checkpoint(directory, self.chunks, self.optimizer, any_schedule)
 
     def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
@@ -66,7 +71,7 @@ class MegatronState(TrainerState):
         return conversion.export_gradients(self.chunks, self._dimensions, bucket_bytes)
 
     def export_hugging_face(self, directory: Path) -> None:
-        conversion.save_hf(self.chunks, self._dimensions, self._config.model.path, directory)
+        conversion.save_hf(self.chunks, self._dimensions, self._model.path, directory)
 
     def park(self, keep_weights: bool) -> None:
         self.parking.discard(buffer.grad_data for chunk in self.wrapped for buffer in _buffers(chunk))

@@ -20,7 +20,7 @@ from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.schedule import Schedule
 from backends.megatron.state import MegatronState
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
 from slime_like.trajectory import PackedTrajectory
@@ -54,25 +54,27 @@ class MegatronTrainer(TrainerBase):
         return estimate
 
     @staticmethod
-    def converter() -> Converter:
+    def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
         from backends.megatron.conversion.offline.converter import MegatronConverter
 
-        return MegatronConverter()
+        return MegatronConverter(model, trainer)
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
-        return machine_problems(self.config, torch.cuda.is_available())
+        return machine_problems(self.config.trainer, self.config.model, torch.cuda.is_available())
 
     def _build(self) -> None:
-        self.coordinates = parallel.initialize(self.config, self.placement)
+        self.coordinates = parallel.initialize(self.config.trainer, self.placement, self.config.seed)
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
         self.chunks = build_chunks(self.config, self.dimensions)
         self.device = next(self.chunks[0].parameters()).device
-        self.state = MegatronState(self.config, self.chunks, self.dimensions)
+        self.state = MegatronState(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
 
     def _prepare_training(self) -> Optimizer:
-        self.wrapped = self.state.wrapped = wrap_for_data_parallel(self.config, self.chunks)
-        optimizer = self.state.optimizer = Optimizer(self.config, self.wrapped)
+        self.wrapped = self.state.wrapped = wrap_for_data_parallel(self.config.trainer.optimizer, self.chunks)
+        optimizer = self.state.optimizer = Optimizer(
+            self.config.trainer.optimizer, self.config.total_updates, self.wrapped
+        )
         activations = (
             ActivationOffload(self.chunks, self.state.activations) if self.config.trainer.activation_offload else None
         )
@@ -85,7 +87,7 @@ class MegatronTrainer(TrainerBase):
         self._schedule = Schedule(self.chunks, self._batch_builder())
 
     def _batch_builder(self) -> BatchBuilder:
-        return BatchBuilder(self.config, self.dimensions, self.device)
+        return BatchBuilder(self.config.trainer, getattr(torch, self.config.model.dtype), self.dimensions, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.conversion.memory import AnonymousPeak
 from slime_like.config import RunConfig
-from slime_like.conversion.convert import converter_of, to_hugging_face, to_megatron
+from slime_like.conversion.convert import converter_of, reported
 from slime_like.interfaces.conversion import ConversionOptions
 
 
@@ -19,14 +19,15 @@ def main(what: str, source: str, output: str, tensor: int, pipeline: int, worker
     config = RunConfig(
         run_dir=Path(output), model={"path": path}, trainer={"parallel": parallel}, logging={"progress": "off"}
     )
-    converter_of(config)
+    converter = converter_of(config.model, config.trainer)
     memory = AnonymousPeak()
     memory.start()
     started = time.monotonic()
-    if what == "to-megatron":
-        to_megatron(config, Path(output), options)
-    else:
-        to_hugging_face(config, Path(source) / "trainer", Path(output), options)
+    with reported(config.logging, "MiB converted") as report:
+        if what == "to-megatron":
+            converter.to_checkpoint(Path(output), options, report)
+        else:
+            converter.to_hugging_face(Path(source) / "trainer", Path(output), options, report)
     seconds = time.monotonic() - started
     memory.stop()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

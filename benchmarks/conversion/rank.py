@@ -22,7 +22,7 @@ def main(rank: int, port: int, model: Path, tensor: int, pipeline: int) -> None:
     config = RunConfig(run_dir=model, model={"path": model}, trainer={"parallel": layout})
     dimensions = ModelDimensions.from_checkpoint(model)
     with megatron_runtime():
-        parallel.initialize(config, RankPlacement(rank, tensor * pipeline, 0, "127.0.0.1", port))
+        parallel.initialize(config.trainer, RankPlacement(rank, tensor * pipeline, 0, "127.0.0.1", port), config.seed)
         memory = AnonymousPeak()
         memory.start()
         started = time.monotonic()

@@ -10,7 +10,7 @@ import torch
 from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
 from slime_like.checks.environment import expandable_segments
-from slime_like.config import RunConfig
+from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
 from slime_like.models.dimensions import ModelDimensions
 
@@ -23,7 +23,7 @@ _SPARE_POSITIONS = 8
 """Added to the context length, because SGLang ends a sequence a few positions before it."""
 
 
-def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
+def environment(rollout: RolloutConfig, scratch: Path) -> dict[str, str]:
     """Return the variables of SGLang's process and its children. Variables set by the user stay unchanged.
 
     An engine's ranks share a host and meet in a file, because torch's TCP store would listen on every interface. On a
@@ -33,15 +33,15 @@ def environment(config: RunConfig, scratch: Path) -> dict[str, str]:
     defaults["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
     if on_cpu():
         defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-        if config.rollout.tensor > 1:
-            defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(config.rollout.tensor)}
+        if rollout.tensor > 1:
+            defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(rollout.tensor)}
     return {**defaults, **os.environ}
 
 
-def memory_saver_problem(config: RunConfig, environment: Mapping[str, str]) -> str | None:
+def memory_saver_problem(rollout: RolloutConfig, cluster: ClusterConfig, environment: Mapping[str, str]) -> str | None:
     """Return why SGLang could not release GPU memory: its memory saver does not support expandable segments."""
     given = expandable_segments(environment)
-    if given is None or not sleep_mode(config, SLEEP_ARGUMENT):
+    if given is None or not sleep_mode(rollout, cluster, SLEEP_ARGUMENT):
         return None
     return f"{given} in the environment is not supported by SGLang's memory saver"
 
@@ -52,11 +52,11 @@ def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str
     if unknown := sorted(given.keys() - known):
         problem, remedy = "SGLang has no such argument", "see `python -m sglang.launch_server --help`"
         raise EngineError(f"rollout.engine_args.{unknown[0]}: {problem}", code="engine-arguments", remedy=remedy)
-    return {**_defaults(config), **given, **_owned(config, engine_index)}
+    return {**_defaults(config.model, config.rollout, config.max_model_len), **given, **_owned(config, engine_index)}
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
-    sleeps = sleep_mode(config, SLEEP_ARGUMENT)
+    sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
     keeps = can_keep_weights(config, ModelDimensions.from_checkpoint(config.model.path))
     return {
         "model_path": str(config.model.path),
@@ -74,31 +74,30 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
     }
 
 
-def _defaults(config: RunConfig) -> dict[str, Any]:
+def _defaults(model: ModelConfig, rollout: RolloutConfig, longest: int) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "log_level": "error",
         "grammar_backend": "none",
-        "max_running_requests": sequences_at_once(config),
+        "max_running_requests": sequences_at_once(rollout),
     }
     if on_cpu():
         defaults |= {
             "attention_backend": "torch_native",
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,
-            "max_total_tokens": _cpu_tokens(config),
+            "max_total_tokens": _cpu_tokens(model, sequences_at_once(rollout), longest + _SPARE_POSITIONS),
         }
     else:
         defaults[SHARES["sglang"]] = DEFAULT_SHARES["sglang"]
     return defaults
 
 
-def _cpu_tokens(config: RunConfig) -> int:
+def _cpu_tokens(model: ModelConfig, sequences: int, longest: int) -> int:
     """Return the KV cache's tokens: enough for all concurrent requests, within a budget, and for two sequences."""
-    dimensions = ModelDimensions.from_checkpoint(config.model.path)
-    item = getattr(torch, config.model.dtype).itemsize
+    dimensions = ModelDimensions.from_checkpoint(model.path)
+    item = getattr(torch, model.dtype).itemsize
     per_token = 2 * dimensions.num_layers * dimensions.num_kv_heads * dimensions.head_dim * item
-    longest = config.max_model_len + _SPARE_POSITIONS
-    return max(2 * longest, min(_CPU_KV_CACHE_BYTES // per_token, sequences_at_once(config) * longest))
+    return max(2 * longest, min(_CPU_KV_CACHE_BYTES // per_token, sequences * longest))
 
 
 def _cores(ranks: int) -> str:

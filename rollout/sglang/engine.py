@@ -29,7 +29,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         self._process: ChildProcess | None = None
 
     async def _start(self) -> None:
-        check_arguments("sglang", self._config)
+        check_arguments("sglang", self._config.rollout)
         if (special := self._dimensions.attention.special) and on_cpu():
             raise EngineError(
                 f"SGLang on a CPU does not support {special}",
@@ -37,9 +37,10 @@ class SglangEngine(EngineBase[ChildProcess]):
                 who=self._name,
                 remedy="use rollout.engine=transformers",
             )
-        if not on_cpu() and (unsupported := memory_saver_problem(self._config, os.environ)):
+        rollout, cluster = self._config.rollout, self._config.cluster
+        if not on_cpu() and (unsupported := memory_saver_problem(rollout, cluster, os.environ)):
             raise self._faults.start_failed(unsupported, "unset it")
-        self._process = ChildProcess(_MODULE, lambda scratch: environment(self._config, scratch))
+        self._process = ChildProcess(_MODULE, lambda scratch: environment(rollout, scratch))
         try:
             await self._process.start(self._config, self._index)
         except ProcessEnded as error:
@@ -100,7 +101,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         await self._call("finish_update", version)
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
-        require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
+        require_sleep_mode(self._config.rollout, self._config.cluster, SLEEP_ARGUMENT, self._name)
         if keep_weights and not can_keep_weights(self._config, self._dimensions):
             raise EngineError(
                 "SGLang was started without a copy of its weights, so it cannot keep them while asleep",

@@ -8,6 +8,7 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +19,6 @@ from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue
 from rollout.sglang import stand_ins
 from rollout.sglang.arguments import engine_arguments
-from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.parent import Owner
 
@@ -31,7 +31,7 @@ def main(descriptor: int, scratch: Path) -> None:
     owner = Owner(Connection(descriptor), scratch)
     with owner.starting() as (config, engine_index):
         tempfile.tempdir = str(scratch)
-        engine, answers = _launch(config, engine_index, descriptor, owner)
+        engine, answers = _launch(functools.partial(engine_arguments, config, engine_index), descriptor, owner)
         tempfile.tempdir = None
         from rollout.sglang.host import Host
 
@@ -48,13 +48,16 @@ class _SchedulerFailed(Exception):
     """Raised on the signal by which a scheduler reports its failure."""
 
 
-def _launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner) -> tuple[Engine, AnswerQueue]:
+def _launch(
+    arguments: Callable[[Collection[str]], dict[str, Any]], descriptor: int, owner: Owner
+) -> tuple[Engine, AnswerQueue]:
     """Start one engine and return it with the queue of its ranks' answers. Main thread only.
 
     This process ends with the engine. On a CPU, schedulers are forked, because importing SGLang again would take most
     of the start. CUDA does not allow that.
 
     Args:
+        arguments: returns SGLang's arguments, given the names of all.
         descriptor: the owner's socket, which schedulers must not keep open.
 
     Raises:
@@ -66,11 +69,11 @@ def _launch(config: RunConfig, engine_index: int, descriptor: int, owner: Owner)
     from sglang.srt.arg_groups.arg_utils import record_fields
     from sglang.srt.server_args import ServerArgs
 
-    arguments = engine_arguments(config, engine_index, {field.name for field in record_fields(ServerArgs)})
+    given = arguments({field.name for field in record_fields(ServerArgs)})
     answers: AnswerQueue = multiprocessing.get_context(_start_method()).SimpleQueue()
     owned_engine, schedulers = _engine_class(answers, descriptor, owner)
     try:
-        engine = owned_engine(**arguments, custom_sigquit_handler=_raise_failure)
+        engine = owned_engine(**given, custom_sigquit_handler=_raise_failure)
     except _SchedulerFailed as failure:
         _, problem, _ = (None, None, "") if answers.empty() else answers.get()
         raise EngineError(problem or "a scheduler failed; see its log", code="scheduler-failed") from failure

@@ -52,7 +52,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self._scheduler: DecodeScheduler | None = None
 
     async def _start(self) -> None:
-        check_arguments("transformers", self._config)
+        check_arguments("transformers", self._config.rollout)
         try:
             self._scheduler = await asyncio.to_thread(self._load)
         except (OSError, ValueError, RuntimeError, ImportError) as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
 from rollout.vllm.sampling import MOST_TIES
-from slime_like.config import RunConfig
+from slime_like.config import EvaluationConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.models.dimensions import ModelDimensions
 
@@ -24,15 +24,15 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
 
 
-def prepare_environment(config: RunConfig) -> None:
+def prepare_environment(rollout: RolloutConfig) -> None:
     """Set variables that vLLM and torch read on import. Variables set by the user stay unchanged."""
     # Otherwise, looking for a device initializes CUDA, and vLLM forks its engine process from this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name, value in environment(config, on_cpu()).items():
+    for name, value in environment(rollout, on_cpu()).items():
         os.environ.setdefault(name, value)
 
 
-def environment(config: RunConfig, cpu: bool) -> dict[str, str]:
+def environment(rollout: RolloutConfig, cpu: bool) -> dict[str, str]:
     """Return the variables by name.
 
     On a CPU, OpenMP threads are not bound to cores, because engines and trainers share them. A single rank then needs
@@ -45,9 +45,9 @@ def environment(config: RunConfig, cpu: bool) -> dict[str, str]:
         # In a process that Ray did not start, vLLM would fork its ranks, which then could not use CUDA.
         return shared | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     shared["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if config.rollout.tensor == 1:
+    if rollout.tensor == 1:
         shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if config.rollout.own_engine_args.get("enforce_eager", True):
+    if rollout.own_engine_args.get("enforce_eager", True):
         shared["TORCHDYNAMO_DISABLE"] = "1"
     return shared
 
@@ -60,7 +60,7 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    check_arguments("vllm", config)
+    check_arguments("vllm", config.rollout)
     return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index)})
 
 
@@ -94,6 +94,7 @@ def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions)
 
 
 def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
+    sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
     return {
         "model": str(config.model.path),
         "dtype": config.model.dtype,
@@ -110,7 +111,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "weight_transfer_config": {"backend": BACKEND},
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "enable_log_requests": False,
-        **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleep_mode(config, SLEEP_ARGUMENT)}),
+        **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
     }
 
 
@@ -118,7 +119,7 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "disable_log_stats": True,
         "generation_config": "vllm",
-        "max_num_seqs": sequences_at_once(config),
+        "max_num_seqs": sequences_at_once(config.rollout),
     }
     if not cpu and config.rollout.tensor > 1 and config.cluster.placement == "colocated":
         # A sleeping engine also frees NCCL's buffers. vLLM ignores this if NCCL is older than 2.29.7.
@@ -131,12 +132,12 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),
         }
-    elif _masks_pay(config):
+    elif _masks_pay(config.rollout, config.evaluation):
         defaults["return_sampling_mask"] = True
     return defaults
 
 
-def _masks_pay(config: RunConfig) -> bool:
+def _masks_pay(rollout: RolloutConfig, evaluation: EvaluationConfig) -> bool:
     """Return whether training truncates, and nothing samples the whole vocabulary, for which vLLM's masks are slow."""
     v1 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"  # has no masks
-    return config.rollout.bounded_top_k > 0 and config.evaluation.temperature == 0 and not v1
+    return rollout.bounded_top_k > 0 and evaluation.temperature == 0 and not v1

@@ -6,18 +6,20 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollout.ranks import results
-from slime_like.config import RunConfig
+from rollout.vllm.arguments import prepare_environment
+from slime_like.config import RolloutConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.hosting.calls import one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids, start_tracker
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _SHUTDOWN_S = 3.0
@@ -36,10 +38,9 @@ T = TypeVar("T")
 class EngineCore:
     """One AsyncLLM and its processes. It can be started again after ``stop``."""
 
-    def __init__(self, config: RunConfig, engine_index: int, faults: EngineFaults) -> None:
+    def __init__(self, rollout: RolloutConfig, arguments: Callable[[], AsyncEngineArgs], faults: EngineFaults) -> None:
         self.process_ids: tuple[int, ...] = ()
-        self._config = config
-        self._index = engine_index
+        self._rollout, self._arguments = rollout, arguments
         self._faults = faults
         self._llm: AsyncLLM | None = None
         self._shared_files: set[Path] = set()
@@ -114,9 +115,7 @@ class EngineCore:
             self._shared_files.pop().unlink(missing_ok=True)
 
     def _import(self) -> None:
-        from rollout.vllm.arguments import prepare_environment
-
-        prepare_environment(self._config)
+        prepare_environment(self._rollout)
         import vllm.v1.engine.async_llm  # noqa: F401
 
         from rollout.vllm.compact_logprobs import use_compact_logprobs
@@ -126,11 +125,9 @@ class EngineCore:
     def _build(self) -> AsyncLLM:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from rollout.vllm.arguments import engine_arguments
-
         self._built.clear()
         try:
-            return AsyncLLM.from_engine_args(engine_arguments(self._config, self._index))
+            return AsyncLLM.from_engine_args(self._arguments())
         finally:
             self._built.set()
 

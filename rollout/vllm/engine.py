@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import common_checksums
-from rollout.vllm.arguments import SLEEP_ARGUMENT, returns_masks, sleep_level
+from rollout.vllm.arguments import SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
@@ -32,7 +33,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "vLLM")
-        self._core = EngineCore(config, engine_index, self._faults)
+        self._core = EngineCore(config.rollout, partial(engine_arguments, config, engine_index), self._faults)
         self._masks = False
 
     @staticmethod
@@ -103,7 +104,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         """Drop the weights or move them to host memory. vLLM skips parts that are asleep."""
-        require_sleep_mode(self._config, SLEEP_ARGUMENT, self._name)
+        require_sleep_mode(self._config.rollout, self._config.cluster, SLEEP_ARGUMENT, self._name)
         level = sleep_level(keep_weights, self._state.is_whole, self._dimensions)
         await self._core.while_alive(self._alive().sleep(level=level, mode="abort"))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed, nodes_needed
+from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.run import RunConfig
 from slime_like.system.words import counted
 
@@ -19,7 +19,7 @@ def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
             remedy = f"choose tensor * pipeline * context of trainer.parallel, now {replica}, to divide the GPUs"
         else:
             remedy = f"set {REPLICAS}={AUTO} or {ENGINES}={AUTO}"
-        if (fewer := nodes_needed(config)) < cluster.nodes:
+        if (fewer := needed.nodes(cluster.gpus_per_node)) < cluster.nodes:
             remedy += f", use {counted(fewer, 'node')}"
         yield (
             f"cluster.nodes={cluster.nodes} times cluster.gpus_per_node={cluster.gpus_per_node}: "

@@ -14,7 +14,7 @@ from slime_like.checks.definition import CONVERSION
 from slime_like.checks.directories import directory_problem
 from slime_like.commands.command import Command, at_least_one, given_path, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import DESCRIPTION as CONVERTED
@@ -92,9 +92,12 @@ def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="flag-excluded")
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
-    from slime_like.conversion.convert import to_megatron
+    from slime_like.conversion.convert import converter_of, reported
 
-    return _print(options.out, to_megatron(config, options.out, _conversion(options)))
+    with reported(config.logging, "MiB converted") as report:
+        converter = converter_of(config.model, config.trainer)
+        summary = converter.to_checkpoint(options.out, _conversion(options), report)
+    return _print(options.out, summary)
 
 
 def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -104,17 +107,22 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="wrong-checkpoint")
     _require_output(options.checkpoint, options.out, options.force)
     config = _checked(model, flags)
-    from slime_like.conversion.convert import to_hugging_face
+    from slime_like.conversion.convert import converter_of, reported
 
-    return _print(options.out, to_hugging_face(config, weights, options.out, _conversion(options)))
+    with reported(config.logging, "MiB converted") as report:
+        converter = converter_of(config.model, config.trainer)
+        summary = converter.to_hugging_face(weights, options.out, _conversion(options), report)
+    return _print(options.out, summary)
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    from slime_like.conversion.convert import compare
+    from slime_like.conversion.compare import compare_sources
+    from slime_like.conversion.convert import reported
 
     config = load_config(None, ["--model.path", str(options.a), *flags], temporary_run_dir("convert"))
-    a, b = (_open(config, path, flags) for path in (options.a, options.b))
-    differences = compare(config, a, b, options.workers)
+    a, b = (_open(config.model, config.trainer, path, flags) for path in (options.a, options.b))
+    with reported(config.logging, "MiB compared") as report:
+        differences = compare_sources(a, b, options.workers, report)
     shown = differences if options.all else differences[:_SHOWN]
     for difference in shown:
         print(f"{difference.name}: {difference.how}")
@@ -127,16 +135,16 @@ def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def _open(config: RunConfig, path: Path, flags: Sequence[str]) -> TensorSource:
+def _open(model: ModelConfig, trainer: TrainerConfig, path: Path, flags: Sequence[str]) -> TensorSource:
     from slime_like.conversion.convert import converter_of
 
     if any(path.glob("*.safetensors")):
-        return converter_of(config).open_hugging_face(path)
-    model, weights = find_weights(path, flags)
+        return converter_of(model, trainer).open_hugging_face(path)
+    found, weights = find_weights(path, flags)
     if weights is None:
         raise ConfigError(f"{path} has no *.safetensors file; give a directory with weights", code="no-weights")
-    config = _checked(model, flags)
-    return converter_of(config).open_checkpoint(config, weights)
+    config = _checked(found, flags)
+    return converter_of(config.model, config.trainer).open_checkpoint(weights)
 
 
 def _add_gguf_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from slime_like.checks.directories import directory_problem
 from slime_like.commands.command import Command, at_least_one, given_path, temporary_run_dir
-from slime_like.config import RunConfig
+from slime_like.config import DataConfig, RolloutConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 
@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         if problem:
             raise ConfigError(f"--output {output} {problem}", code="output-unusable")
     config = load_config(options.config, flags, None if options.config else temporary_run_dir("plan"))
-    _require_possible(options, config)
+    _require_possible(options, config.data, config.rollout, config.max_model_len)
     # Megatron warns about every missing package that speeds up training; nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -69,12 +69,12 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     return _DOES_NOT_FIT if plan.problems else 0
 
 
-def _require_possible(options: argparse.Namespace, config: RunConfig) -> None:
+def _require_possible(options: argparse.Namespace, data: DataConfig, rollout: RolloutConfig, longest: int) -> None:
     """Reject mean lengths above their limits."""
-    prompt = ("data.max_prompt_tokens", config.data.max_prompt_tokens)
-    response = ("rollout.max_new_tokens", config.rollout.max_new_tokens)
-    if config.rollout.agent.is_set:  # its rows contain a history
-        prompt = response = ("rollout.max_model_len", config.max_model_len)
+    prompt = ("data.max_prompt_tokens", data.max_prompt_tokens)
+    response = ("rollout.max_new_tokens", rollout.max_new_tokens)
+    if rollout.agent.is_set:  # its rows contain a history
+        prompt = response = ("rollout.max_model_len", longest)
     means = (("--mean_prompt", options.mean_prompt, *prompt), ("--mean_response", options.mean_response, *response))
     problems = [
         f"{option}={mean} is more than {field}={most}; give at most {most}"

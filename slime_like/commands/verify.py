@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,22 +76,19 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     import torch
 
     default = "bfloat16" if torch.cuda.is_available() else "float32"  # CUDA's kernels require bfloat16
-    dtype = _loaded(model, ["--model.dtype", default, *flags]).model.dtype
+    load, given = partial(load_config, None, run_dir=temporary_run_dir("verify")), ["--model.path", str(model)]
+    dtype = load([*given, "--model.dtype", default, *flags]).model.dtype
     settings = step_flags(ModelDimensions.from_checkpoint(model), dtype)
     settings += ["--model.dtype", dtype, "--steps", "2" if dtype == "float32" else "1"]
     if synthetic:
         from slime_like.verification.batch import SYNTHETIC_BUDGET
 
         settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
-    config = _loaded(model, [*settings, *flags])
+    config = load([*given, *settings, *flags])
     from slime_like.checks.check import require_valid
 
     require_valid(config, loading_needs(config.model, RANKS))
     return config
-
-
-def _loaded(model: Path, flags: Sequence[str]) -> RunConfig:
-    return load_config(None, ["--model.path", str(model), *flags], temporary_run_dir("verify"))
 
 
 def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":

@@ -4,13 +4,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import ClusterConfig
 from slime_like.errors import ConfigError
 from slime_like.system.words import counted
 
 AUTO = "auto"
 REPLICAS, ENGINES = "trainer.parallel.data", "rollout.num_engines"
 FILLING = (REPLICAS, ENGINES)
-"""Fields that accept ``auto``. A ``RunConfig`` holds the numbers that it resolves to."""
+"""Fields that accept ``auto``. The configuration holds the numbers that it resolves to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,10 @@ class GpusNeeded:
     def total(self) -> int:
         return self.trainers + self.engines + sum(self.workers.values())
 
+    def nodes(self, gpus_per_node: int) -> int:
+        """Count the nodes that hold every trainer rank, engine and worker rank."""
+        return -(-self.total // gpus_per_node)
+
     def __str__(self) -> str:
         workers = ((count, f"{role} workers") for role, count in self.workers.items())
         parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), *workers)
@@ -34,19 +39,9 @@ class GpusNeeded:
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:
     """Count the GPUs that a training run uses."""
-    engines = config.rollout.num_engines * config.rollout.tensor if has_own_engines(config) else 0
+    engines = config.rollout.num_engines * config.rollout.tensor if config.has_own_engines else 0
     workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.with_workers}
     return GpusNeeded(config.trainer.parallel.world_size, engines, workers)
-
-
-def nodes_needed(config: RunConfig) -> int:
-    """Count the nodes that hold every trainer rank, engine and worker rank."""
-    return -(-gpus_needed(config).total // config.cluster.gpus_per_node)
-
-
-def has_own_engines(config: RunConfig) -> bool:
-    """Return whether the run has engines on GPUs that no trainer rank uses."""
-    return not (config.supervised or config.debug.load_rollouts) and config.cluster.placement == "separate"
 
 
 def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
@@ -58,7 +53,7 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     Raises:
         ConfigError: the cluster's size is not given, or both separate engines and replicas are ``auto``.
     """
-    _require_determined(config, names)
+    _require_determined(config.cluster, names, config.has_own_engines)
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
     if REPLICAS in names:
         needed, parallel = gpus_needed(config), trainer.parallel
@@ -68,22 +63,22 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
         config = config.model_copy(update={"trainer": trainer})
     if ENGINES in names:
         needed, gpus = gpus_needed(config), trainer.parallel.world_size
-        if has_own_engines(config):
+        if config.has_own_engines:
             gpus = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - needed.engines)
         rollout = rollout.model_copy(update={"num_engines": max(1, gpus // rollout.tensor)})
         config = config.model_copy(update={"rollout": rollout})
     return config
 
 
-def _require_determined(config: RunConfig, names: Collection[str]) -> None:
-    cluster, given = config.cluster, " and ".join(f"{name}={AUTO}" for name in FILLING if name in names)
+def _require_determined(cluster: ClusterConfig, names: Collection[str], own_engines: bool) -> None:
+    given = " and ".join(f"{name}={AUTO}" for name in FILLING if name in names)
     if cluster.nodes is None or "gpus_per_node" not in cluster.model_fields_set:
         raise ConfigError(
             f"{given}: cluster.nodes and cluster.gpus_per_node are not both given; give both (without GPUs: trainer "
             "ranks and engine ranks per node), or give a number",
             code="auto-without-size",
         )
-    if set(FILLING) <= set(names) and has_own_engines(config):
+    if set(FILLING) <= set(names) and own_engines:
         raise ConfigError(
             f"{given}: with cluster.placement=separate, each depends on the other; give a number for one of them, or "
             "set cluster.placement=colocated",

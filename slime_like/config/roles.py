@@ -15,7 +15,7 @@ class ModelRole:
     """One model of a run: its weights, its scores, and where it computes them.
 
     Attributes:
-        name: key in ``RunConfig.roles``; names its section, ranks, logs and files.
+        name: key in the run's ``roles``; names its section, ranks, logs and files.
         path: Hugging Face checkpoint with its weights; ``None``: the policy's first weights.
         fields: pack fields (``TensorField``) that hold its scores, in the order of its head's outputs. A head's further
             outputs are dropped.

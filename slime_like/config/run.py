@@ -63,6 +63,22 @@ class RunConfig(Section):
         return self.algorithm.loss == "sft"
 
     @property
+    def starts_engines(self) -> bool:
+        """Whether the run starts engines."""
+        return not (self.supervised or self.debug.load_rollouts)
+
+    @property
+    def has_own_engines(self) -> bool:
+        """Whether the run has engines on GPUs that no trainer rank uses."""
+        return self.starts_engines and self.cluster.placement == "separate"
+
+    @property
+    def engines_map_memory(self) -> bool:
+        """Whether engines may map the ranks' buffers: on the same devices, ``auto`` chooses such a transport."""
+        shared = self.starts_engines and self.cluster.placement == "colocated"
+        return shared and self.sync.transport in ("auto", "colocated")
+
+    @property
     def roles(self) -> Roles:
         """Models of the run."""
         path, layout, fields = self.model.path, self.trainer.parallel, ("old_logprobs", "entropy")

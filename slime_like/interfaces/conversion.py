@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from slime_like.config import RunConfig
-
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 Report = Callable[[int, int], None]
@@ -73,16 +71,17 @@ class TensorSource(Protocol):
 
 
 class Converter(Protocol):
-    """Converter on disk between Hugging Face's format and a backend's format.
+    """Converter on disk between Hugging Face's format and a backend's format, for one model and layout: a backend makes
+    it from the sections ``model`` and ``trainer``.
 
     Errors: ``CheckpointError`` lists the tensors. The output appears whole or not at all. An interrupted conversion's
     finished files are kept next to it, and the next conversion of the same kind uses them.
     """
 
-    def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
-        """Prove from shapes that each element of the model's tensors has exactly one place in the run's layout.
+    def prove(self) -> dict[str, tuple[int, ...]]:
+        """Prove from shapes that each element of the model's tensors has exactly one place in the layout.
 
-        Needs only ``config.json`` of ``config.model.path``.
+        Needs only ``config.json`` of ``model.path``.
 
         Returns:
             Shape of every tensor that a Hugging Face directory of the model must contain.
@@ -91,22 +90,20 @@ class Converter(Protocol):
             CheckpointError: an element of a tensor has no place, or two.
         """
 
-    def to_checkpoint(
-        self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
-    ) -> ConversionSummary:
-        """Convert ``config.model.path`` to a checkpoint of this backend, in the layout ``config.trainer.parallel``."""
+    def to_checkpoint(self, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
+        """Convert ``model.path`` to a checkpoint of this backend, in the layout ``trainer.parallel``."""
 
     def to_hugging_face(
-        self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
+        self, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
         """Convert a checkpoint of this backend, in any layout, to a Hugging Face directory.
 
         Args:
-            checkpoint: written by ``TrainerBackend.save`` or ``to_checkpoint``; ``config.model.path`` provides
-                dimensions, configuration and tokenizer.
+            checkpoint: written by ``TrainerBackend.save`` or ``to_checkpoint``; ``model.path`` provides dimensions,
+                configuration and tokenizer.
         """
 
-    def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
+    def open_checkpoint(self, checkpoint: Path) -> TensorSource:
         """Open a checkpoint of this backend for a comparison."""
 
     def open_hugging_face(self, directory: Path) -> TensorSource:

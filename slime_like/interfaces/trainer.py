@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket, WeightExport
@@ -22,7 +22,7 @@ class RankPlacement:
     ``local_rank`` is the index of its device among the devices its process can see. ``ranks_on_node`` ranks share the
     node's cores; by default all ranks do. If all ranks are on one host, ``store`` is a file for torch's ``FileStore``,
     so they meet without a port. Their keys' names begin with ``key``, which is random. ``role`` is the model whose
-    weights the ranks' modules hold, a key of ``RunConfig.roles``.
+    weights the ranks' modules hold, a key of the run's ``roles``.
     """
 
     rank: int
@@ -55,7 +55,7 @@ Scores = dict[str, Tensor]
 class Planner(Protocol):
     """Estimates of a backend's ranks on GPUs, computed in this process without touching a device."""
 
-    def rank_kinds(self, config: RunConfig) -> list[RankKind]:
+    def rank_kinds(self, trainer: TrainerConfig) -> list[RankKind]:
         """Group the layout's ranks by contents and work. Every rank belongs to one kind."""
 
     def estimate(self, config: RunConfig, rank: int) -> RankEstimate:

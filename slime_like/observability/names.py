@@ -69,7 +69,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
     metrics |= source_metrics(record)
     for role, work in record.scoring.items():
-        metrics |= scoring_metrics(role, work) | work.metrics
+        metrics |= {**scoring_metrics(role, work), **work.metrics}
     if record.sync is not None:
         metrics |= sync_metrics(record.sync)
     if record.probe_gap is not None:

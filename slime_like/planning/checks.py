@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slime_like.checks.layout import divisors
 from slime_like.config import CheckpointConfig, RunConfig
-from slime_like.config.filling import gpus_needed, nodes_needed
+from slime_like.config.filling import gpus_needed
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning.units import memory_text, traffic_text
@@ -61,7 +61,7 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     if nodes is not None and needed.total > nodes * per_node:
         yield (
             f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node}: needs {needed}, has {nodes * per_node}; "
-            f"use {nodes_needed(config)} nodes, or a smaller trainer.parallel (data=auto takes what fits)"
+            f"use {needed.nodes(per_node)} nodes, or a smaller trainer.parallel (data=auto takes what fits)"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if not config.supervised and not config.debug.load_rollouts:

@@ -11,7 +11,7 @@ from slime_like.checks.model_directories import reference_problems
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
-from slime_like.config.filling import gpus_needed, nodes_needed
+from slime_like.config.filling import gpus_needed
 from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.errors import CheckpointError, ConfigError
@@ -43,8 +43,9 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     config = chosen_recompute(run.config)
     dimensions, needs = counted_dimensions(config, run.dimensions, backend), training_needs(config)
     run = replace(run, config=config, dimensions=dimensions)
-    nodes = config.cluster.nodes or nodes_needed(config)
-    plan = Plan(run, nodes, gpus_needed(config).total)
+    needed = gpus_needed(config)
+    nodes = config.cluster.nodes or needed.nodes(config.cluster.gpus_per_node)
+    plan = Plan(run, nodes, needed.total)
     found = [*map(str, check_settings(config, dimensions, needs)), *reference_problems(config, dimensions)]
     found += checks.placement_problems(config)
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
@@ -77,7 +78,7 @@ def counted_dimensions(
     converter = getattr(backend, "converter", None)
     if dimensions.attention.unsupported is None or config.trainer.backend != FSDP or converter is None:
         return dimensions
-    sizes = {name: prod(shape) for name, shape in converter().prove(config).items()}
+    sizes = {name: prod(shape) for name, shape in converter(config.model, config.trainer).prove().items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     active, outer = sum(sizes.values()), dimensions.vocab_size * dimensions.hidden_size
     if dimensions.num_experts:
@@ -89,13 +90,13 @@ def counted_dimensions(
 
 def _check_tensors(plan: Plan, backend: type[TrainerBackend]) -> None:
     """Check that conversion covers every tensor of the architecture, and that the weight files contain them."""
-    converter, config = getattr(backend, "converter", None), plan.run.config
-    path = config.model.path
-    if converter is None or not hasattr(converter(), "prove"):
+    config, make = plan.run.config, getattr(backend, "converter", None)
+    path, converter = config.model.path, make and make(config.model, config.trainer)
+    if converter is None or not hasattr(converter, "prove"):
         plan.notes.append(f"trainer.backend={config.trainer.backend} has no conversion to check: no tensor was checked")
         return
     try:
-        expected = converter().prove(config)
+        expected = converter.prove()
     except CheckpointError as error:
         plan.problems.append(f"model.path={path}: {error}; the family's conversion rules do not cover it")
         return
@@ -122,7 +123,7 @@ def _work_out(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
         except ConfigError as error:
             plan.problems.append(str(error))
     seconds = [_work_out_workers(plan, role, backend, note) for role in config.roles.with_workers]
-    found = estimated_kinds(config, backend, backend.planner().rank_kinds(config), note)
+    found = estimated_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
     estimates = [estimate for _, estimate in found]
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]
     plan.host = host_memory(run, estimates, plan.engine, plan.transport)
@@ -135,7 +136,7 @@ def _work_out_workers(plan: Plan, role: ModelRole, backend: type[TrainerBackend]
     path = worker.model.path
     if not (path / "config.json").is_file() or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
         return 0.0
-    kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker)]
+    kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker.trainer)]
     found = estimated_kinds(worker, backend, kinds, note)
     for kind, estimate in found:
         plan.references.append(KindPlan(kind, estimate, (worker_phase(run.hardware, role.name, kind, estimate),)))

@@ -75,7 +75,7 @@ def _tried(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitte
     engine = plan_engine(run) if run.has_engines else None
     found: list[tuple[RankKind, RankEstimate]] = []
     phases: list[PhaseMemory] = []
-    kinds = backend.planner().rank_kinds(run.config)
+    kinds = backend.planner().rank_kinds(run.config.trainer)
     # The first stage has the most micro-batches in flight, and the last one the head.
     for kind in dict.fromkeys((kinds[0], kinds[-1])):
         found += estimated_kinds(run.config, backend, [kind])

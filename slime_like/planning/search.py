@@ -10,7 +10,7 @@ from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import divisors, layout_problems
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
-from slime_like.config.filling import gpus_needed, nodes_needed
+from slime_like.config.filling import gpus_needed
 from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
@@ -191,7 +191,8 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
     engine, transport = plan_engine(run) if run.has_engines else None, None
     if engine is not None:
         with contextlib.suppress(ConfigError):  # a problem of every layout, which the plan reports
-            nodes = run.config.cluster.nodes or nodes_needed(run.config)
+            cluster = run.config.cluster
+            nodes = cluster.nodes or gpus_needed(run.config).nodes(cluster.gpus_per_node)
             transport = chosen_transport(run.config, on_cuda=True, num_hosts=nodes)
     if not host_memory(run, estimates, engine, transport).fits:
         return None

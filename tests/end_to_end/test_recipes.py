@@ -218,8 +218,8 @@ def test_experts_are_planned_on_every_axis(parallel: dict[str, Any], tmp_path: P
     for layout in ({}, parallel):
         sections = {"trainer": {"parallel": layout, "target_tokens_per_batch": 2048}, "model": {"path": model}}
         config = RunConfig.model_validate({"run_dir": tmp_path / "run", **sections})
-        backend = plannable_backend(config)
-        (kind,) = backend.planner().rank_kinds(config)
+        backend = plannable_backend(config.trainer.backend)
+        (kind,) = backend.planner().rank_kinds(config.trainer)
         shared = config.trainer.parallel.tensor * config.trainer.parallel.context
         flops.append(backend.planner().estimate(config, kind.ranks[0]).training.matmul_flops * shared)
     assert flops[1] == pytest.approx(flops[0], rel=0.02)

@@ -34,7 +34,7 @@ def own(kind: str, root: Path) -> None:
     engine = load_engine(kind)(config, 0)
     before = process_ids()
     if kind == "vllm":  # test_other_interpreter.py stops SGLang
-        prepare_environment(config)
+        prepare_environment(config.rollout)
         with pytest.MonkeyPatch.context() as patch:  # forks its core, too, which is faster
             patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: multiprocessing.get_context("fork"))
             with started(engine, references) as two_ranks:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from backends.megatron.planning.estimate import holdings
+from backends.megatron.planning.estimate import estimate
 from slime_like.config import RunConfig
 
 
@@ -44,8 +44,8 @@ def held_by(trainer: Any) -> Held:
 def check_held(config: RunConfig, found: list[Held | None]) -> None:
     """Check that the plan of every rank equals what the real rank holds, to the byte."""
     for rank, real in enumerate(found):
-        planned = holdings(config, rank)
-        assert Held(**{field.name: planned[field.name] for field in fields(Held)}) == real, f"rank {rank}"
+        planned = estimate(config, rank).memory
+        assert Held(**{field.name: getattr(planned, field.name) for field in fields(Held)}) == real, f"rank {rank}"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

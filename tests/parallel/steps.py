@@ -60,7 +60,7 @@ def running(placement: RankPlacement, config: RunConfig, scores: bool = False) -
 def joined(placement: RankPlacement, config: RunConfig) -> Iterator[None]:
     """Make the configured layout's process groups, without a trainer."""
     with megatron_runtime():
-        parallel.initialize(config, placement)
+        parallel.initialize(config.trainer, placement, config.seed)
         yield
         parallel.leave()
 

@@ -63,7 +63,7 @@ def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> 
 def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
     """Measure the second of two steps of worst micro-batches. The first one creates permanent buffers."""
     fsdp = config.trainer.backend == "fsdp"
-    packs = worst_packs(config, "contiguous" if fsdp else context_layout_of(planned_attention(config)))
+    packs = worst_packs(config, "contiguous" if fsdp else context_layout_of(planned_attention(config.trainer)))
     # FSDP sums with the last micro-batch, and a pipeline holds several. Otherwise there is one, because inputs of all
     # micro-batches would be in memory together.
     window = packs * (3 if fsdp else WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)

@@ -187,8 +187,8 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: P
     """
     root, dtype, config = written.root, written.dtype, written.config({})
     options = ConversionOptions(dtype, 1 << 30, 2, False)  # type: ignore[arg-type]  # one of the literal's
-    converter = FsdpConverter()
-    converter.to_hugging_face(config, root / "whole", tmp_path / "hf", options, lambda done, total: None)
+    converter = FsdpConverter(config.model, config.trainer)
+    converter.to_hugging_face(root / "whole", tmp_path / "hf", options, lambda done, total: None)
     for directory in (tmp_path / "hf", root / "exported"):
         found = load_file(directory / "model.safetensors")
         assert_close(found, written.saved[0].at_checkpoint, 0.0)
@@ -201,7 +201,7 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: P
     file = max(cut.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=rf"is damaged \({file.name} is cut off: .*, and lacks "):
-        converter.open_checkpoint(config, cut)
+        converter.open_checkpoint(cut)
 
 
 def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, scores: bool) -> Any:
@@ -243,7 +243,7 @@ def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written,
     accepted = RunConfig.model_validate(halved)
     ((updates, rate),) = run_ranks(_rate_after_load, 1, tmp_path / "accepted", accepted, root / "whole")
     assert updates > 0
-    assert rate == pytest.approx(learning_rate(late, updates) / 2, rel=1e-9)
+    assert rate == pytest.approx(learning_rate(late.trainer.optimizer, late.total_updates, updates) / 2, rel=1e-9)
 
 
 def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None:

@@ -31,7 +31,7 @@ def test_weights_and_moments_are_as_planned(tmp_path: Path) -> None:
     configs = [tiny_config(model, tmp_path, {"context": 3}, "bfloat16", **sections) for model in models]
     held = run_each(_held, 3, tmp_path / "ranks", [(config,) for config in configs])
     for config, found in zip(configs, held, strict=True):
-        (kind,) = rank_kinds(config)
+        (kind,) = rank_kinds(config.trainer)
         assert sorted(kind.ranks) == [0, 1, 2] and kind.ranks[0] == 2
         planned = [estimate(config, rank) for rank in range(3)]
         for memory, real in zip((each.memory for each in planned), found, strict=True):

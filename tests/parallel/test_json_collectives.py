@@ -37,7 +37,7 @@ def values(rank: int) -> list[Any]:
 
 def _exchange(placement: RankPlacement, root: Path) -> dict[str, Any]:
     config = RunConfig(run_dir=root, model={"path": root}, trainer={"parallel": {"data": placement.world_size}})
-    join_world(config, replace(placement, store=root / "store", key="k"))
+    join_world(config.trainer, replace(placement, store=root / "store", key="k"))
     listening = {one.laddr.port for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
     rank = placement.rank
     found: dict[str, Any] = {"listens": placement.master_port in listening}
@@ -98,4 +98,4 @@ def test_ranks_missing_at_the_rendezvous_file_are_reported(tmp_path: Path, rejec
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer=trainer)
     placement = RankPlacement(0, 2, 0, "127.0.0.1", 21_000, store=tmp_path / "store", key="k")
     with rejects(TrainerError, "no-rendezvous"):
-        join_world(config, placement)
+        join_world(config.trainer, placement)

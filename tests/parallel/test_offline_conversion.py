@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from backends.megatron import conversion
 from backends.megatron.checkpoint import load_weights
 from backends.megatron.conversion.offline.converter import MegatronConverter
-from backends.megatron.conversion.offline.plan import plan_ranks, require_exactly_once
+from backends.megatron.conversion.offline.plan import RankPlan, plan_ranks, require_exactly_once
 from backends.megatron.families import family_of
 from backends.megatron.model import build_chunks
 from slime_like.config import RunConfig
@@ -38,7 +38,6 @@ from tests.unit.backends.models import PUBLISHED
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("qwen3_moe", "deepseek_v3")
-CONVERTER = MegatronConverter()
 OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
 ONE_BY_ONE = replace(OPTIONS, workers=1, max_file_bytes=100_000)
 
@@ -69,18 +68,28 @@ def _config(model: Path, layout: dict[str, Any] | None = None) -> RunConfig:
     return tiny_config(model, model, layout, "bfloat16")
 
 
+def _converter(model: Path, layout: dict[str, Any] | None = None) -> MegatronConverter:
+    config = _config(model, layout)
+    return MegatronConverter(config.model, config.trainer)
+
+
+def _plans(model: Path, layout: dict[str, Any], dimensions: ModelDimensions) -> list[RankPlan]:
+    config = _config(model, layout)
+    return plan_ranks(config.model, config.trainer, dimensions)
+
+
 def _to_megatron(model: Path, output: Path, layout: dict[str, Any] | None = None, **changes: Any) -> ConversionSummary:
-    return CONVERTER.to_checkpoint(_config(model, layout), output, replace(OPTIONS, **changes), _silent)
+    return _converter(model, layout).to_checkpoint(output, replace(OPTIONS, **changes), _silent)
 
 
 def _to_hf(converted: Path, output: Path, **changes: Any) -> ConversionSummary:
-    config = _config(converted / "model")
-    return CONVERTER.to_hugging_face(config, converted / "trainer", output, replace(OPTIONS, **changes), _silent)
+    converter = _converter(converted / "model")
+    return converter.to_hugging_face(converted / "trainer", output, replace(OPTIONS, **changes), _silent)
 
 
 def _read_back(converted: Path) -> dict[str, Tensor]:
     """Read every tensor of a converted checkpoint, by Hugging Face name."""
-    source = CONVERTER.open_checkpoint(_config(converted / "model"), converted / "trainer")
+    source = _converter(converted / "model").open_checkpoint(converted / "trainer")
     return {name: tensor for group in source.groups for name, tensor in source.read(group).items()}
 
 
@@ -220,7 +229,7 @@ def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
 ) -> None:
     """Only shapes of the modules that train are needed. The remaining layers and experts are equal to these."""
     model = replace(PUBLISHED[name], **changes)
-    plans = plan_ranks(_config(tmp_path, layout), model)
+    plans = _plans(tmp_path, layout, model)
     assert len(plans) == 32
     placed = {key for plan in plans for parameter in plan.parameters for key in parameter.placement.source_names()}
     assert placed == family_of(model).hf_shapes(model).keys()
@@ -229,7 +238,7 @@ def test_every_element_of_a_published_model_has_one_place_in_a_large_layout(
 @pytest.mark.parametrize("fault", ["lost", "twice"])
 def test_the_proof_finds_lost_and_duplicate_elements(fault: str, tmp_path: Path) -> None:
     dimensions = PUBLISHED["Qwen2.5-0.5B"]
-    first, *others = plan_ranks(_config(tmp_path, {"tensor": 2}), dimensions)
+    first, *others = _plans(tmp_path, {"tensor": 2}, dimensions)
     index, victim = next(
         (index, parameter)
         for index, parameter in enumerate(first.parameters)
@@ -260,22 +269,22 @@ def test_an_interrupted_conversion_continues(tmp_path: Path) -> None:
     """Finished files are reused if they are unchanged; others are written again."""
     _model(tmp_path)
     original = load_file(tmp_path / "hf" / "model.safetensors")
-    config = _config(tmp_path / "hf", {"tensor": 2})
-    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, report))
+    converter = _converter(tmp_path / "hf", {"tensor": 2})
+    _interrupted(lambda report: converter.to_checkpoint(tmp_path / "meg", ONE_BY_ONE, report))
     assert not (tmp_path / "meg").exists()
     finished = _journalled(tmp_path / ".meg.partial")
     assert len(finished) >= 2
     damaged = tmp_path / ".meg.partial" / finished[0]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    summary = CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, _silent)
+    summary = converter.to_checkpoint(tmp_path / "meg", ONE_BY_ONE, _silent)
     assert summary.reused == len(finished) - 1
     same_bits(_read_back(tmp_path / "meg"), original)
 
-    model = _config(tmp_path / "meg" / "model")
+    model = _converter(tmp_path / "meg" / "model")
     trainer, back = tmp_path / "meg" / "trainer", tmp_path / "back"
-    _interrupted(lambda report: CONVERTER.to_hugging_face(model, trainer, back, ONE_BY_ONE, report))
+    _interrupted(lambda report: model.to_hugging_face(trainer, back, ONE_BY_ONE, report))
     assert not back.exists()
-    assert CONVERTER.to_hugging_face(model, trainer, back, ONE_BY_ONE, _silent).reused >= 1
+    assert model.to_hugging_face(trainer, back, ONE_BY_ONE, _silent).reused >= 1
     same_bits(_written(back), original)
     assert not list(tmp_path.glob(".*"))
 
@@ -287,10 +296,10 @@ def _journalled(partial: Path) -> list[str]:
 
 def test_leftovers_of_another_conversion_are_not_used(tmp_path: Path) -> None:
     _model(tmp_path)
-    config = _config(tmp_path / "hf", {"tensor": 2})
-    _interrupted(lambda report: CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, report))
+    converter = _converter(tmp_path / "hf", {"tensor": 2})
+    _interrupted(lambda report: converter.to_checkpoint(tmp_path / "meg", ONE_BY_ONE, report))
     _model(tmp_path, seed=1)
-    assert CONVERTER.to_checkpoint(config, tmp_path / "meg", ONE_BY_ONE, _silent).reused == 0
+    assert converter.to_checkpoint(tmp_path / "meg", ONE_BY_ONE, _silent).reused == 0
     same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))
 
 
@@ -413,7 +422,7 @@ def test_a_checkpoint_of_another_model_is_rejected_with_its_tensors(tmp_path: Pa
         ),
     ):
         with pytest.raises(CheckpointError) as caught:
-            CONVERTER.open_checkpoint(_config(tmp_path / name), tmp_path / "meg" / "trainer")
+            _converter(tmp_path / name).open_checkpoint(tmp_path / "meg" / "trainer")
         assert all(message in str(caught.value) for message in messages), caught.value
 
 
@@ -455,5 +464,5 @@ def test_two_conversions_do_not_write_the_same_output(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="another process is writing it"):
             _to_megatron(tmp_path / "hf", tmp_path / "meg")
 
-    CONVERTER.to_checkpoint(_config(tmp_path / "hf"), tmp_path / "meg", OPTIONS, report)
+    _converter(tmp_path / "hf").to_checkpoint(tmp_path / "meg", OPTIONS, report)
     same_bits(_read_back(tmp_path / "meg"), load_file(tmp_path / "hf" / "model.safetensors"))

@@ -221,7 +221,7 @@ def test_a_machine_without_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: "transformer_engine" in found)
         monkeypatch.setattr("backends.megatron.attention.missing_compiler", lambda on_cuda: ())
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": attention})
-        return " ".join(machine_problems(config, on_cuda))
+        return " ".join(machine_problems(config.trainer, config.model, on_cuda))
 
     assert problems("ring", False) == problems("auto", True) == problems("allgather", True) == ""
     missing = problems("transformer_engine", True)

@@ -21,7 +21,7 @@ from backends.common.hugging_face.conversion import (
 )
 from backends.common.hugging_face.directory import copy_companions, file_name, write_index
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.interfaces.conversion import (
     ConversionOptions,
     ConversionSummary,
@@ -38,13 +38,16 @@ from slime_like.weights.checksums import as_bytes
 class HuggingFaceConverter(Converter):
     """The part of ``Converter`` that is the same for every backend."""
 
+    def __init__(self, model: ModelConfig, trainer: TrainerConfig) -> None:
+        self.model, self.trainer = model, trainer
+
     def open_hugging_face(self, directory: Path) -> TensorSource:
         return HuggingFaceSource(directory)
 
     def to_hugging_face(
-        self, config: RunConfig, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
+        self, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        source = self.open_checkpoint(config, checkpoint)
+        source = self.open_checkpoint(checkpoint)
         wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
         groups = [
             _Group({name: source.tensors[name].shape for name in names}, _type_of(source, names[0], wanted))
@@ -68,7 +71,7 @@ class HuggingFaceConverter(Converter):
             with refused_by_disk(partial.path):
                 write_index(partial.path, weight_map, total)
                 dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.content])
-                copy_companions(config.model.path, partial.path, dtype)
+                copy_companions(self.model.path, partial.path, dtype)
                 partial.commit()
         return ConversionSummary(len(weight_map), total, len(jobs), reused)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backends.common.process.received_objects import read_listed_objects
-from slime_like.config import RunConfig
+from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.system.gpus import stay_near
@@ -21,7 +21,7 @@ from slime_like.system.words import counted
 from slime_like.weights.transports.device_memory import gpu_uuid
 
 
-def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
+def prepare_processor(trainer: TrainerConfig, placement: RankPlacement) -> None:
     """Apply ``trainer.cpu_threads``. By default, ranks share the cores of their node, or of their GPU's NUMA node.
 
     An offloaded optimizer computes on these threads.
@@ -29,7 +29,7 @@ def prepare_processor(config: RunConfig, placement: RankPlacement) -> None:
     share, on_cuda = share_of_cores(placement, len(os.sched_getaffinity(0))), torch.cuda.is_available()
     if on_cuda:
         stay_near(f"GPU-{gpu_uuid(placement.local_rank)}")
-    torch.set_num_threads(config.trainer.cpu_threads or min(share, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(trainer.cpu_threads or min(share, len(os.sched_getaffinity(0))))
     if not on_cuda:
         use_onednn()
         keep_freed_memory()
@@ -39,7 +39,7 @@ def share_of_cores(placement: RankPlacement, cores: int) -> int:
     return max(1, cores // (placement.ranks_on_node or placement.world_size))
 
 
-def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = "nccl") -> None:
+def join_world(trainer: TrainerConfig, placement: RankPlacement, cuda_backend: str = "nccl") -> None:
     """Meet the other ranks of the configured layout, each on its device.
 
     Args:
@@ -48,7 +48,7 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
     Raises:
         TrainerError: the world's size differs from the layout's, or the other ranks did not arrive in time.
     """
-    parallel = config.trainer.parallel
+    parallel = trainer.parallel
     if placement.world_size != parallel.world_size:
         raise TrainerError(
             f"the world has {counted(placement.world_size, 'rank')}, but tensor * pipeline * context * data is "
@@ -61,7 +61,7 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(placement.local_rank)
-    start = timedelta(seconds=config.trainer.start_timeout_s)
+    start = timedelta(seconds=trainer.start_timeout_s)
     try:
         store = dist.PrefixStore(placement.key, _meet(placement, start))
     except (dist.DistError, RuntimeError, OSError) as error:
@@ -81,7 +81,7 @@ def join_world(config: RunConfig, placement: RankPlacement, cuda_backend: str = 
         store=store,
         rank=placement.rank,
         world_size=placement.world_size,
-        timeout=timedelta(seconds=config.trainer.step_timeout_s),
+        timeout=timedelta(seconds=trainer.step_timeout_s),
     )
 
 

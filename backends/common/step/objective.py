@@ -11,7 +11,7 @@ from slime_like.algorithms.importance import find_correction
 from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, check_terms, find_policy
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
-from slime_like.config import AlgorithmConfig, RunConfig
+from slime_like.config import AlgorithmConfig
 from slime_like.errors import TrainerError
 from slime_like.plugins.traceback import naming
 from slime_like.trajectory import PackedTrajectory
@@ -20,9 +20,9 @@ from slime_like.trajectory import PackedTrajectory
 class Objective:
     """The configured loss of a policy, and the source of its old logprobs."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._loss = configured_loss(config.algorithm)
-        self._freezes = not (config.supervised or config.algorithm.scores_policy)
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self._loss = configured_loss(algorithm)
+        self._freezes = not (algorithm.loss == "sft" or algorithm.scores_policy)
 
     def add(
         self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor

@@ -71,7 +71,11 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
+<<<<<<< HEAD
         self._objective = objective_of(self._role.head)(config)
+=======
+        self._objective = OBJECTIVES[self._role.head](config.algorithm)
+>>>>>>> main
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -162,13 +166,15 @@ class TrainerBase(TrainerBackend):
 
     def _open(self) -> None:
         problems, on_cuda = self._machine_problems(), torch.cuda.is_available()
+        mapped = self.config.engines_map_memory
         if on_cuda:
-            problems += [*rejected_on_cuda(self.config.model), *allocator_problems(self.config, os.environ)]
+            problems += rejected_on_cuda(self.config.model)
+            problems += allocator_problems(self.config.sync.transport, mapped, os.environ)
         if problems:
             raise ConfigError(problems)
         if on_cuda:
-            use_expandable_segments(self.config, os.environ)
-        prepare_processor(self.config, self.placement)
+            use_expandable_segments(mapped, os.environ)
+        prepare_processor(self.config.trainer, self.placement)
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self._build()
 

@@ -33,7 +33,7 @@ def reset_added(model: nn.Module) -> None:
     """Initialize added modules, whose memory is new."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == ADDED:
-            module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()
 
 
 def is_added(parameter: str) -> bool:

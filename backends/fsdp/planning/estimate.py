@@ -11,17 +11,18 @@ from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import model_input
+from backends.fsdp.model import sharded_meta_model
 from backends.fsdp.parallel import Groups
 from backends.fsdp.planning.sharded_shapes import GATHERED, GRADIENTS, ShardedShapes
 from backends.fsdp.weights import shard_of
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.trajectory import PackedTrajectory
 
 
-def rank_kinds(config: RunConfig) -> list[RankKind]:
+def rank_kinds(trainer: TrainerConfig) -> list[RankKind]:
     """Return one kind for all ranks. The last context rank keeps most of the gathered keys, so it comes first."""
-    layout = config.trainer.parallel
+    layout = trainer.parallel
     ranks = list(range(layout.world_size))
     ranks.insert(0, ranks.pop(layout.context - 1))
     return [RankKind("all ranks", tuple(ranks))]
@@ -30,7 +31,7 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
     """See ``slime_like.interfaces.Planner.estimate``."""
     with fake_world(rank, config.trainer.parallel.world_size, parallel.leave):
-        return _Rank(config, parallel.build_groups(config)).estimate(rank)
+        return _Rank(config, parallel.build_groups(config.trainer)).estimate(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _Rank:
     def __init__(self, config: RunConfig, groups: Groups) -> None:
         self._config, self._groups = config, groups
         self._trace = Trace()
-        self._shapes = ShardedShapes(config, groups, self._trace)
+        self._shapes = ShardedShapes(sharded_meta_model(config, groups), self._trace, config.trainer.optimizer.offload)
         self._model = self._shapes.model
 
     def estimate(self, rank: int) -> RankEstimate:

@@ -9,22 +9,24 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from backends.common.step.trace import META, Counted, Trace
-from backends.fsdp.model import LogprobModel, sharded_meta_model
-from backends.fsdp.parallel import Groups
-from slime_like.config import RunConfig
+from backends.fsdp.model import LogprobModel
 
 GATHERED, GRADIENTS = "gathered", "gradients"
 """Labels of gathered weights with their buffers, and of float32 gradients, whole or summed, with their messages."""
 
 
 class ShardedShapes:
-    """A model whose parameter shards, and everything FSDP makes from them, are on torch's meta device."""
+    """A model whose parameter shards, and everything FSDP makes from them, are on torch's meta device.
 
-    def __init__(self, config: RunConfig, groups: Groups, trace: Trace) -> None:
-        self.model: LogprobModel = sharded_meta_model(config, groups)
+    Attributes:
+        on_host: gradients move to host memory as soon as they are summed.
+    """
+
+    def __init__(self, model: LogprobModel, trace: Trace, on_host: bool) -> None:
+        self.model = model
         self._messages = {GATHERED: Counted(), GRADIENTS: Counted()}
         self._trace = trace
-        self._on_host = config.trainer.optimizer.offload
+        self._on_host = on_host
         for module in self._sharded():
             self._put_on_meta(_group(module))
 

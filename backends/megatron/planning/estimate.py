@@ -1,6 +1,5 @@
 """Estimate of one rank on GPUs, without GPUs: its real shard, DDP and optimizer on shapes, and a traced step."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from backends.megatron.overlap import Communication
 from backends.megatron.parallel import alone_as
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
 
@@ -29,14 +28,14 @@ _HOST_COPIES = 4
 """float32 copies of every parameter updated in host memory: main weight, gradient, both moments."""
 
 
-def rank_kinds(config: RunConfig) -> list[RankKind]:
+def rank_kinds(trainer: TrainerConfig) -> list[RankKind]:
     """Group ranks by pipeline stage: stages differ in layers, ends, and micro-batches in flight.
 
     If keys are gathered, the last context rank keeps most of them, so it comes first.
     """
-    layout = config.trainer.parallel
+    layout = trainer.parallel
     size = layout.tensor * layout.context * layout.data
-    gathers = context_layout_of(planned_attention(config)) == "contiguous"
+    gathers = context_layout_of(planned_attention(trainer)) == "contiguous"
     worst = layout.tensor * (layout.context - 1) if gathers else 0
     kinds = []
     for stage in range(layout.pipeline):
@@ -46,32 +45,20 @@ def rank_kinds(config: RunConfig) -> list[RankKind]:
     return kinds
 
 
-def planned_attention(config: RunConfig) -> Attention:
+def planned_attention(trainer: TrainerConfig) -> Attention:
     """Return the traced attention. Transformer Engine's layers need CUDA, so ours represent them."""
-    asked = config.trainer.attention
-    if asked == "auto" and config.trainer.share_prefixes:
+    asked = trainer.attention
+    if asked == "auto" and trainer.share_prefixes:
         return "allgather"
     return "ring" if asked == "auto" or asked == "transformer_engine" else asked
 
 
 def estimate(config: RunConfig, rank: int) -> RankEstimate:
     """See ``slime_like.interfaces.Planner.estimate``."""
-    with _rank_alone(config, rank) as followed:
-        return followed.estimate(rank)
-
-
-def holdings(config: RunConfig, rank: int) -> dict[str, int]:
-    """Return fields of ``TrainerMemory`` that ``rank`` holds throughout a run. Exact, and faster than ``estimate``."""
-    with _rank_alone(config, rank) as followed:
-        return followed.holdings()
-
-
-@contextlib.contextmanager
-def _rank_alone(config: RunConfig, rank: int) -> Iterator["_Rank"]:
-    trainer = config.trainer.model_copy(update={"attention": planned_attention(config)})
+    trainer = config.trainer.model_copy(update={"attention": planned_attention(config.trainer)})
     local = config.model_copy(update={"trainer": trainer})
-    with alone_as(local, rank, on_meta=True):
-        yield _Rank(local)
+    with alone_as(trainer, rank, on_meta=True):
+        return _Rank(local).estimate(rank)
 
 
 class _Rank:
@@ -79,10 +66,13 @@ class _Rank:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self._chunks = build_meta_chunks(config, self._dimensions)
-        self._wrapped = wrap_for_data_parallel(config, self._chunks)
-        self._optimizer = Optimizer(config, self._wrapped)
+        self._chunks = build_meta_chunks(
+            config.model, config.trainer, self._dimensions, config.algorithm.entropy_coef > 0
+        )
+        self._wrapped = wrap_for_data_parallel(config.trainer.optimizer, self._chunks)
+        self._optimizer = Optimizer(config.trainer.optimizer, config.total_updates, self._wrapped)
         self._communication = Communication(self._wrapped)
         self._communication.attach()
         self._trace = Trace()
@@ -90,8 +80,8 @@ class _Rank:
             self._communication.settle_weights()  # otherwise the first forward pass would do so
 
     def estimate(self, rank: int) -> RankEstimate:
-        passes = Passes(self._config, self._dimensions, self._trace)
-        attention, chunks = planned_attention(self._config), list(zip(self._chunks, self._wrapped, strict=True))
+        passes = Passes(self._config.trainer, self._dtype, self._dimensions, self._trace)
+        attention, chunks = planned_attention(self._config.trainer), list(zip(self._chunks, self._wrapped, strict=True))
         packs = worst_packs(self._config, context_layout_of(attention))
         per_pack = [[passes.run(chunk, wrapped, pack) for chunk, wrapped in chunks] for pack in packs]
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), self._config.trainer.parallel.pipeline
@@ -110,10 +100,6 @@ class _Rank:
             communicators=communicators(),
             layers=f"local layers, {attention} attention",
         )
-
-    def holdings(self) -> dict[str, int]:
-        self._update()
-        return _holdings_of(self._chunks, self._wrapped, self._optimizer)
 
     def _memory(
         self, per_pack: Sequence[Sequence[ChunkPasses]], worst: int, peak: WindowPeak, standing: int, update_bytes: int
@@ -162,7 +148,7 @@ class _Rank:
             return ()
         ranks = tuple(torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()))
         rows = -(-tokens // (layout.context * (layout.tensor if layout.sequence else 1)))
-        nbytes = rows * self._dimensions.hidden_size * getattr(torch, self._config.model.dtype).itemsize
+        nbytes = rows * self._dimensions.hidden_size * self._dtype.itemsize
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         forwards, backwards = chunks - int(last), chunks - int(first)

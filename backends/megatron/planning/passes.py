@@ -19,7 +19,7 @@ from backends.megatron.head import LogprobModel
 from backends.megatron.installed import Patch, applied
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.planning.in_flight import PassMemory
-from slime_like.config import RunConfig
+from slime_like.config import TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
@@ -49,16 +49,15 @@ class Passes:
         standing: bytes of buffers that Megatron creates in its first pass and keeps.
     """
 
-    def __init__(self, config: RunConfig, dimensions: ModelDimensions, trace: Trace) -> None:
-        self._config, self._trace = config, trace
-        self._dtype = getattr(torch, config.model.dtype)
+    def __init__(self, trainer: TrainerConfig, dtype: torch.dtype, dimensions: ModelDimensions, trace: Trace) -> None:
+        self._trainer, self._dtype, self._trace = trainer, dtype, trace
         self._hidden_size = dimensions.hidden_size
-        layout = config.trainer.parallel
+        layout = trainer.parallel
         # An interleaved pipeline keeps its outputs, because it may still be sending them (see model.py).
         self._frees_output = layout.pipeline > 1 and layout.virtual_pipeline == 1
         self._sequence_size = layout.tensor if layout.sequence else 1
         # Boundaries and rows stay real: their values determine shapes.
-        self._builder = BatchBuilder(config, dimensions, torch.device("cpu"))
+        self._builder = BatchBuilder(trainer, dtype, dimensions, torch.device("cpu"))
         self.standing = 0
 
     def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:
@@ -93,7 +92,7 @@ class Passes:
         trace = self._trace
         base, host = trace.restart(), _OffloadedShapes([wrapped], HostPool())
         batch = self._builder.build([pack])[0]
-        with host.saving() if self._config.trainer.activation_offload else contextlib.nullcontext():
+        with host.saving() if self._trainer.activation_offload else contextlib.nullcontext():
             output = self._forward(chunk, wrapped, batch)
         shape = output.shape
         if not chunk.post_process:

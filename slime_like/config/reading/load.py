@@ -1,4 +1,4 @@
-"""Read a validated ``RunConfig`` from a YAML file and flags, and write one.
+"""Read a validated configuration from a YAML file and flags, and write one.
 
 OmegaConf merges the file with the flags and resolves ``${other.field}``; pydantic validates the result.
 """

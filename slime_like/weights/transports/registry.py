@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slime_like.config import RunConfig
+from slime_like.config import ClusterConfig, SyncConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.delta import DeltaReceiver, DeltaSender
@@ -18,7 +18,9 @@ AUTO, COLOCATED = "auto", "colocated"
 _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"
 
 
-def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Libraries, engines: Libraries) -> str:
+def transport_of(
+    sync: SyncConfig, cluster: ClusterConfig, on_cuda: bool, num_hosts: int, trainers: Libraries, engines: Libraries
+) -> str:
     """Resolve ``sync.transport`` to a transport.
 
     Args:
@@ -29,9 +31,9 @@ def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Lib
     Raises:
         ConfigError: the chosen transport can't connect them.
     """
-    chosen, by_default = config.sync.transport, ("nccl", COLOCATED, "shared_memory", "gloo")
+    chosen, by_default = sync.transport, ("nccl", COLOCATED, "shared_memory", "gloo")
     problems = {
-        name: _problem(name, config, on_cuda, num_hosts) or _mixed(name, on_cuda, trainers, engines)
+        name: _problem(name, sync, cluster, on_cuda, num_hosts) or _mixed(name, on_cuda, trainers, engines)
         for name in by_default
     }
     # Without GPUs, one segment serves all workers of a host, and gloo can send only the changes.
@@ -41,9 +43,9 @@ def transport_of(config: RunConfig, on_cuda: bool, num_hosts: int, trainers: Lib
     return best if chosen == AUTO else chosen
 
 
-def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str | None:
+def _problem(name: str, sync: SyncConfig, cluster: ClusterConfig, on_cuda: bool, num_hosts: int) -> str | None:
     """Explain why this transport can't reach every engine process from every trainer rank; ``None`` if it can."""
-    shared = config.cluster.placement == "colocated"
+    shared = cluster.placement == "colocated"
     if name == "shared_memory" and num_hosts > 1:
         return f"reaches one host, but trainers and engines are on {num_hosts}"
     if name == "nccl" and not on_cuda:
@@ -52,7 +54,7 @@ def _problem(name: str, config: RunConfig, on_cuda: bool, num_hosts: int) -> str
         return "needs a separate device for every process, but engines share the trainers' (cluster.placement)"
     if name == COLOCATED and not shared:
         return "needs engines on the trainers' devices: cluster.placement=colocated"
-    if name == COLOCATED and config.sync.delta == "always":
+    if name == COLOCATED and sync.delta == "always":
         return "sends whole tensors, but sync.delta=always asks for changes"
     return None
 

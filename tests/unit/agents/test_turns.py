@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -230,3 +231,15 @@ def test_a_special_token_in_a_turn_stays_where_the_client_has_its_text_alone() -
     odd = [*TOKENIZER.encode("b<user>c"), TOKENIZER.eos_token_id]
     turns.record(prompt, generation(odd), said("bc"))
     assert turns.prompt([user("a"), said("bc"), user("b<user>c")], []).parent is turns.turns[0]
+
+
+def test_further_fields_keep_what_each_turn_recorded() -> None:
+    turns, history, read = tree(), [user("a")], [0]
+    for value, text in enumerate("bc"):
+        prompt = turns.prompt(history, [])
+        tokens = TOKENIZER.encode(text, add_special_tokens=False) + [TOKENIZER.eos_token_id]
+        read.append(len(prompt.token_ids) + len(tokens) - 1)
+        turns.record(prompt, replace(generation(tokens), fields={"layers": np.full(read[-1], value)}), said(text))
+        history = [*history, said(text), user("d")]
+    (row,) = turns.rows()
+    assert row.segment.fields["layers"].tolist() == [0] * read[1] + [1] * (read[2] - read[1])

@@ -43,15 +43,17 @@ def test_segments_expand_unless_engines_map_them(
     settings: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
     config = _config(**sections)
-    use_expandable_segments(config, environment)
+    mapped, transport = config.engines_map_memory, config.sync.transport
+    use_expandable_segments(mapped, environment)
     assert settings == ["expandable_segments:True"] * expandable
-    assert [OURS.items() <= environment.items() for _ in allocator_problems(config, environment)] == [True] * rejected
+    problems = list(allocator_problems(transport, mapped, environment))
+    assert [OURS.items() <= environment.items() for _ in problems] == [True] * rejected
 
 
 @pytest.mark.parametrize(("sections", "rejected"), [(ALONE, True), (BESIDE, False)])
 def test_sglangs_memory_saver_rejects_expandable_segments(sections: dict[str, Any], rejected: bool) -> None:
     config = _config(**sections)
-    problem = memory_saver_problem(config, OURS)
+    problem = memory_saver_problem(config.rollout, config.cluster, OURS)
     assert (problem is not None) is rejected
     assert not rejected or "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in str(problem)
-    assert memory_saver_problem(config, {}) is None
+    assert memory_saver_problem(config.rollout, config.cluster, {}) is None

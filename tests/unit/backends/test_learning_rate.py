@@ -30,7 +30,9 @@ def test_rates_equal_megatrons(decay: str, warmup: int) -> None:
     scheduler = _scheduler([group], **rates, lr_decay_style=decay, wd_incr_style="constant")
     for update in range(1, updates + 3):
         scheduler.step(1)
-        assert learning_rate(config, update) == pytest.approx(group["lr"], rel=1e-12), update
+        assert learning_rate(config.trainer.optimizer, config.total_updates, update) == pytest.approx(
+            group["lr"], rel=1e-12
+        ), update
 
 
 @pytest.mark.parametrize("final", [None, 0.05, 0.4])
@@ -42,6 +44,8 @@ def test_weight_decay_equals_megatrons(final: float | None) -> None:
     scheduler = _scheduler([matrix, norm], **rates, **decays)
     for update in range(1, 8):
         scheduler.step(1)
-        assert weight_decay(config, update) == pytest.approx(matrix["weight_decay"], rel=1e-12), update
+        assert weight_decay(config.trainer.optimizer, config.total_updates, update) == pytest.approx(
+            matrix["weight_decay"], rel=1e-12
+        ), update
         assert norm["weight_decay"] == 0.0
-    assert weight_decay(config, 5) == pytest.approx(final or 0.05)
+    assert weight_decay(config.trainer.optimizer, config.total_updates, 5) == pytest.approx(final or 0.05)

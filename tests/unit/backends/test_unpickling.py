@@ -169,10 +169,10 @@ def test_common_values_must_be_an_object(stored: Path, rejects: Rejects) -> None
 
 def test_weights_must_be_floating_point_numbers(tmp_path: Path, rejects: Rejects) -> None:
     class Forged(FsdpConverter):
-        def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> Any:
+        def open_checkpoint(self, checkpoint: Path) -> Any:
             return SimpleNamespace(tensors={"a": TensorInfo("bool", (1,))}, groups=[["a"]])
 
     config = RunConfig.model_validate({"run_dir": tmp_path, "steps": 1, "model": {"path": tmp_path}})
     options = ConversionOptions("auto", 10**6, 1, allow_nan=False)
     with rejects(CheckpointError, "checkpoint-damaged"):
-        Forged().to_hugging_face(config, tmp_path, tmp_path / "out", options, lambda *_: None)
+        Forged(config.model, config.trainer).to_hugging_face(tmp_path, tmp_path / "out", options, lambda *_: None)

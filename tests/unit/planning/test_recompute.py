@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.config import RunConfig
+from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.hardware import GIB
 from slime_like.planning.recompute import ERROR, fewest_recomputed
@@ -20,7 +20,7 @@ class Planner:
     def __init__(self) -> None:
         self.tried: list[int] = []
 
-    def rank_kinds(self, config: RunConfig) -> list[RankKind]:
+    def rank_kinds(self, trainer: TrainerConfig) -> list[RankKind]:
         return [RankKind("stage 1 of 1", (0,))]
 
     def estimate(self, config: RunConfig, rank: int) -> RankEstimate:

@@ -22,7 +22,7 @@ def _config(tensor: int = 1, **engine_args: Any) -> RunConfig:
 
 
 def test_environment_on_a_gpu() -> None:
-    found = arguments.environment(_config(2), cpu=False)
+    found = arguments.environment(_config(2).rollout, cpu=False)
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
     assert not {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & found.keys()
@@ -30,7 +30,7 @@ def test_environment_on_a_gpu() -> None:
 
 @pytest.mark.parametrize(("tensor", "in_process"), [(1, True), (2, False)])
 def test_environment_on_a_cpu(tensor: int, in_process: bool) -> None:
-    found = arguments.environment(_config(tensor), cpu=True)
+    found = arguments.environment(_config(tensor).rollout, cpu=True)
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in found) == in_process
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in found
 
@@ -40,7 +40,7 @@ def test_cuda_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "eth0"})
     seen: list[str | None] = []
     monkeypatch.setattr(arguments, "on_cpu", lambda: not seen.append(os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")))
-    arguments.prepare_environment(_config())
+    arguments.prepare_environment(_config().rollout)
     assert seen == ["1"]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"  # set by the user
 

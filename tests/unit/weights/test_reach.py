@@ -45,7 +45,8 @@ def choose(
     raw = {"run_dir": "unused", "model": {"path": "unused"}, "sync": sync}
     raw |= {"rollout": {"num_engines": colocated or 1}}
     raw |= {"cluster": {"placement": "separate" if colocated is None else "colocated"}}
-    return transport_of(RunConfig.model_validate(raw), on_cuda, num_hosts, HERE_AND_THERE, engines)
+    config = RunConfig.model_validate(raw)
+    return transport_of(config.sync, config.cluster, on_cuda, num_hosts, HERE_AND_THERE, engines)
 
 
 @pytest.mark.parametrize(("on_cuda", "num_hosts", "colocated", "auto", "reaching"), SITUATIONS)

@@ -11,7 +11,7 @@ from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoi
 from backends.megatron.conversion.offline.plan import plan_ranks
 from backends.megatron.conversion.offline.to_megatron import to_megatron
 from backends.megatron.families import family_of
-from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config import ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 from slime_like.models.dimensions import ModelDimensions
 
@@ -19,35 +19,32 @@ from slime_like.models.dimensions import ModelDimensions
 class MegatronConverter(HuggingFaceConverter):
     """See ``slime_like.interfaces.conversion.Converter``."""
 
-    def prove(self, config: RunConfig) -> dict[str, tuple[int, ...]]:
-        dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        plan_ranks(_without_replicas(config), dimensions)
+    def prove(self) -> dict[str, tuple[int, ...]]:
+        dimensions = ModelDimensions.from_checkpoint(self.model.path)
+        plan_ranks(self.model, _without_replicas(self.trainer), dimensions)
         return {name: tuple(shape) for name, shape in family_of(dimensions).hf_shapes(dimensions).items()}
 
-    def to_checkpoint(
-        self, config: RunConfig, output: Path, options: ConversionOptions, report: Report
-    ) -> ConversionSummary:
-        return to_megatron(config, output, options, report)
+    def to_checkpoint(self, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
+        return to_megatron(self.model, self.trainer, output, options, report)
 
-    def open_checkpoint(self, config: RunConfig, checkpoint: Path) -> TensorSource:
-        return MegatronSource(config, checkpoint)
+    def open_checkpoint(self, checkpoint: Path) -> TensorSource:
+        return MegatronSource(self.model, self.trainer, checkpoint)
 
 
-def _without_replicas(config: RunConfig) -> RunConfig:
+def _without_replicas(trainer: TrainerConfig) -> TrainerConfig:
     """Return the layout with the fewest ranks that hold every shard: only replicas that experts are spread over."""
-    layout = config.trainer.parallel
+    layout = trainer.parallel
     fewest = {"context": 1, "data": layout.expert // math.gcd(layout.expert, layout.tensor)}
-    trainer = config.trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
-    return config.model_copy(update={"trainer": trainer})
+    return trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
 
 
 class MegatronSource:
     """A Megatron checkpoint. Tensors of one parameter are read together."""
 
-    def __init__(self, config: RunConfig, checkpoint: Path) -> None:
-        one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
-        dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        (plan,) = plan_ranks(config.model_copy(update={"trainer": one_rank}), dimensions)
+    def __init__(self, model: ModelConfig, trainer: TrainerConfig, checkpoint: Path) -> None:
+        one_rank = trainer.model_copy(update={"parallel": ParallelConfig()})
+        dimensions = ModelDimensions.from_checkpoint(model.path)
+        (plan,) = plan_ranks(model, one_rank, dimensions)
         plans = [parameter for parameter in plan.parameters if parameter.placement.rule.exported]
         self._checkpoint = MegatronCheckpoint(checkpoint, plans)
         self._plans = {plan.placement.source_names()[0]: plan for plan in plans}

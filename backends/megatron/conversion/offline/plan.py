@@ -20,7 +20,7 @@ from backends.megatron.conversion.placement import Placement, named_weights, pla
 from backends.megatron.families import family_of
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.parallel import alone_as
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
 
@@ -73,24 +73,24 @@ class RankPlan:
     objects: tuple[ShardedObject, ...]
 
 
-def plan_ranks(config: RunConfig, dimensions: ModelDimensions) -> list[RankPlan]:
-    """Plan every rank of ``config.trainer.parallel``. The plans provably hold every tensor element exactly once.
+def plan_ranks(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions) -> list[RankPlan]:
+    """Plan every rank of ``trainer.parallel``. The plans provably hold every tensor element exactly once.
 
     Raises:
         CheckpointError: the rules of the model's family do not cover the model.
     """
     # Local layers have the canonical names, and need neither CUDA nor Transformer Engine.
-    local = config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": "ring"})})
-    plans = [_plan_rank(local, dimensions, rank) for rank in range(local.trainer.parallel.world_size)]
+    local = trainer.model_copy(update={"attention": "ring"})
+    plans = [_plan_rank(model, local, dimensions, rank) for rank in range(trainer.parallel.world_size)]
     require_exactly_once(plans, dimensions)
     return plans
 
 
-def _plan_rank(config: RunConfig, dimensions: ModelDimensions, rank: int) -> RankPlan:
+def _plan_rank(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions, rank: int) -> RankPlan:
     parameters: list[ParameterPlan] = []
     objects: list[ShardedObject] = []
-    with alone_as(config, rank):
-        for chunk in build_meta_chunks(config, dimensions):
+    with alone_as(trainer, rank):
+        for chunk in build_meta_chunks(model, trainer, dimensions):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
             main = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}

@@ -25,7 +25,7 @@ from backends.common.process.agreement import listed
 from backends.megatron.conversion.load import open_checked
 from backends.megatron.conversion.offline.megatron_files import write_entry, write_index, write_object
 from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.models.converted import MODEL, WEIGHTS, write_description
@@ -35,22 +35,24 @@ from slime_like.system.threads import Tracker
 _Job = FileJob[RankPlan]
 
 
-def to_megatron(config: RunConfig, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
+def to_megatron(
+    model: ModelConfig, trainer: TrainerConfig, output: Path, options: ConversionOptions, report: Report
+) -> ConversionSummary:
     """See ``Converter.to_checkpoint``."""
-    source, dimensions = config.model.path, ModelDimensions.from_checkpoint(config.model.path)
-    plans = plan_ranks(config, dimensions)
+    source, dimensions = model.path, ModelDimensions.from_checkpoint(model.path)
+    plans = plan_ranks(model, trainer, dimensions)
     with open_checked(source, dimensions, compares_copies=True) as checkpoint:
         jobs = _jobs(_cast(plans, checkpoint, options), options.max_file_bytes)
         request = {
             "what": "to-megatron",
             "source": str(source.resolve()),
             "files": fingerprint(source),
-            "layout": config.trainer.parallel.model_dump(),
+            "layout": trainer.parallel.model_dump(),
             "dtype": options.dtype,
             "max_file_bytes": options.max_file_bytes,
         }
         with partial_output(output, request) as partial:
-            return _convert(config, _ToMegatron(source, partial, options, checkpoint), jobs, report)
+            return _convert(trainer.parallel, _ToMegatron(source, partial, options, checkpoint), jobs, report)
 
 
 def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[RankPlan]:
@@ -124,7 +126,7 @@ class _ToMegatron(Conversion[RankPlan]):
         return values
 
 
-def _convert(config: RunConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
+def _convert(parallel: ParallelConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
     partial, parameters = work.partial, [parameter for job in jobs for parameter in job.content.parameters]
     with refused_by_disk(partial.path):
         (partial.path / WEIGHTS).mkdir(exist_ok=True)
@@ -140,7 +142,7 @@ def _convert(config: RunConfig, work: _ToMegatron, jobs: Sequence[_Job], report:
         facts = {
             "source": str(work.source.resolve()),
             "dtype": str(dtype).removeprefix("torch."),
-            "parallel": config.trainer.parallel.model_dump(),
+            "parallel": parallel.model_dump(),
         }
         write_description(partial.path, facts)
         partial.commit()

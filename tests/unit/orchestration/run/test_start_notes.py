@@ -70,4 +70,7 @@ def test_a_warm_up_that_outlasts_the_run(warmup: int, reported: bool) -> None:
     algorithm = {"minibatches": 4, "epochs": 2}
     found = config(trainer={"optimizer": {"warmup_steps": warmup}}, algorithm=algorithm)
     assert any("never reaches" in note for note in settings_notes(found)) == reported
-    assert (max(learning_rate(found, update) for update in range(1, 41)) < found.trainer.optimizer.lr) == reported
+    assert (
+        max(learning_rate(found.trainer.optimizer, found.total_updates, update) for update in range(1, 41))
+        < found.trainer.optimizer.lr
+    ) == reported
