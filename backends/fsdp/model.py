@@ -229,13 +229,9 @@ def _model(settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, 
             f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"
         )
     names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
-<<<<<<< HEAD
-    model = LogprobModel(hugging_face, names, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
-    add_modules("fsdp", config, model)
+    model = LogprobModel(hugging_face, names, chunk_tokens, entropy_gradient)
+    add_modules("fsdp", settings, model)
     return model
-=======
-    return LogprobModel(hugging_face, names, chunk_tokens, entropy_gradient)
->>>>>>> main
 
 
 def computes_alike(other: Path, model: ModelConfig) -> bool:

@@ -10,6 +10,7 @@ from backends.common.process.rendezvous import join_world
 from backends.common.step.balance import BalanceLoss, balance_loss
 from backends.common.step.packs import require_computable
 from backends.common.trainer.base import TrainerBase
+from backends.common.trainer.roles import variant_of
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import ModelInput, model_input
 from backends.fsdp.model import LogprobModel, build
@@ -47,7 +48,7 @@ class FsdpTrainer(TrainerBase):
     def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
         from backends.fsdp.converter import FsdpConverter
 
-        return FsdpConverter(model, trainer)
+        return variant_of(FsdpConverter)(model, trainer)
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
@@ -62,7 +63,7 @@ class FsdpTrainer(TrainerBase):
         on_cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.model = build(self.config, self.groups, self.device)
-        self.state = FsdpState(self.config, self.model, self.groups, self.device)
+        self.state = variant_of(FsdpState)(self.config, self.model, self.groups, self.device)
 
     def _prepare_training(self) -> Optimizer:
         self._require_own_forward()
@@ -76,12 +77,8 @@ class FsdpTrainer(TrainerBase):
         self.model.requires_grad_(False)
 
     def _require_own_forward(self) -> None:
-<<<<<<< HEAD
         if self._role.head == "logprob":
-            require_own_forward(self.config, self.dimensions, self.model, self._score, self.device)
-=======
-        require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
->>>>>>> main
+            require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

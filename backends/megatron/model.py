@@ -173,7 +173,7 @@ def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[Logprob
     transformer = transformer_config(config.model, config.trainer, dimensions)
     has_engine = uses_transformer_engine(config.trainer, dimensions, torch.cuda.is_available())
     layers: Layers = "transformer_engine" if has_engine else "local"
-    chunks = _build(config.trainer, dimensions, transformer, layers, config.algorithm.entropy_coef > 0)
+    chunks = _build(config.model, config.trainer, dimensions, transformer, layers, config.algorithm.entropy_coef > 0)
     if torch.cuda.is_available():
         for chunk in chunks:
             chunk.cuda(torch.cuda.current_device())
@@ -187,10 +187,11 @@ def build_meta_chunks(
     transformer = transformer_config(model, trainer, dimensions)
     on_host = replace(transformer, use_cpu_initialization=True, perform_initialization=False)
     with torch.device("meta"):
-        return _build(trainer, dimensions, on_host, "local", entropy_gradient)
+        return _build(model, trainer, dimensions, on_host, "local", entropy_gradient)
 
 
 def _build(
+    settings: ModelConfig,
     trainer: TrainerConfig,
     dimensions: ModelDimensions,
     transformer: TransformerConfig,
@@ -223,7 +224,7 @@ def _build(
         model.chunk_tokens = trainer.head_chunk_tokens
         model.entropy_gradient = entropy_gradient
         model.model_type = ModelType.encoder_or_decoder
-        add_modules("megatron", config, model)
+        add_modules("megatron", settings, model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "word_embeddings" in name or "output_layer" in name:

@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from backends.common.trainer.base import TrainerBase
+from backends.common.trainer.roles import variant_of
 from backends.megatron import parallel
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention import machine_problems
@@ -57,7 +58,7 @@ class MegatronTrainer(TrainerBase):
     def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
         from backends.megatron.conversion.offline.converter import MegatronConverter
 
-        return MegatronConverter(model, trainer)
+        return variant_of(MegatronConverter)(model, trainer)
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
@@ -68,7 +69,7 @@ class MegatronTrainer(TrainerBase):
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
         self.chunks = build_chunks(self.config, self.dimensions)
         self.device = next(self.chunks[0].parameters()).device
-        self.state = MegatronState(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
+        self.state = variant_of(MegatronState)(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
 
     def _prepare_training(self) -> Optimizer:
         self.wrapped = self.state.wrapped = wrap_for_data_parallel(self.config.trainer.optimizer, self.chunks)

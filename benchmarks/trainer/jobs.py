@@ -82,13 +82,8 @@ def planned_bytes(config: RunConfig) -> int:
 
     The plan's reserve and fragmentation are not allocations of torch.
     """
-<<<<<<< HEAD
-    backend = plannable_backend(config)
-    ((kind, estimate),) = estimated_kinds(config, backend, backend.planner().rank_kinds(config))
-=======
     backend = plannable_backend(config.trainer.backend)
     ((kind, estimate),) = estimated_kinds(config, backend, backend.planner().rank_kinds(config.trainer))
->>>>>>> main
     training, *_ = trainer_phases(PlannedRun.of(config), None, kind, estimate)
     return sum(nbytes for name, nbytes in training.items.items() if not name.endswith("(assumed)"))
 

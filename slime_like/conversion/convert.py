@@ -8,13 +8,8 @@ from collections.abc import Iterator
 
 from slime_like.config import LoggingConfig, ModelConfig, TrainerConfig
 from slime_like.errors import ConfigError
-<<<<<<< HEAD
-from slime_like.interfaces import backend_of
-from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Converter, Report, TensorSource
-=======
 from slime_like.interfaces import load_backend
 from slime_like.interfaces.conversion import Converter, Report
->>>>>>> main
 from slime_like.observability.names import CONVERSION_SPEED
 from slime_like.observability.progress import Progress
 
@@ -30,11 +25,7 @@ def converter_of(model: ModelConfig, trainer: TrainerConfig) -> Converter:
     # Megatron warns about every package that would make training faster, but nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
-<<<<<<< HEAD
-    backend = backend_of(config)
-=======
     backend = load_backend(trainer.backend)
->>>>>>> main
     if not hasattr(backend, "converter"):
         raise ConfigError(f"trainer.backend={trainer.backend} does not convert checkpoints; use megatron")
     converter: Converter = backend.converter(model, trainer)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from slime_like.interfaces.trainer import RankPlacement as RankPlacement
     from slime_like.interfaces.trainer import Scores as Scores
     from slime_like.interfaces.trainer import TrainerBackend as TrainerBackend
-    from slime_like.interfaces.trainer import backend_of as backend_of
     from slime_like.interfaces.trainer import load_backend as load_backend
     from slime_like.interfaces.weights import BucketMetadata as BucketMetadata
     from slime_like.interfaces.weights import Manifest as Manifest

@@ -181,11 +181,6 @@ class TrainerBackend(Protocol):
         """Leave the process groups."""
 
 
-def backend_of(config: RunConfig) -> type[TrainerBackend]:
-    """Return the trainer class of a run. Raises ``ConfigError`` like ``load_backend``."""
-    return load_backend(config.trainer.backend)
-
-
 def load_backend(name: str) -> type[TrainerBackend]:
     """Return the trainer class registered as ``name``.
 

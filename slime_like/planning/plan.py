@@ -39,7 +39,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     Raises:
         ConfigError: the backend is unknown or cannot be planned.
     """
-    started, backend = time.monotonic(), plannable_backend(run.config)
+    started, backend = time.monotonic(), plannable_backend(run.config.trainer.backend)
     config = chosen_recompute(run.config)
     dimensions, needs = counted_dimensions(config, run.dimensions, backend), training_needs(config)
     run = replace(run, config=config, dimensions=dimensions)

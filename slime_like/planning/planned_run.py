@@ -8,7 +8,7 @@ from typing import Self
 from slime_like.algorithms.packing.prefixes import pays
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import TrainerBackend, backend_of
+from slime_like.interfaces import TrainerBackend, load_backend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import Hardware
@@ -108,15 +108,15 @@ class PlannedRun:
         return not self.config.supervised and not self.config.debug.load_rollouts
 
 
-def plannable_backend(config: RunConfig) -> type[TrainerBackend]:
-    """Return the run's trainer backend.
+def plannable_backend(name: str) -> type[TrainerBackend]:
+    """Return the trainer backend of this name.
 
     Raises:
         ConfigError: it is unknown, or has no estimate of what it needs.
     """
-    backend = backend_of(config)
+    backend = load_backend(name)
     if not hasattr(backend, "planner"):
-        problem = f"trainer.backend={config.trainer.backend} cannot be planned: it has no estimate; plan with megatron"
+        problem = f"trainer.backend={name} cannot be planned: it has no estimate; plan with megatron"
         raise ConfigError(problem, code="backend-not-planned")
     return backend
 

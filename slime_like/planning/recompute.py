@@ -38,7 +38,7 @@ def chosen_recompute(config: RunConfig) -> RunConfig:
     run = PlannedRun.of(config)
     if layout_problems(config.trainer.parallel, run.dimensions):
         return config
-    fitted = fewest_recomputed(run, plannable_backend(config))
+    fitted = fewest_recomputed(run, plannable_backend(config.trainer.backend))
     return with_recompute(run, "full").config if fitted is None else fitted.run.config
 
 

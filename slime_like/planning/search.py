@@ -67,7 +67,7 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
             "single values of trainer.parallel.context and data instead",
             code="backend-not-searched",
         )
-    backend = plannable_backend(run.config)
+    backend = plannable_backend(run.config.trainer.backend)
     possible = sorted(filter(_could_fit, _layouts(run)), key=_rough_time)
     found: list[Candidate] = []
     rejections: list[list[str]] = []

@@ -71,11 +71,7 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
-<<<<<<< HEAD
-        self._objective = objective_of(self._role.head)(config)
-=======
-        self._objective = OBJECTIVES[self._role.head](config.algorithm)
->>>>>>> main
+        self._objective = objective_of(self._role.head)(config.algorithm)
         self._step = StepSums()
 
     # ----------------------------------------------------------------------------------------- what a backend computes

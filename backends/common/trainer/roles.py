@@ -1,32 +1,43 @@
 """What a role adds to a model's modules and minimizes, by import path: an adapter or a critic needs one line here."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from slime_like.config import RunConfig
+from slime_like.config import AlgorithmConfig, ModelConfig
 from slime_like.plugins.resolve import resolve
 
 OBJECTIVES = {"logprob": "backends.common.step.objective:Objective"}
 """What a trained role minimizes, by its head. An objective's ``add`` gets the head's outputs in their order."""
 
 ADDERS: dict[str, tuple[str, ...]] = {"megatron": (), "fsdp": ()}
-"""By backend, functions of the configuration and a new model without weights, which add modules named ``ADDED``."""
+"""By backend, functions of the section `model` and a new model without weights, which add modules named ``ADDED``."""
 
 ADDED = "added"
 
+VARIANTS: dict[str, str] = {}
+"""Import paths of subclasses to use instead of a backend's class, such as its state, by that class's name."""
 
-def objective_of(head: str) -> Callable[[RunConfig], Any]:
+_Class = TypeVar("_Class", bound=type)
+
+
+def objective_of(head: str) -> Callable[[AlgorithmConfig], Any]:
     """Return the class of the objective of a role with this head."""
-    found: Callable[[RunConfig], Any] = resolve("head", head, OBJECTIVES)
+    found: Callable[[AlgorithmConfig], Any] = resolve("head", head, OBJECTIVES)
     return found
 
 
-def add_modules(backend: str, config: RunConfig, model: nn.Module) -> None:
+def add_modules(backend: str, settings: ModelConfig, model: nn.Module) -> None:
     """Add what the run needs besides the model itself."""
     for path in ADDERS[backend]:
-        resolve("added module", path, {})(config, model)
+        resolve("added module", path, {})(settings, model)
+
+
+def variant_of(own: _Class) -> _Class:
+    """Return the class to use instead of ``own``, by default itself."""
+    found: _Class = resolve("variant", own.__name__, {own.__name__: own, **VARIANTS})
+    return found
 
 
 def reset_added(model: nn.Module) -> None:

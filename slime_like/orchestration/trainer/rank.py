@@ -11,7 +11,7 @@ import torch
 
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, TrainerBackend, backend_of
+from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, TrainerBackend, load_backend
 from slime_like.orchestration.cluster.node import node_address, require_own_devices, use_cluster_interface, use_log
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
@@ -73,7 +73,7 @@ class TrainerRank:
         use_cluster_interface(gloo=True)
         for name, value in cuda_environment(self._config.trainer, compute_capability(self.device() or "0")).items():
             os.environ.setdefault(name, value)  # CUDA reads it on initialization, which comes later
-        backend = backend_of(self._config)(self._config, placement)
+        backend = load_backend(self._config.trainer.backend)(self._config, placement)
         self._parts[TrainerBackend.__name__] = backend  # ``shutdown`` ends it even if its setup fails
         place = backend.setup_for_scoring(checkpoint) if only_scores else backend.setup()
         training = RankTraining(self._config.roles.scoring, backend, place)

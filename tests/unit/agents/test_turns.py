@@ -237,7 +237,7 @@ def test_further_fields_keep_what_each_turn_recorded() -> None:
     turns, history, read = tree(), [user("a")], [0]
     for value, text in enumerate("bc"):
         prompt = turns.prompt(history, [])
-        tokens = TOKENIZER.encode(text, add_special_tokens=False) + [TOKENIZER.eos_token_id]
+        tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
         read.append(len(prompt.token_ids) + len(tokens) - 1)
         turns.record(prompt, replace(generation(tokens), fields={"layers": np.full(read[-1], value)}), said(text))
         history = [*history, said(text), user("d")]

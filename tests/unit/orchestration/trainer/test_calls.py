@@ -126,7 +126,7 @@ def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, monkeypatch
         monkeypatch.setattr(rank_module, name, lambda *_, **__: None)
     backend = Mock(TrainerBackend)
     backend.setup.return_value = RankCoordinates(0, 0, 0, 0, 0, 1)
-    monkeypatch.setattr(rank_module, "backend_of", lambda config: lambda config, placement: backend)
+    monkeypatch.setattr(rank_module, "load_backend", lambda name: lambda config, placement: backend)
     monkeypatch.setattr(TrainerRank, "device", lambda self: "")
     rank = TrainerRank(RunConfig(run_dir=tmp_path, model=cast(Any, {"path": tmp_path})), "trainer-3")
     assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["rss"] > 0
