@@ -54,12 +54,16 @@ class BalanceLoss:
         tokens: int | None,
         replicas: dist.ProcessGroup,
         device: torch.device,
-    ) -> Self:
+    ) -> Self | None:
         """Create it for a step that divides gradients by ``denominator``; ``tokens`` are this replica's. Collective.
+
+        ``None`` without a coefficient.
 
         Raises:
             TrainerError: the step began without the arguments that the loss needs.
         """
+        if not coefficient:
+            return None
         if denominator is None or tokens is None:
             raise rank_error(
                 "begin_step",
@@ -71,13 +75,15 @@ class BalanceLoss:
         dist.all_reduce(total, group=replicas)
         return cls(coefficient * denominator / int(total), int(total))
 
-    def mean(self, layers: int, device: torch.device) -> Tensor:
-        """Return the mean over layers and tokens, without coefficient: 1 is an even load. Collective over the world."""
+    def figures(self, layers: int, device: torch.device) -> dict[str, Tensor]:
+        """Return fields of ``GRPOStats``: the mean over layers and tokens, without coefficient; 1 is an even load.
+        Collective over the world.
+        """
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self.sums:
             total += torch.stack(self.sums).sum()
         dist.all_reduce(total)
-        return total / (self.tokens * layers)
+        return {"moe_aux_loss": total / (self.tokens * layers)}
 
 
 @dataclass(frozen=True, slots=True)

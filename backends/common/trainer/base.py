@@ -212,9 +212,7 @@ class TrainerBase(TrainerBackend):
             self._zero_gradients()
             coefficient = self.config.algorithm.moe_aux_loss_coef
             self._step = StepSums(denominator)
-            if coefficient:
-                balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
-                self._step.balance = balance
+            self._step.balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         self._step.require_denominator(denominator)
@@ -228,12 +226,12 @@ class TrainerBase(TrainerBackend):
 
     def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
         balance = self._step.balance
-        balanced = None if balance is None else balance.mean(len(self.dimensions.expert_layers), self.device)
+        figures = {} if balance is None else balance.figures(len(self.dimensions.expert_layers), self.device)
         if self._step.sums is None:
             return None
         sums = reduced_over_data(self._step.sums, self.replicas)
         stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
-        return stats if balanced is None else replace(stats, moe_aux_loss=balanced)
+        return replace(stats, **figures)
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
         self._step.require_denominator(denominator)
