@@ -15,7 +15,7 @@ their shared tokens count once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class BalanceLoss:
         dist.all_reduce(total, group=replicas)
         return cls(coefficient * denominator / int(total), int(total))
 
-    def figures(self, layers: int, device: torch.device) -> dict[str, Tensor]:
+    def figures(self, layers: int, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``: the mean over layers and tokens, without coefficient; 1 is an even load.
         Collective over the world.
         """
