@@ -146,9 +146,9 @@ MUTATIONS = [
     ),
     Mutation(
         "rollouts are grouped by the position of rows",
-        "scoring.py",
-        "totals, [rollout.group_id for rollout in rollouts], step)",
-        "totals, [row.group_id for row in trajectories[: len(rollouts)]], step)",
+        "advantages.py",
+        "group_ids = [rollout.group_id for rollout in rollouts]",
+        "group_ids = [row.group_id for rollout in rollouts for row in rollout.rows][: len(rollouts)]",
         "test_rows.py::test_a_rollout_has_one_reward_and_one_advantage",
         room="orchestration/rollout",
     ),

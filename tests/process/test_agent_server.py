@@ -130,7 +130,7 @@ async def test_openai_streamed_equals_unstreamed(said: str) -> None:
         wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
         assert first.finish_reason == wanted
         wished: Any = {"temperature": "0.3", "tool_choice": "required"}
-        wished |= {"chat_template_kwargs": {"x": 1}, "tools": "the chat template renders none"}
+        wished |= {"tools": "the chat template renders none"}
         assert here.session.ignored == wished
         assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
