@@ -22,6 +22,7 @@ import importlib.util, sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
+from functools import partial
 from rollout.sglang import main, stand_ins
 
 def show(*values):
@@ -59,13 +60,14 @@ def ingested(queue, running, paused, arrivals, last=None):
     own.running_batch = SimpleNamespace(is_empty=lambda: not running)
     return own.ingest_requests(), len(arrivals) - len(polls)
 
-def launch(config, *arguments):
+def launch(arguments, *others):
+    config, index = arguments.args
     unknown = config.rollout.model_copy(update={"engine_args": {"no_such_argument": 1}})
     try:
-        usual(config.model_copy(update={"rollout": unknown}), *arguments)
+        usual(partial(arguments.func, config.model_copy(update={"rollout": unknown}), index), *others)
     except main.EngineError as error:
         show(error)
-    return usual(config, *arguments)
+    return usual(arguments, *others)
 
 polls = []
 with patch.object(Scheduler, "ingest_requests", ingest), patch.object(scheduler, "_BURST_GAP_S", 0.0):
