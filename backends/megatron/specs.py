@@ -24,11 +24,7 @@ Layers = Literal["transformer_engine", "local"]
 
 
 def block_spec(
-    family: MegatronFamily,
-    config: TransformerConfig,
-    attention: Attention,
-    layers: Layers,
-    vp_stage: int | None = None,
+    family: MegatronFamily, config: TransformerConfig, attention: Attention, layers: Layers, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the spec of all layers of this rank's (virtual) pipeline stage, including the final norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)

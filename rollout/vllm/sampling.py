@@ -75,11 +75,7 @@ def generations(
 
 
 def _generation(
-    request: GenerationRequest,
-    sample: CompletionOutput,
-    prompt_logprobs: np.ndarray | None,
-    version: int,
-    masks: bool,
+    request: GenerationRequest, sample: CompletionOutput, prompt_logprobs: np.ndarray | None, version: int, masks: bool
 ) -> Generation:
     token_ids = np.asarray(sample.token_ids, dtype=np.int64)
     ids, logprobs = _logprobs(sample.logprobs, len(token_ids))

@@ -125,8 +125,8 @@ class Session:
             raise _CLOSED
         self.ignored |= call.ignored
         if call.tools and not self._chat.renders_tools:
-            self.ignored["tools"] = "the chat template renders none"
-        elif call.tools and not self._form.has_calls:
+            raise CallRejected(400, "tools_not_rendered", "model.path's chat template shows no tools; use another one")
+        if call.tools and not self._form.has_calls:
             self.ignored["tools"] = "calls in the form of the chat template are not read"
         if not self._form.shows_thinking and any(message.reasoning for message in call.messages):
             self.ignored["thinking"] = "the chat template renders none"

@@ -134,24 +134,14 @@ class TurnTree:
         return [turn for turn in reversed(found) if len(turn.keys) == longest]
 
     def _extended(
-        self,
-        chat: ChatFormat,
-        turn: Turn,
-        shown: tuple[Message, ...],
-        keys: tuple[str, ...],
-        tools: Sequence[Tool],
+        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
     ) -> Prompt | None:
         rendering = chat.render(shown, tools)
         tokens = chat.extend(turn.token_ids, turn.text, rendering)
         return None if tokens is None else Prompt(tokens, rendering.text, shown, keys, rendering.text, turn)
 
     def _continued(
-        self,
-        chat: ChatFormat,
-        turn: Turn,
-        shown: tuple[Message, ...],
-        keys: tuple[str, ...],
-        tools: Sequence[Tool],
+        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
     ) -> Prompt | None:
         """Extend a turn that the template writes in other words, by what the template writes after it."""
         ended = len(turn.prompt.messages) + 1

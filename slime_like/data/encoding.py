@@ -110,10 +110,13 @@ class RowEncoder:
         key = self._config.prompt_key
         given = row.get(key)
         if given is None:
-            problem = f"has neither {key!r} nor {self._config.token_ids_key!r}; its keys: {_present(row)}"
-            raise row.fault("no-prompt", problem, f"set data.prompt_key to its key{_or_format(row)}")
+            problem = f"has no value under {key!r} or {self._config.token_ids_key!r}; its keys: {_present(row)}"
+            remedy = f"set data.prompt_key to the key of the prompt{_or_format(row)}, or remove the row"
+            raise row.fault("no-prompt", problem, remedy)
         if given == "":
             raise row.fault("empty-prompt", f"{key!r} is empty", "remove the row")
+        if other := next(filter(row.get, ("images", "image", "videos", "audios")), None):
+            raise row.fault("not-text", f"has {other!r}, but only text is supported", "remove the row, or the column")
         self._require_text(row, key, given)
         if not isinstance(given, str) or spells_messages(given):
             messages = read_messages(row, key, "bad-prompt")

@@ -69,7 +69,7 @@ def _agreed(row: Row, code: str, where: str, found: dict[str, Any]) -> Any:
 def spells_messages(text: str) -> bool:
     """Return whether a text is a written list of messages. A model would be asked with its braces and quotes."""
     text = text.strip()
-    return text[:1] in "[{(" and text[-1:] in "]})" and _SPELLED.search(text) is not None
+    return text[:1] in "[{(" and _SPELLED.search(text) is not None
 
 
 def read_messages(row: Row, key: str, code: str) -> Messages:

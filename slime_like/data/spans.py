@@ -24,6 +24,7 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _TEMPLATE = "give model.path a chat template that renders history as it was sampled"
+_SHOWS = "give model.path a chat template that shows tools, or remove them from the rows"
 _ASKED = {"role": "user", "content": "question"}
 _PROBE = "said-by-the-model"
 _CALLS = [
@@ -292,9 +293,9 @@ def _require_tools(template: ChatTemplate, messages: Messages, tools: Tools) -> 
         return
     text = template.render(messages, tools)
     if tools and _is_rendered_as(template, text, messages, None):
-        raise SpanFault("tools-not-rendered", "the template does not render `tools`")
+        raise SpanFault("tools-not-rendered", "the template does not render `tools`", _SHOWS)
     if others != messages and _is_rendered_as(template, text, others, tools):
-        raise SpanFault("tools-not-rendered", "the template does not render messages of tools")
+        raise SpanFault("tools-not-rendered", "the template does not render messages of tools", _SHOWS)
 
 
 def _without_calls(message: Message) -> Iterator[tuple[str, Message]]:

@@ -16,12 +16,7 @@ _SEED_STRIDE = 10_000_019
 
 
 def task_rows(
-    task: str,
-    count: int,
-    seed: int,
-    settings: Mapping[str, str] = {},
-    system: bool = True,
-    other: Collection[str] = (),
+    task: str, count: int, seed: int, settings: Mapping[str, str] = {}, system: bool = True, other: Collection[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of one task: chat messages as ``prompt``; as ``answer``, the input of the reward ``reasoning_gym``.
 

@@ -158,12 +158,7 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def make_arithmetic_data(
-    directory: Path,
-    seed: int = 0,
-    num_train: int = 2200,
-    num_eval: int = 300,
-    max_number: int = 50,
-    slip: float = 0.65,
+    directory: Path, seed: int = 0, num_train: int = 2200, num_eval: int = 300, max_number: int = 50, slip: float = 0.65
 ) -> None:
     """Write ``train.jsonl``, ``sft.jsonl`` and ``eval.jsonl``: sums of two numbers from 0 to ``max_number - 1``.
 

@@ -45,11 +45,7 @@ def _sizes(raw: dict[str, Any]) -> dict[str, Any]:
     groups = shape["num_kv_heads"]
     if heads % groups:
         raise ValueError(f"num_key_value_heads={groups} does not divide num_attention_heads={heads}")
-    return {
-        **shape,
-        "norm_eps": number(raw, "rms_norm_eps"),
-        "tied_embeddings": flag(raw, "tie_word_embeddings"),
-    }
+    return {**shape, "norm_eps": number(raw, "rms_norm_eps"), "tied_embeddings": flag(raw, "tie_word_embeddings")}
 
 
 def _shape(raw: dict[str, Any], feed_forward: int | None = None) -> dict[str, int]:

@@ -224,10 +224,7 @@ def _zero_spread_groups(record: RewardRecord) -> int:
 
 
 def _timed(prefix: str, name: str, seconds: float, total_s: float) -> dict[str, float]:
-    return {
-        f"{prefix}/time_{name} (s)": seconds,
-        f"{prefix}/pct_time_{name} (%)": 100 * _ratio(seconds, total_s),
-    }
+    return {f"{prefix}/time_{name} (s)": seconds, f"{prefix}/pct_time_{name} (%)": 100 * _ratio(seconds, total_s)}
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -39,9 +39,9 @@ def sequences_begin_where_the_rank_begins() -> None:
 def positions_begin_anew_on_every_rank() -> None:
     correct = trainer.FsdpTrainer._forward
 
-    def forward(self: trainer.FsdpTrainer, batch: micro_batch.ModelInput, routers: bool) -> tuple[Tensor, ...]:
+    def forward(self: trainer.FsdpTrainer, batch: micro_batch.ModelInput) -> tuple[Tensor, ...]:
         batch.shard.position_ids = torch.arange(batch.shard.tokens.numel(), dtype=torch.int32)
-        return correct(self, batch, routers)
+        return correct(self, batch)
 
     trainer.FsdpTrainer._forward = forward  # type: ignore[method-assign]
 

@@ -95,9 +95,9 @@ def the_package_is_given_zigzag_chunks() -> None:
 def padding_is_routed_like_the_last_sequence() -> None:
     correct = RoutedTokens.of
 
-    def of(pack: PackedTrajectory, *arguments: Any) -> RoutedTokens:
+    def of(pack: PackedTrajectory, *arguments: Any) -> RoutedTokens | None:
         tokens = correct(pack, *arguments)
-        return replace(tokens, sequence=tokens.sequence.clamp(max=pack.num_sequences - 1))
+        return tokens and replace(tokens, sequence=tokens.sequence.clamp(max=pack.num_sequences - 1))
 
     RoutedTokens.of = of  # type: ignore[method-assign]
 
@@ -105,7 +105,7 @@ def padding_is_routed_like_the_last_sequence() -> None:
 def fillers_are_routed_like_samples() -> None:
     correct = RoutedTokens.of
 
-    def of(pack: PackedTrajectory, *arguments: Any) -> RoutedTokens:
+    def of(pack: PackedTrajectory, *arguments: Any) -> RoutedTokens | None:
         return correct(replace(pack, is_filler=False), *arguments)
 
     RoutedTokens.of = of  # type: ignore[method-assign]

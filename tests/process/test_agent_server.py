@@ -27,7 +27,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import Generation
 from tests.unit.agents.histories import PLAIN, tokenizer
 
-TOKENIZER = tokenizer(PLAIN)
+TOKENIZER = tokenizer("{% if tools %}{{ tools[0].function.name }}{% endif %}" + PLAIN)
 EOS = TOKENIZER.eos_token_id
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "\u00e9"}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -130,7 +130,6 @@ async def test_openai_streamed_equals_unstreamed(said: str) -> None:
         wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
         assert first.finish_reason == wanted
         wished: Any = {"temperature": "0.3", "tool_choice": "required"}
-        wished |= {"tools": "the chat template renders none"}
         assert here.session.ignored == wished
         assert {asked.max_new_tokens for asked in here.model.asked} == {100}
 
@@ -156,7 +155,7 @@ async def test_anthropic_streamed_equals_unstreamed(said: str) -> None:
         assert whole.stop_reason == wanted
         assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[0].token_ids)
         assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
-        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("<system>be<user>hi")
+        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("add<system>be<user>hi")
 
 
 @pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off...", ""])
@@ -183,8 +182,8 @@ async def test_responses_streamed_equals_unstreamed(said: str) -> None:
         assert deltas == whole.output_text
         assert whole.usage == streamed.usage and whole.usage is not None
         assert whole.usage.input_tokens == len(here.model.asked[0].token_ids)
-        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("<system>be<user>hi")
-        assert here.session.ignored.keys() == {"hosted_tools", "text", "tools"}
+        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("add<system>be<user>hi")
+        assert here.session.ignored.keys() == {"hosted_tools", "text"}
 
 
 @bounded

@@ -14,11 +14,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def partition_by_tokens(
-    lengths: Sequence[int] | Tensor,
-    max_tokens: int,
-    num_ranks: int,
-    *,
-    costs: Sequence[float] | Tensor | None = None,
+    lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int, *, costs: Sequence[float] | Tensor | None = None
 ) -> Partition:
     """Choose a rank and a micro-batch for every sequence.
 

@@ -14,13 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.orchestration.cluster.bundles import (
-    RANK_LABEL,
-    NoRoomError,
-    along_devices,
-    assign_nodes,
-    pieces_of,
-)
+from slime_like.orchestration.cluster.bundles import RANK_LABEL, NoRoomError, along_devices, assign_nodes, pieces_of
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 

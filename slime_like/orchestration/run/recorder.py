@@ -206,12 +206,7 @@ def step_recorder(run: Run) -> StepRecorder:
 
 
 def debug_tables(
-    step: int,
-    trajectories: Sequence[ScoredTrajectory],
-    ranks: RankCalls,
-    stats: GRPOStats,
-    decode: Decode,
-    limit: int,
+    step: int, trajectories: Sequence[ScoredTrajectory], ranks: RankCalls, stats: GRPOStats, decode: Decode, limit: int
 ) -> dict[str, list[Row]]:
     """Build tables of ``limit`` samples with all their rows, from as many prompts as possible.
 

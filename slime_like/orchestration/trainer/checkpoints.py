@@ -42,12 +42,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        keep: int,
-        trainers: TrainerGroup,
-        note: Callable[[str], None],
-        resumed: int | None = None,
+        self, run_dir: Path, keep: int, trainers: TrainerGroup, note: Callable[[str], None], resumed: int | None = None
     ) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep

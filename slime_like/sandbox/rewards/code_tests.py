@@ -41,13 +41,7 @@ class _Test:
 
 
 def code_tests(
-    prompt: str,
-    response: str,
-    answer: str,
-    *,
-    timeout_s: float = 4.0,
-    memory_mb: int = 512,
-    partial: bool = False,
+    prompt: str, response: str, answer: str, *, timeout_s: float = 4.0, memory_mb: int = 512, partial: bool = False
 ) -> RewardResult:
     """1 if the Python code of the response passes the tests in ``answer``, else 0.
 

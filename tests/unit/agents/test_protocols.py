@@ -217,3 +217,12 @@ def test_a_call_may_set_variables_of_the_chat_template() -> None:
     (asked,) = ask(call, PLAIN + "{{ mood }}").tree.turns
     assert asked.prompt.text == "<user>hi<assistant>calm"
     assert "chat_template_kwargs" in problem(chat, USER, chat_template_kwargs={"tools": []})
+
+
+def test_tools_that_the_template_does_not_show_are_rejected() -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    with pytest.raises(CallRejected) as caught:
+        ask(chat(USER, tools=[tool]))
+    assert (caught.value.status, caught.value.code) == (400, "tools_not_rendered")
+    (asked,) = ask(chat(USER, tools=[tool]), "{% if tools %}{{ tools[0].function.name }}{% endif %}" + PLAIN).tree.turns
+    assert asked.prompt.text == "add<user>hi<assistant>"

@@ -190,6 +190,9 @@ def test_text_parts_are_joined_and_others_refused_by_name(rejects: Rejects) -> N
         with rejects(DataError, code) as caught:
             encoded({"prompt": image}, supervised=bool(data), **data)
         assert "'image_url'" in str(caught.value)
+    with rejects(DataError, "not-text"):
+        encoded({"prompt": "go", "images": ["a.png"]})
+    assert encoded({"prompt": "go", "images": []}) == "<user>go<assistant>"
 
 
 @pytest.mark.parametrize("given", [HELLO, [{"from": "human", "value": "go"}]])
@@ -206,6 +209,7 @@ def test_a_prompt_that_is_the_json_of_messages_is_read(given: list[dict[str, Any
         json.dumps(HELLO[0]),
         json.dumps(HELLO).replace("go", "\\ud800"),
         json.dumps(HELLO)[:-2] + ", ]",
+        json.dumps(HELLO)[:-2],
     ],
 )
 def test_messages_written_otherwise_are_refused(rejects: Rejects, given: str) -> None:

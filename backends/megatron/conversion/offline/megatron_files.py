@@ -83,8 +83,7 @@ def _described(metadata: dict[str, Any], entry: ShardedTensor | ShardedObject) -
         metadata[entry.unique_key] = BytesStorageMetadata()
         return MetadataIndex(entry.unique_key)
     described = metadata.setdefault(
-        entry.key,
-        TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.global_shape), []),
+        entry.key, TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.global_shape), [])
     )
     offsets = torch.Size(entry.global_offset)
     described.chunks.append(ChunkStorageMetadata(offsets, torch.Size(_chunk_shape(entry))))
