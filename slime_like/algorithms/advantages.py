@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from slime_like.config.algorithm import ADVANTAGES
 from slime_like.plugins.resolve import resolve
 
 Scope = Literal["group", "batch"]
@@ -182,7 +181,7 @@ def find_estimator(name: str) -> AdvantageEstimator:
     Raises:
         ValueError: an unknown name, or an object that isn't an ``AdvantageEstimator``.
     """
-    estimator = resolve("advantage estimator", name, {**ADVANTAGES, **ESTIMATORS})
+    estimator = resolve("advantage estimator", name, ESTIMATORS)
     if not isinstance(estimator, AdvantageEstimator):
         raise ValueError(f"advantage estimator {name!r} declares no scope; give an AdvantageEstimator, which does")
     return estimator

@@ -25,7 +25,7 @@ ADVANTAGES = {
     "reinforce_pp_baseline": "_reinforce_pp_baseline",
     "pass_through": "_pass_through",
 }
-"""Names and functions of ``slime_like.algorithms.advantages``, which imports torch, or estimators' import paths."""
+"""Names and functions of ``slime_like.algorithms.advantages``, which imports torch."""
 
 SEQUENCE_LOSSES = ("gspo",)
 """Losses with one ratio per sequence."""

@@ -124,7 +124,7 @@ def experts(placement: RankPlacement, root: Path, grouped: bool) -> None:
     sequences = scored_sequences(LENGTHS)
     with pytest.MonkeyPatch.context() as patch:
         if not grouped:
-            patch.setattr(model, "can_be_grouped", lambda config, dimensions: False)
+            patch.setattr(model, "can_be_grouped", lambda *arguments: False)
         packs = [pack_sequences(sequences)]
         _check_step(placement, root, "qwen3_moe", sequences, packs, waits=not grouped, seen=seen)
 
