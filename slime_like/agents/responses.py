@@ -87,13 +87,15 @@ class ResponseForm:
             turns: all tokens before each turn, which may open thinking; the turn's; and the stop tokens that are left
                 out at its end (``without_stop``).
         """
-        parts = [
-            part
+        given = [
+            (tuple(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, stops))
             for before, tokens, stops in turns
-            for part in (list(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, stops))
         ]
-        texts = iter(self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False))
-        return [self.marked(prompt, text) for prompt, text in zip(texts, texts, strict=True)]
+        shared = list(dict.fromkeys(before for before, _ in given))  # samples of one prompt
+        parts = [*map(list, shared), *(tokens for _, tokens in given)]
+        texts = self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False)
+        prompts, said = dict(zip(shared, texts, strict=False)), texts[len(shared) :]
+        return [self.marked(prompts[before], text) for (before, _), text in zip(given, said, strict=True)]
 
     def marked(self, prompt: str, text: str) -> str:
         """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
@@ -130,7 +132,7 @@ class ResponseForm:
         thoughts = {name: spec for name, spec in self.template["fields"].items() if name in _THOUGHTS}
         return _load({**self.template, "fields": {**thoughts, "content": _TEXT}})
 
-    @property
+    @cached_property
     def _thought(self) -> Any:
         found = (self._loaded.fields.get(name) for name in _THOUGHTS)
         return next((spec for spec in found if spec is not None and spec.open_re and spec.close_re), None)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,19 @@ def without_stop(tokenizer: Any, tokens: Iterable[int], stops: Collection[int] |
     Args:
         stops: tokens that end a turn, besides EOS; ``None`` if every special token does.
     """
-    kept, ends = list(map(int, tokens)), {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    if kept and (stops is None or kept[-1] in stops) and not tokenizer.decode(kept[-1:], skip_special_tokens=True):
+    kept = list(map(int, tokens))
+    if kept and (stops is None or kept[-1] in stops) and _is_special(tokenizer, kept[-1]):
         kept.pop()
-    while kept and kept[-1] in ends:
+    while kept and kept[-1] in _ends(tokenizer):
         kept.pop()
     return kept
+
+
+@lru_cache(1024)
+def _is_special(tokenizer: Any, token: int) -> bool:
+    return not tokenizer.decode([token], skip_special_tokens=True)
+
+
+@lru_cache(16)
+def _ends(tokenizer: Any) -> set[int | None]:
+    return {tokenizer.eos_token_id, tokenizer.pad_token_id}
