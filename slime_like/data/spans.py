@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_like.data.messages import THINKING_KEY, THINKING_KEYS, Message, Messages, is_trained
 from slime_like.data.tokenizer import token_names
-from slime_like.models.chat_turns import TemplateFault, rendered, text_after_turn
+from slime_like.models.chat_turns import ASKED, SAID, TemplateFault, last_turn_end, rendered, text_after_turn
 from slime_like.models.special_tokens import special_token_pattern
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -25,8 +25,6 @@ _THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _TEMPLATE = "give model.path a chat template that renders history as it was sampled"
 _SHOWS = "give model.path a chat template that shows tools, or remove them from the rows"
-_ASKED = {"role": "user", "content": "question"}
-_PROBE = "said-by-the-model"
 _CALLS = [
     [{"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": arguments}}]
     for arguments in ({"a": 1}, '{"a": 1}')
@@ -103,7 +101,7 @@ class ChatTemplate:
     def _thinking_key(self) -> str | None:
         """Key under which the template reads thinking, or ``None`` if it reads none."""
         turns = ({"content": "so"}, {"content": "", "tool_calls": _CALLS[0]})
-        shown = (key for key in THINKING_KEYS for turn in turns if _PROBE in self._probe({**turn, key: _PROBE}))
+        shown = (key for key in THINKING_KEYS for turn in turns if SAID in self._probe({**turn, key: SAID}))
         return next(shown, None)
 
     @cached_property
@@ -115,7 +113,7 @@ class ChatTemplate:
     def _probe(self, turn: Message) -> str:
         """Render an assistant's turn. Return no text if the template rejects it."""
         with suppress(SpanFault):
-            return self.render([_ASKED, {"role": "assistant", **turn}])
+            return self.render([ASKED, {"role": "assistant", **turn}])
         return ""
 
 
@@ -185,7 +183,7 @@ class ConversationEncoder:
         _require_rendered(text[opened.start() if opened else start :], message, index + 1)
         _require_calls(self._template, whole, messages[: index + 1], tools, index)
         marked = self._template.marked([*before, message], tools) if text is whole else None
-        following = messages[index + 1 : index + 2] or [_ASKED]
+        following = messages[index + 1 : index + 2] or [ASKED]
         text = self._ended(text, start, following, "tool_calls" in message)
         if marked is not None and not marked.issuperset(range(start, min(len(text), len(whole)))):
             problem = f"the template's generation markers leave out part of message {index + 1}"
@@ -208,7 +206,8 @@ class ConversationEncoder:
         """Return the stop token that begins the header of the message after a turn that has no end of its own."""
         end, header = "", ""
         with suppress(SpanFault):
-            _, end, header = text_after_turn(self._template.render, following, self._special, called)
+            render = self._template.render
+            _, end, header = text_after_turn(render, following, self._special, last_turn_end(render, called), called)
         encoding = self._backend.encode(header, add_special_tokens=False)
         if not end and encoding.ids and encoding.ids[0] in self._stops:
             return header[: encoding.offsets[0][1]]
@@ -263,8 +262,8 @@ def _require_no_header(
     begins = whole[len(prompt) :].lstrip().startswith(message["content"].strip() or "\0")
     if begins or template.render(before, tools) != prompt:
         return
-    plain = template.render([*before, {"role": "assistant", "content": _PROBE}], tools)
-    if not plain[len(prompt) :].lstrip().startswith(_PROBE):
+    plain = template.render([*before, {"role": "assistant", "content": SAID}], tools)
+    if not plain[len(prompt) :].lstrip().startswith(SAID):
         problem = "the template has no generation prompt, so headers of the assistant's turns would carry loss"
         raise SpanFault("no-generation-prompt", problem)
 

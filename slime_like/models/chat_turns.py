@@ -9,10 +9,11 @@ from typing import Any
 CUT = "\ufdd0"
 """Mark at which text is cut before encoding. It is a Unicode noncharacter, so text never contains it."""
 
-_SAID = "said-by-the-model"
-_ASKED = {"role": "user", "content": "question"}
-_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "environment", "arguments": {"said": _SAID}}}
-_PLACEHOLDERS: tuple[Mapping[str, Any], ...] = ({"content": _SAID}, {"content": "", "tool_calls": [_CALL]})
+SAID = "said-by-the-model"
+"""Content of a placeholder turn."""
+ASKED = {"role": "user", "content": "question"}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "environment", "arguments": {"said": SAID}}}
+_PLACEHOLDERS: tuple[Mapping[str, Any], ...] = ({"content": SAID}, {"content": "", "tool_calls": [_CALL]})
 
 
 class TemplateFault(ValueError):
@@ -74,22 +75,34 @@ def encoded(tokenizer: Any, pieces: Iterable[str]) -> list[int]:
     return [token for piece in pieces if piece for token in tokenizer.encode(piece, add_special_tokens=False)]
 
 
-def text_after_turn(
-    render: Callable[..., str], following: Sequence[Mapping[str, Any]], special: re.Pattern[str], called: bool = False
-) -> tuple[str, str, str]:
-    """Return what the template writes after an assistant's turn if ``following`` messages come next.
+def last_turn_end(render: Callable[..., str], called: bool = False) -> str:
+    """Return what the template writes behind the content of an assistant's turn that is the last message.
 
     Args:
         render: renders a list of messages; ``prompt`` says whether the generation prompt follows.
         called: whether the turn calls a tool. Some templates render answers of tools only after a call.
+    """
+    return render([ASKED, {"role": "assistant", **_PLACEHOLDERS[called]}], prompt=False).partition(SAID)[2]
+
+
+def text_after_turn(
+    render: Callable[..., str],
+    following: Sequence[Mapping[str, Any]],
+    special: re.Pattern[str],
+    alone: str,
+    called: bool = False,
+) -> tuple[str, str, str]:
+    """Return what the template writes after an assistant's turn if ``following`` messages come next.
+
+    Args:
+        alone: ``last_turn_end`` with the same ``render`` and ``called``.
 
     Returns:
         The special token that ends the turn if it is the last, the one that ends it in history, and the text after that
         up to where the next turn begins. The tokens are empty if only the header of the next message ends a turn.
     """
     turn = {"role": "assistant", **_PLACEHOLDERS[called]}
-    alone = render([_ASKED, turn], prompt=False).partition(_SAID)[2]
-    after = render([_ASKED, turn, *following], prompt=True).partition(_SAID)[2]
+    after = render([ASKED, turn, *following], prompt=True).partition(SAID)[2]
     for end in reversed(list(special.finditer(alone))):
         if after.startswith(alone[: end.end()]):
             return end[0], end[0], after[end.end() :]

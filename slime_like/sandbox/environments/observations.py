@@ -1,11 +1,19 @@
 """Encoding of an environment's observation to the token ids that the model reads."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.models.chat_turns import CUT, TemplateFault, cut_special, encoded, rendered, text_after_turn
+from slime_like.models.chat_turns import (
+    CUT,
+    TemplateFault,
+    cut_special,
+    encoded,
+    last_turn_end,
+    rendered,
+    text_after_turn,
+)
 from slime_like.models.special_tokens import decoded, special_token_pattern
 
 PLACE = "{observation}"
@@ -35,6 +43,8 @@ class ObservationEncoder:
         self._max_tokens = max_tokens
         self._template = template
         self._special = special_token_pattern(tokenizer)
+        self._render = partial(rendered, tokenizer)
+        self._last_turn_end = cache(partial(last_turn_end, self._render))  # the same for every observation
         self._forms = self._rendered_forms() if template is None else {}
 
     def encode(self, observation: str, stop_token: int | None = None) -> tuple[list[int], int]:
@@ -66,7 +76,7 @@ class ObservationEncoder:
     def _rendered(self, form: tuple[str, bool], observation: str) -> tuple[str, str, str]:
         role, called = form
         message = {"role": role, "content": observation} | ({"tool_call_id": "abcdefghi"} if called else {})
-        return text_after_turn(partial(rendered, self._tokenizer), [message], self._special, called)
+        return text_after_turn(self._render, [message], self._special, self._last_turn_end(called), called)
 
     def _rendered_forms(self) -> dict[tuple[str, bool], set[str]]:
         """Return the forms in which the chat template renders an observation, with the tokens that end a turn there."""
