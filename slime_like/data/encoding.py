@@ -90,20 +90,19 @@ class RowEncoder:
             return self._encode_conversation(row, self._config.messages_key)
         whole = json.dumps(row.values, default=str) if self._keep_row else None
         row = in_format(row, self._config)
-        ids, prompt = row.get(self._config.token_ids_key), None
+        ids, prompt, tools = row.get(self._config.token_ids_key), None, None
         if ids is not None:
             tokens = row.token_ids(self._config.token_ids_key, ids, self._vocab_size, "tokenizer")
         else:
-            prompt = self._read_prompt(row)
-            tokens = self._render(row, prompt)
+            prompt, tools = self._read_prompt(row), read_tools(row)
+            tokens = self._render(row, prompt, tools)
         if not tokens:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
         given = (answer, response and array("i", response), self._environment(row))
-        has_tools = ids is None and bool(read_tools(row))
-        return EncodedRow(array("i", tokens), *given, messages=messages, row=whole, has_tools=has_tools)
+        return EncodedRow(array("i", tokens), *given, messages=messages, row=whole, has_tools=bool(tools))
 
     def _read_prompt(self, row: Row) -> str | Messages:
         """Return the prompt: a text for the tokenizer, or messages for the chat template, the system prompt first."""
@@ -163,8 +162,8 @@ class RowEncoder:
             raise row.fault("environment-settings", problem, "correct it, or set data.environment_key") from error
         return value
 
-    def _render(self, row: Row, prompt: str | Messages) -> list[int]:
-        key, tools = self._config.prompt_key, read_tools(row)
+    def _render(self, row: Row, prompt: str | Messages, tools: list[dict[str, Any]] | None) -> list[int]:
+        key = self._config.prompt_key
         self._require_text(row, TOOLS_KEY, tools)
         if isinstance(prompt, str):
             if tools:
