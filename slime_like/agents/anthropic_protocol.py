@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, Content, Text, parse, text_of, wishes
+from slime_like.agents.calls import Call, CallRejected, Content, Text, parse, server_sent, text_of, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
@@ -143,7 +143,7 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
 
 def waiting(call: Call, number: int) -> str:
     """Return a sign of life, before the answer's events."""
-    return _event("ping", {})
+    return server_sent("ping", {})
 
 
 def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
@@ -152,15 +152,15 @@ def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
     content, usage = whole["content"], whole["usage"]
     stop = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     opened = {**whole, "content": [], **dict.fromkeys(stop), "usage": {**usage, "output_tokens": 0}}
-    yield _event("message_start", {"message": opened})
+    yield server_sent("message_start", {"message": opened})
     for index, block in enumerate(content):
         empty, deltas = _deltas(block)
-        yield _event("content_block_start", {"index": index, "content_block": empty})
+        yield server_sent("content_block_start", {"index": index, "content_block": empty})
         for delta in deltas:
-            yield _event("content_block_delta", {"index": index, "delta": delta})
-        yield _event("content_block_stop", {"index": index})
-    yield _event("message_delta", {"delta": stop, "usage": {"output_tokens": usage["output_tokens"]}})
-    yield _event("message_stop", {})
+            yield server_sent("content_block_delta", {"index": index, "delta": delta})
+        yield server_sent("content_block_stop", {"index": index})
+    yield server_sent("message_delta", {"delta": stop, "usage": {"output_tokens": usage["output_tokens"]}})
+    yield server_sent("message_stop", {})
 
 
 def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -173,10 +173,6 @@ def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
         return {**block, "thinking": "", "signature": ""}, [thought, signed]
     arguments = json.dumps(block["input"], ensure_ascii=False)
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
-
-
-def _event(kind: str, data: dict[str, Any]) -> str:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n"
 
 
 def error_body(rejected: CallRejected) -> dict[str, Any]:

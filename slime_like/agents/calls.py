@@ -1,5 +1,6 @@
 """Calls of agents in a form shared by all protocols, and their rejection."""
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -121,6 +122,11 @@ def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
     if choice not in (None, "auto", "none"):
         found["tool_choice"] = choice  # training needs freely sampled tokens
     return {name: value if isinstance(value, int) else str(value)[:_SHOWN_CHARS] for name, value in found.items()}
+
+
+def server_sent(kind: str, data: Mapping[str, Any]) -> str:
+    """Return a named server-sent event. Its data repeats the name as ``type``."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n"
 
 
 def unsupported(setting: str, value: Any) -> CallRejected:

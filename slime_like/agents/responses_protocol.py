@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from slime_like.agents.calls import Call, Content, Text, parse, text_of, wishes
+from slime_like.agents.calls import Call, Content, Text, parse, server_sent, text_of, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.openai_protocol import ChatMessage, arguments, error_body
 from slime_like.agents.turns import Turn
@@ -173,5 +173,4 @@ def _filled(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _event(number: int, kind: str, **data: Any) -> str:
-    event = json.dumps({"type": kind, "sequence_number": number, **data}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {event}\n\n"
+    return server_sent(kind, {"sequence_number": number, **data})
