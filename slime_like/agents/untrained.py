@@ -9,8 +9,8 @@ from slime_like.config.rollout import Untrained
 def untrained_turns(turns: Sequence[Turn], kinds: Collection[Untrained], others: Collection[Turn]) -> set[Turn]:
     """Return the excluded ones of all turns, in sampling order. ``others`` are turns of other models' names.
 
-    The main chain is the history with the most calls from its first to its last. It spans those of subagents, which run
-    while it waits. A turn is discarded if a later turn of the same prompt is continued, but it is not.
+    The main chain is the history with the most calls between its first and last turn, including those of subagents in
+    between. A turn is discarded if nothing continues it, but a later turn of the same prompt is continued.
     """
     chains: dict[Turn, list[Turn]] = {}
     for turn in turns:

@@ -47,8 +47,8 @@ def gpus_needed(config: RunConfig) -> GpusNeeded:
 def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     """Replace these fields with the largest sizes that fit the cluster, at least 1.
 
-    Replicas get the GPUs that separate engines and workers leave. Separate engines get the GPUs that the trainer and
-    workers leave; colocated engines get those of the trainer.
+    Replicas get the GPUs that separate engines and workers do not use. Separate engines get the GPUs that the trainer
+    and workers do not use. Colocated engines share the trainer's GPUs.
 
     Raises:
         ConfigError: the cluster's size is not given, or both separate engines and replicas are ``auto``.

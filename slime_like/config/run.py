@@ -74,7 +74,7 @@ class RunConfig(Section):
 
     @property
     def engines_map_memory(self) -> bool:
-        """Whether engines may map the ranks' buffers: on the same devices, ``auto`` chooses such a transport."""
+        """Whether engines may map the ranks' buffers. On shared devices, ``auto`` can select that transport."""
         shared = self.starts_engines and self.cluster.placement == "colocated"
         return shared and self.sync.transport in ("auto", "colocated")
 

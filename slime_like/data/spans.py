@@ -203,7 +203,7 @@ class ConversationEncoder:
         return text + self._header(following, called)
 
     def _header(self, following: Messages, called: bool) -> str:
-        """Return the stop token that begins the header of the message after a turn that has no end of its own."""
+        """Return the stop token that starts the next message's header, for templates that write no end of turn."""
         end, header = "", ""
         with suppress(SpanFault):
             render = self._template.render

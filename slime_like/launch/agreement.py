@@ -22,7 +22,7 @@ def facts(config: RunConfig) -> dict[str, str]:
 
 
 def require_equal(found: Mapping[str, str], head: str, expected: Mapping[str, str]) -> None:
-    """Compare this node's facts with those of node 0, ``expected``.
+    """Check that this node's facts equal ``expected``, the facts of node 0.
 
     Raises:
         LaunchError: a version or setting differs.

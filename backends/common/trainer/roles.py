@@ -1,4 +1,4 @@
-"""What a role adds to a model's modules and minimizes, by import path: an adapter or a critic needs one line here."""
+"""Registries of objectives, added modules and class variants. A new kind of role adds one import path here."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ from slime_like.config import AlgorithmConfig, ModelConfig
 from slime_like.plugins.resolve import resolve
 
 OBJECTIVES = {"logprob": "backends.common.step.objective:Objective"}
-"""What a trained role minimizes, by its head. An objective's ``add`` gets the head's outputs in their order."""
+"""Objective of a trained role, by the name of its head. Its ``add`` method gets the head's outputs in order."""
 
 ADDERS: dict[str, tuple[str, ...]] = {"megatron": (), "fsdp": ()}
 """By backend, functions of the section `model` and a new model without weights, which add modules named ``ADDED``."""

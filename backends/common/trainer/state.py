@@ -46,7 +46,7 @@ class TrainerState(ABC):
         """Return this rank's part of every weight that a checkpoint holds, as the model's memory, not a copy."""
 
     def freeze(self, role: str) -> None:
-        """Keep a copy of the current weights as those of ``role``."""
+        """Copy the current weights for ``role``."""
         copies, _ = self.frozen.get(role, (HostCopies(), []))
         self.frozen[role] = copies, copies.of(self.weights())
 

@@ -34,7 +34,7 @@ class MegatronFamily:
     fused_norms: ClassVar[dict[str, str]] = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
     def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
-        """Return fields of ``config``, in addition to those of all models, which they may override."""
+        """Return this family's Megatron settings. They override the common ones."""
         return {"qk_layernorm": dimensions.qk_norm, "add_qkv_bias": dimensions.qkv_bias}
 
     def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:

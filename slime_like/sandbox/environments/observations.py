@@ -70,7 +70,7 @@ class ObservationEncoder:
         _, end, rest = self._rendered(form, observation)
         if stop_token is None:
             return end + rest
-        # Without a mark of its own, a turn ends with the next message's header, which the model may have sampled.
+        # If a turn has no end token, the next message's header ends it. The model may have sampled that header.
         return rest if end else rest.removeprefix(stop)
 
     def _rendered(self, form: tuple[str, bool], observation: str) -> tuple[str, str, str]:
