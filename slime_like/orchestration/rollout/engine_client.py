@@ -121,7 +121,7 @@ class EngineClient(Generic[Tag]):
     def _send(self) -> None:
         while self._queue:
             tag, request = self._queue[0]
-            tokens = len(request.prompt_tokens) + request.num_samples * request.sampling.max_new_tokens
+            tokens = len(request.prompt.token_ids) + request.num_samples * request.sampling.max_new_tokens
             engine = self._supervisor.acquire(tokens)
             if engine is None:
                 return
