@@ -170,7 +170,7 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     from slime_like.orchestration.cluster.bundles import pieces_of
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.cluster.placement import Placement
-    from slime_like.orchestration.rollout.engine_client import EngineClient
+    from slime_like.orchestration.rollout.engine_client import EngineCall, EngineClient
     from slime_like.orchestration.rollout.scoring import Scorer
     from slime_like.orchestration.run.engines import launch_engines
 
@@ -186,13 +186,12 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
         scorer = Scorer(config, pool, load_tokenizer(config.model.path))
         for index, prompts in enumerate(batches):
             started = time.perf_counter()
-            client: EngineClient[Prompt] = EngineClient(supervisor)
-            for prompt, request in zip(prompts, requests_of(config, prompts), strict=True):
-                client.submit(prompt, request)
+            client = EngineClient(supervisor)
+            prompt_of = dict(zip(map(EngineCall, requests_of(config, prompts)), prompts, strict=True))
             answers: dict[int, list[Generation]] = {}
             rewarded = []
-            while len(client):
-                arrived = client.poll(5.0)
+            while prompt_of:
+                arrived = [(prompt_of.pop(call), found) for call, found in client.poll(list(prompt_of), 5.0)[0]]
                 answers |= {prompt.group_id: found for prompt, found in arrived}
                 groups = [to_group(prompt, found, 1.0) for prompt, found in arrived]
                 rewarded += scorer.rewards(groups) if groups else []

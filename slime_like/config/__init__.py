@@ -1,6 +1,7 @@
 """Typed configuration. Importing it imports neither torch nor Ray."""
 
 from slime_like.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from slime_like.config.lora import LoraConfig as LoraConfig
 from slime_like.config.rollout import RewardConfig as RewardConfig
 from slime_like.config.rollout import RewardFunction as RewardFunction
 from slime_like.config.rollout import RolloutConfig as RolloutConfig

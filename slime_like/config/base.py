@@ -92,6 +92,12 @@ class Section(BaseModel):
             return [_path(one) for one in value] if isinstance(value, list | tuple) else _path(value)
         return value
 
+    @property
+    def changed(self) -> str:
+        """The first field, by name, that differs from its default. A run's config.yaml contains defaults, too."""
+        defaults = type(self).model_construct()
+        return next((key for key, value in sorted(self) if value != getattr(defaults, key)), "")
+
     def conflicts(self) -> Iterator[str]:
         """Yield combinations of fields that exclude each other. Each sentence starts with a field of this section."""
         return iter(())

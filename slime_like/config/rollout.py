@@ -58,7 +58,7 @@ class EnvironmentConfig(Section):
     _absolute = field_validator("name")(absolute_code)
 
     def conflicts(self) -> Iterator[str]:
-        if self.name is None and (changed := _changed(self)):
+        if self.name is None and (changed := self.changed):
             yield f"{changed} is set, but rollout.environment.name is none; name an environment, or remove it"
 
 
@@ -117,18 +117,12 @@ class AgentConfig(Section):
         return self.name is not None or bool(self.command)
 
     def conflicts(self) -> Iterator[str]:
-        if not self.is_set and (changed := _changed(self)):
+        if not self.is_set and (changed := self.changed):
             yield f"{changed} is set, but rollout.agent.name and command are not; set one of them, or remove it"
         if self.name is not None and self.command:
             yield f"name={self.name} and rollout.agent.command are both set; remove one"
         elif self.command and self.options:
             yield f"options={dict(self.options)} are not for commands; give the command arguments"
-
-
-def _changed(section: Section) -> str:
-    """Return the first field, by name, that differs from its default. A run's config.yaml contains defaults, too."""
-    defaults = type(section).model_construct()
-    return next((key for key, value in sorted(section) if value != getattr(defaults, key)), "")
 
 
 class RolloutConfig(Section):
@@ -172,7 +166,7 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine. `vllm: {max_num_seqs: 64}` is only for vllm."""
+    """Arguments of the engine that do not change the model. `vllm: {max_num_seqs: 64}` is only for vllm."""
     start_timeout_s: float | None = Field(None, gt=0)
     """Timeout of a start; none: 1200 on GPUs, 300 on CPUs."""
     request_timeout_s: float | None = Field(None, gt=0)

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
+from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.trainer import ParallelConfig
@@ -22,6 +23,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision in trainer and engine."""
     trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
+    lora: LoraConfig = LoraConfig()
 
 
 class ReferenceConfig(Section):

@@ -1,13 +1,12 @@
 """Generation: requests go to the engine with the fewest outstanding tokens, and answers return as they are ready.
 
-If an engine dies, its requests return to the head of the queue (``supervisor.py``).
+If an engine dies, its requests wait for another one (``supervisor.py``).
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest
@@ -19,75 +18,79 @@ from slime_like.system.interrupts import raise_if_interrupted
 _POLL_S = 5.0
 """Longest wait for answers between checks for interrupts."""
 
-Tag = TypeVar("Tag")
 
-
-@dataclass(frozen=True, slots=True)
-class _Sent(Generic[Tag]):
-    tag: Tag
-    request: GenerationRequest
-    engine: EngineStart
-    tokens: int
-
-
-class EngineClient(Generic[Tag]):
-    """Sends requests to the least loaded engine and returns answers as they arrive. Use from one thread.
-
-    A request has a tag, which its answer carries. If an engine dies, its requests are sent again from the beginning.
+@dataclass(eq=False, slots=True)
+class EngineCall:
+    """A request until its answer.
 
     Attributes:
-        resent: tags of requests that were queued again because their engine died; the caller clears it.
+        engine: engine that has it; ``None`` while it waits for one with room.
+        answer: Ray's reference to the answer.
+    """
+
+    request: GenerationRequest
+    engine: EngineStart | None = None
+    answer: Any = None
+
+    @property
+    def tokens(self) -> int:
+        """Largest number of tokens that it needs."""
+        return len(self.request.prompt.token_ids) + self.request.num_samples * self.request.sampling.max_new_tokens
+
+
+Call = TypeVar("Call", bound=EngineCall)
+
+
+class EngineClient:
+    """Sends requests to the least loaded engine and returns answers as they arrive. Use from one thread.
+
+    The caller keeps its calls. If an engine dies, its requests are sent again from the beginning.
     """
 
     def __init__(self, supervisor: EngineSupervisor) -> None:
         self._supervisor = supervisor
         self._silence_s = supervisor.engines.silence_s
-        self._queue: deque[tuple[Tag, GenerationRequest]] = deque()
-        self._sent: dict[Any, _Sent[Tag]] = {}  # by Ray's reference to the answer
         self._last_answer = time.monotonic()
-        self.resent: list[Tag] = []
 
-    def __len__(self) -> int:
-        """Return the number of unanswered requests."""
-        return len(self._queue) + len(self._sent)
+    def poll(self, calls: Sequence[Call], timeout_s: float) -> tuple[list[tuple[Call, list[Generation]]], list[Call]]:
+        """Send all calls that engines have room for, then wait at most ``timeout_s`` for the first answers.
 
-    def submit(self, tag: Tag, request: GenerationRequest) -> None:
-        """Queue a request for the next ``poll``. Its id must be unique among unanswered requests."""
-        if not self._sent:
-            self._last_answer = time.monotonic()
-        self._queue.append((tag, request))
+        Args:
+            calls: all unanswered calls, in the order to send them. Ids of requests must be unique.
 
-    def poll(self, timeout_s: float) -> list[tuple[Tag, list[Generation]]]:
-        """Send all requests that engines have room for, then wait at most ``timeout_s`` for the first answers.
+        Returns:
+            The answered calls, and those that wait again because their engine died.
 
         Raises:
             NoEngineLeft: nothing can be sent; a later ``poll`` continues from here.
             EngineError: an engine refused a request, or no engine has answered for too long.
         """
-        self._send()
-        if not self._sent:
-            return []
-        answers: list[tuple[Tag, list[Generation]]] = []
-        lost: list[_Sent[Tag]] = []
-        ready = self._supervisor.engines.wait(list(self._sent), timeout_s)
+        self._send(calls)
+        sent = {call.answer: (call, call.engine) for call in calls if call.engine is not None}
+        if not sent:
+            return [], []
+        answers: list[tuple[Call, list[Generation]]] = []
+        lost: list[Call] = []
+        ready = self._supervisor.engines.wait(list(sent), timeout_s)
         for reference in ready:
-            sent = self._sent.pop(reference)
-            self._supervisor.release(sent.engine, sent.tokens)
+            call, engine = sent[reference]
+            self._supervisor.release(engine, call.tokens)
             try:
-                found = one(reference, sent.engine.name, phase="generating", error=EngineError)
-                answers.append((sent.tag, found))
+                answers.append((call, one(reference, engine.name, phase="generating", error=EngineError)))
             except EngineError as error:
-                if not self._supervisor.lose(sent.engine, error):
+                if not self._supervisor.lose(engine, error):
                     raise
-                lost.append(sent)
-        self._queue_again(lost)
-        self._require_progress(bool(ready))
-        return answers
+                lost.append(call)
+        if ready:
+            self._last_answer = time.monotonic()
+        elif time.monotonic() - self._last_answer > self._silence_s:
+            lost = self._end_silence([call for call, _ in sent.values()])
+        for call in lost:
+            call.engine = call.answer = None
+        return answers, lost
 
     def generate(
-        self: "EngineClient[int]",
-        requests: Sequence[GenerationRequest],
-        answered: Callable[[int], None] = ignore_answers,
+        self, requests: Sequence[GenerationRequest], answered: Callable[[int], None] = ignore_answers
     ) -> list[list[Generation]]:
         """Return all responses of every request, in request order. Call where a weight sync is possible.
 
@@ -98,54 +101,41 @@ class EngineClient(Generic[Tag]):
             EngineError: an engine refused, a request exceeded ``rollout.request_timeout_s``, or a dead engine has no
                 restart left.
         """
-        for place, request in enumerate(requests):
-            self.submit(place, request)
+        places = {EngineCall(request): place for place, request in enumerate(requests)}  # of unanswered calls
         answers: dict[int, list[Generation]] = {}
-        while len(self):
+        while places:
             raise_if_interrupted()
             try:
-                answers |= dict(self.poll(_POLL_S))
+                answers |= {places.pop(call): found for call, found in self.poll(list(places), _POLL_S)[0]}
             except NoEngineLeft:
                 self._supervisor.revive()
             answered(len(answers))
         return [answers[place] for place in range(len(requests))]
 
-    def abort(self) -> None:
-        """End all requests. They are never answered."""
-        for reference, sent in self._sent.items():
-            self._supervisor.engines.cancel(reference)
-            self._supervisor.release(sent.engine, sent.tokens)
-        self._queue.clear()
-        self._sent.clear()
+    def abort(self, calls: Sequence[EngineCall]) -> None:
+        """End the calls. The caller must forget them."""
+        for call in calls:
+            if call.engine is not None:
+                self._supervisor.engines.cancel(call.answer)
+                self._supervisor.release(call.engine, call.tokens)
 
-    def _send(self) -> None:
-        while self._queue:
-            tag, request = self._queue[0]
-            tokens = len(request.prompt.token_ids) + request.num_samples * request.sampling.max_new_tokens
-            engine = self._supervisor.acquire(tokens)
+    def _send(self, calls: Sequence[EngineCall]) -> None:
+        waiting = [call for call in calls if call.engine is None]
+        if len(waiting) == len(calls):
+            self._last_answer = time.monotonic()
+        for call in waiting:
+            engine = self._supervisor.acquire(call.tokens)
             if engine is None:
                 return
-            self._queue.popleft()
-            reference = engine.actor.generate.remote(request)
-            self._sent[reference] = _Sent(tag, request, engine, tokens)
+            call.engine, call.answer = engine, engine.actor.generate.remote(call.request)
 
-    def _queue_again(self, lost: Sequence[_Sent[Tag]]) -> None:
-        self._queue.extendleft((sent.tag, sent.request) for sent in reversed(lost))
-        self.resent += [sent.tag for sent in lost]
-
-    def _require_progress(self, answered: bool) -> None:
-        if answered or not self._sent:
-            self._last_answer = time.monotonic()
-        elif time.monotonic() - self._last_answer > self._silence_s:
-            self._end_silence()
-
-    def _end_silence(self) -> None:
-        """Lose unhealthy engines.
+    def _end_silence(self, sent: Sequence[Call]) -> list[Call]:
+        """Lose unhealthy engines. Return their calls.
 
         Raises:
             EngineError: all engines are healthy, or none may be replaced.
         """
-        engines = {sent.engine for sent in self._sent.values()}
+        engines = {call.engine for call in sent if call.engine is not None}
         names = ", ".join(sorted(engine.name for engine in engines))
         error = EngineError(
             f"{names} gave no answer for {self._silence_s:.0f} s while generating", code="engines-silent"
@@ -153,6 +143,5 @@ class EngineClient(Generic[Tag]):
         lost = {engine for engine in engines if self._supervisor.lose(engine, error)}
         if not lost:
             raise error
-        silent = [reference for reference, sent in self._sent.items() if sent.engine in lost]
-        self._queue_again([self._sent.pop(reference) for reference in silent])
         self._last_answer = time.monotonic()
+        return [call for call in sent if call.engine in lost]

@@ -41,7 +41,7 @@ class Evaluator:
     """Evaluator on fixed lists of held-out prompts, one per file, from ``held_out``."""
 
     def __init__(
-        self, config: RunConfig, client: EngineClient[int], scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
+        self, config: RunConfig, client: EngineClient, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
     ) -> None:
         self._config = config
         self._client = client

@@ -2,8 +2,8 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,25 +12,31 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import RewardError
-from slime_like.interfaces import PromptInput
+from slime_like.interfaces import GenerationRequest, PromptInput
+from slime_like.orchestration.rollout.engine_client import EngineCall
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.staleness import StalenessGate
+from slime_like.trajectory import GroupedUnscoredTrajectories
+
+GENERATE, REWARD, READY = "generate", "reward", "ready"
 
 
-@dataclass(slots=True)
-class _Group:
-    """A group that is issued and not trained.
+@dataclass(eq=False, slots=True, kw_only=True)
+class GroupTask(EngineCall):
+    """A group from its issue until a batch takes it.
 
     Attributes:
+        answer: Ray's reference to its samples, or the future of its scores; ``None`` while it waits for room.
         version: earliest weight version that may sample its first token.
-        is_sampled: whether its samples are complete.
-        rewarded: the group once it is ready for training.
+        stage: ``GENERATE``, ``REWARD``, a role whose workers score it, or ``READY``.
+        samples, rewarded: results of the stages ``GENERATE`` and ``REWARD``. Workers of roles add scores.
     """
 
     prompt: Prompt
     version: int
-    is_sampled: bool = False
-    rewarded: RewardedGroup | None = None
+    stage: str = GENERATE
+    samples: GroupedUnscoredTrajectories = field(init=False, repr=False)
+    rewarded: RewardedGroup = field(init=False, repr=False)
 
 
 class GroupStore:
@@ -38,19 +44,28 @@ class GroupStore:
 
     Args:
         steps: number of steps of the run.
+        requests: builds the requests for prompts.
 
     Attributes:
         changed: guards the state; notified when a batch may take more groups or more may be issued.
     """
 
-    def __init__(self, rollout: RolloutConfig, steps: int, prompts: PromptSource, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        steps: int,
+        prompts: PromptSource,
+        ledger: Ledger,
+        requests: Callable[[Sequence[Prompt]], list[GenerationRequest]],
+    ) -> None:
         self.changed = threading.Condition()
         self._gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, steps, rollout.oversample)
         self._prompts = prompts
         self._ledger = ledger
+        self._requests = requests
         self._max_drops = rollout.max_drops_per_step
         self._interrupted: deque[Prompt] = deque()
-        self._groups: dict[int, _Group] = {}  # ready ones in order of arrival
+        self._tasks: dict[int, GroupTask] = {}  # by group id, in order of arrival at their stage
         self._dropped = 0
 
     # ------------------------------------------------------------------------------------------------------- position
@@ -70,70 +85,74 @@ class GroupStore:
             self._gate.serve(version)
             self.changed.notify_all()
 
+    def at(self, stage: str) -> list[GroupTask]:
+        """Return the tasks at a stage, in order of arrival."""
+        with self.changed:
+            return [task for task in self._tasks.values() if task.stage == stage]
+
     def sizes(self) -> tuple[int, int]:
         """Return (groups under way, groups ready)."""
         with self.changed:
-            ready = len(self._ready())
-            return len(self._groups) - ready, ready
+            ready = len(self.at(READY))
+            return len(self._tasks) - ready, ready
 
     def sampled(self) -> int:
         """Return the number of groups of the next batch that are already sampled."""
         with self.changed:
-            sampled = sum(group.is_sampled for group in self._groups.values())
-            return self._gate.taken + min(self._gate.room, sampled)
-
-    def _ready(self) -> dict[int, RewardedGroup]:
-        return {group_id: g.rewarded for group_id, g in self._groups.items() if g.rewarded is not None}
+            return self._gate.taken + min(self._gate.room, len(self._tasks) - len(self.at(GENERATE)))
 
     # -------------------------------------------------------------------------------------------------------- changes
-    def issue(self) -> list[Prompt]:
+    def issue(self) -> None:
         """Issue as many prompts as the staleness bound allows. Prompts restored from a checkpoint come first."""
         with self.changed:
             version = self._gate.version
-            count = self._gate.may_issue(len(self._groups))
+            count = self._gate.may_issue(len(self._tasks))
             interrupted = [self._interrupted.popleft() for _ in range(min(count, len(self._interrupted)))]
             new = self._prompts.next(count - len(interrupted))
-            for prompt in (*interrupted, *new):
-                self._groups[prompt.group_id] = _Group(prompt, version)
+            prompts = [*interrupted, *new]
+            for prompt, request in zip(prompts, self._requests(prompts), strict=True):
+                self._tasks[prompt.group_id] = GroupTask(request, prompt=prompt, version=version)
             self._ledger.issued([prompt.group_id for prompt in new], version)
             self._ledger.reissued([prompt.group_id for prompt in interrupted], version, "resumed")
-        return [*interrupted, *new]
 
-    def resent(self, group_ids: Sequence[int]) -> None:
+    def resent(self, tasks: Sequence[GroupTask]) -> None:
         """Record groups that were sent again because their engine died."""
-        if group_ids:
-            self._ledger.reissued(group_ids, self.version, "engine died")
+        if tasks:
+            self._ledger.reissued(_ids(tasks), self.version, "engine died")
 
-    def generated(self, group_ids: Sequence[int]) -> None:
-        """Record groups with complete samples."""
+    def move(self, tasks: Sequence[GroupTask], stage: str) -> None:
+        """Pass tasks on to a stage, behind those that are there."""
         with self.changed:
-            for group_id in group_ids:
-                self._groups[group_id].is_sampled = True
-        self._ledger.generated(group_ids, self.version)
+            for task in tasks:
+                task.stage, task.engine, task.answer = stage, None, None
+                self._tasks[task.prompt.group_id] = self._tasks.pop(task.prompt.group_id)
 
-    def add_ready(self, groups: Sequence[RewardedGroup]) -> None:
-        """Add groups that can be trained on."""
-        if not groups:
+    def generated(self, tasks: Sequence[GroupTask]) -> None:
+        """Pass on tasks with complete samples."""
+        self.move(tasks, REWARD)
+        self._ledger.generated(_ids(tasks), self.version)
+
+    def add_ready(self, tasks: Sequence[GroupTask]) -> None:
+        """Pass on tasks that can be trained on."""
+        if not tasks:
             return
         with self.changed:
-            self._ledger.scored([rewarded.group.group_id for rewarded in groups])
-            for rewarded in groups:
-                group_id = rewarded.group.group_id
-                self._groups[group_id] = replace(self._groups.pop(group_id), rewarded=rewarded)
+            self._ledger.scored(_ids(tasks))
+            self.move(tasks, READY)
             self.changed.notify_all()
 
-    def drop_without_spread(self, group_ids: Sequence[int]) -> None:
+    def drop_without_spread(self, tasks: Sequence[GroupTask]) -> None:
         """Drop groups whose samples all have the same reward. Others are issued in their place.
 
         Raises:
             RewardError: more than ``rollout.max_drops_per_step`` groups were dropped for one step.
         """
-        if not group_ids:
+        if not tasks:
             return
         with self.changed:
-            self._ledger.scored(group_ids)
+            self._ledger.scored(group_ids := _ids(tasks))
             for group_id in group_ids:
-                del self._groups[group_id]
+                del self._tasks[group_id]
                 self._ledger.dropped([group_id], "zero spread")
                 self._dropped += 1
                 self._require_few_drops()
@@ -151,16 +170,15 @@ class GroupStore:
     def drop_oversampled(self) -> None:
         """Drop the groups left over from a complete batch."""
         with self.changed:
-            self._ledger.dropped(sorted(self._groups), "oversampled")
-            self._groups.clear()
+            self._ledger.dropped(sorted(self._tasks), "oversampled")
+            self._tasks.clear()
 
     # ---------------------------------------------------------------------------------------------------------- batch
     def may_take(self) -> int:
         """Return the number of ready groups that the batch may take now; see ``StalenessGate``."""
         with self.changed:
-            ready = [group.version for group in self._groups.values() if group.rewarded is not None]
-            under_way = [group.version for group in self._groups.values() if group.rewarded is None]
-            return self._gate.may_take(ready, under_way)
+            under_way = [task.version for task in self._tasks.values() if task.stage != READY]
+            return self._gate.may_take([task.version for task in self.at(READY)], under_way)
 
     def take(self, at_least: int = 1) -> list[RewardedGroup]:
         """Return all groups that the batch may take, in id order, or none if there are fewer than ``at_least``."""
@@ -168,16 +186,12 @@ class GroupStore:
             count = self.may_take()
             if count < at_least:
                 return []
-            ready = self._ready()
-            oldest_first = sorted(ready, key=lambda group_id: self._groups[group_id].version)
+            oldest_first = sorted(self.at(READY), key=lambda task: task.version)
             formed = self._gate.formed
             self._gate.take(count)
             if self._gate.formed > formed:
                 self._dropped = 0
-            taken = sorted(oldest_first[:count])
-            for group_id in taken:
-                del self._groups[group_id]
-            return [ready[group_id] for group_id in taken]
+            return [self._tasks.pop(group_id).rewarded for group_id in sorted(_ids(oldest_first[:count]))]
 
     # ---------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +200,7 @@ class GroupStore:
         A thread may issue more before the ledger is copied: events after ``ledger_events`` are not part of the state.
         """
         with self.changed:
-            unfinished = [*self._interrupted, *(group.prompt for group in self._groups.values())]
+            unfinished = [*self._interrupted, *(task.prompt for task in self._tasks.values())]
             return {
                 "data": self._prompts.state_dict(),
                 "in_flight": [_fields(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],
@@ -197,6 +211,10 @@ class GroupStore:
         """Resume from ``state_dict``. Groups that were under way are issued again before new ones."""
         self._prompts.load_state_dict(state["data"])
         self._interrupted = deque(_prompt(fields) for fields in state.get("in_flight", ()))
+
+
+def _ids(tasks: Sequence[GroupTask]) -> list[int]:
+    return [task.prompt.group_id for task in tasks]
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:

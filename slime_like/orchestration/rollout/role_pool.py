@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.observability.records import ScoringRecord
+from slime_like.orchestration.rollout.group_store import GroupTask
 from slime_like.orchestration.rollout.routing import LeastLoaded
-from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import UnscoredTrajectory
 
 _REQUESTS_PER_WORKER = 2
@@ -86,7 +86,6 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    groups: list[RewardedGroup]
     tokens: int
     member: _Member
 
@@ -94,8 +93,8 @@ class _Request:
 class RolePool:
     """Pool of a role's workers. Each group goes as a whole to the least loaded one. Use from one thread.
 
-    A failed worker leaves the pool, and other workers score its groups from the beginning. It restarts in the
-    background and joins again. The pool fails if no restart and no worker is left.
+    The caller keeps the groups. A failed worker leaves the pool, and other workers score its groups from the beginning.
+    It restarts in the background and joins again. The pool fails if no restart and no worker is left.
 
     Args:
         role: name of the role.
@@ -113,43 +112,31 @@ class RolePool:
         self._restarts_left = max_restarts
         self._restarting: dict[Future[None], _Member] = {}
         self._members: LeastLoaded[_Member] = LeastLoaded(_REQUESTS_PER_WORKER)
-        self._waiting: deque[RewardedGroup] = deque()
-        self._running: dict[Future[list[Scores]], _Request] = {}
+        self._running: dict[Future[dict[str, Scores]], _Request] = {}
         self._done: deque[tuple[float, int, int]] = deque()  # appended by the workers' threads
         self.weights = RoleWeights()
         self.news: list[str] = []
-
-    def __len__(self) -> int:
-        """Return the number of groups in the pool."""
-        return len(self._waiting) + sum(len(request.groups) for request in self._running.values())
 
     def join(self, worker: RoleWorker) -> None:
         """Add a worker that holds the weights."""
         self._members.join(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)))
 
-    def submit(self, group: RewardedGroup) -> None:
-        """Queue a group for the next ``poll``."""
-        self._waiting.append(group)
-
-    def poll(self, timeout_s: float) -> list[RewardedGroup]:
+    def poll(self, tasks: Sequence[GroupTask], timeout_s: float) -> list[GroupTask]:
         """Send all waiting groups that workers have room for, then wait at most ``timeout_s`` for scored groups.
+
+        Args:
+            tasks: all tasks that the pool is to score, in the order to send them, until it has returned them.
 
         Raises:
             TrainerError: no worker is left.
         """
-        self._send()
+        self._send(tasks)
         awaited: list[Future[Any]] = [*self._running, *self._restarting]
         done = wait(awaited, timeout_s, FIRST_COMPLETED).done if awaited else set()
-        finished = [group for future in done for group in self._settle(future)]
+        finished = [task for future in done for task in self._settle(future, tasks)]
         self._admit_restarted()
-        self._send()
+        self._send(tasks)
         return finished
-
-    def discard(self) -> None:
-        """Forget all groups, including those that are being scored."""
-        self._waiting.clear()
-        for request in self._running.values():
-            request.groups.clear()
 
     def take_work(self, total_s: float) -> ScoringRecord:
         """Return the work since the last call ``total_s`` ago, with mean seconds over the remaining workers."""
@@ -163,28 +150,31 @@ class RolePool:
             member.thread.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------- requests
-    def _send(self) -> None:
-        while self._waiting:
-            count, tokens = self._next_request()
+    def _send(self, tasks: Sequence[GroupTask]) -> None:
+        waiting = [task for task in tasks if task.answer is None]
+        while waiting:
+            count, tokens = self._next_request(waiting)
             member = self._members.acquire(tokens)
             if member is None:
                 return
-            groups = [self._waiting.popleft() for _ in range(count)]
-            trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]
+            sent, waiting = waiting[:count], waiting[count:]
+            trajectories = [trajectory for task in sent for trajectory in task.samples.trajectories]
             future = member.thread.submit(self._score, member.worker, trajectories)
-            self._running[future] = _Request(groups, tokens, member)
+            self._running[future] = _Request(tokens, member)
+            for task in sent:
+                task.answer = future
 
-    def _next_request(self) -> tuple[int, int]:
+    def _next_request(self, waiting: Sequence[GroupTask]) -> tuple[int, int]:
         """Count (groups, tokens) at the head of the queue that fit a request, at least one group."""
         count = tokens = 0
-        for waiting in self._waiting:
-            if count and tokens + waiting.group.total_tokens > self._request_tokens:
+        for task in waiting:
+            if count and tokens + task.samples.total_tokens > self._request_tokens:
                 break
-            count, tokens = count + 1, tokens + waiting.group.total_tokens
+            count, tokens = count + 1, tokens + task.samples.total_tokens
         return count, tokens
 
-    def _score(self, worker: RoleWorker, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
-        """Score in the worker's thread."""
+    def _score(self, worker: RoleWorker, trajectories: list[UnscoredTrajectory]) -> dict[str, Scores]:
+        """Score in the worker's thread. Return scores by ``sequence_id``."""
         with self.weights.reading() as weights:
             if weights is not None:
                 worker.use(weights)
@@ -192,34 +182,37 @@ class RolePool:
         scores = worker.score(trajectories)
         busy_s = time.perf_counter() - started
         self._done.append((busy_s, sum(t.response_len for t in trajectories), sum(t.total_len for t in trajectories)))
-        return scores
+        return {row.sequence_id: found for row, found in zip(trajectories, scores, strict=True)}
 
-    def _settle(self, future: Future[Any]) -> list[RewardedGroup]:
+    def _settle(self, future: Future[Any], tasks: Sequence[GroupTask]) -> list[GroupTask]:
         request = self._running.pop(future, None)
         if request is None:  # its worker has just left or is restarting
             return []
         self._members.release(request.member, request.tokens)
         try:
-            scores = iter(future.result())
+            scores = future.result()
         except SlimeLikeError as error:
-            self._lose(request, error)
+            self._lose(request.member, error, tasks, future)
             return []
-        return [
-            replace(rewarded, scores=[earlier | next(scores) for earlier in rewarded.scores])
-            for rewarded in request.groups
-        ]
+        finished = [task for task in tasks if task.answer is future]
+        for task in finished:
+            rows = zip(task.samples.trajectories, task.rewarded.scores, strict=True)
+            task.rewarded = replace(task.rewarded, scores=[old | scores[row.sequence_id] for row, old in rows])
+        return finished
 
     # -------------------------------------------------------------------------------------------------------- restarts
-    def _lose(self, failed: _Request, error: SlimeLikeError) -> None:
-        """Remove the worker of a failed request. All its groups return to the head of the queue."""
-        others = [future for future, request in self._running.items() if request.member == failed.member]
-        lost = [failed, *(self._running.pop(future) for future in others)]
-        self._waiting.extendleft(reversed([group for request in lost for group in request.groups]))
-        self._members.leave(failed.member)
-        self.news.append(f"{failed.member.worker.name} left the logprob pool ({error})")
+    def _lose(self, member: _Member, error: SlimeLikeError, tasks: Sequence[GroupTask], failed: Future[Any]) -> None:
+        """Remove the worker of a failed request. All its groups wait for others again."""
+        others = [future for future, request in self._running.items() if request.member == member]
+        for task in tasks:
+            if task.answer in (failed, *others):
+                task.answer = None
+        self._members.leave(member)
+        self.news.append(f"{member.worker.name} left the logprob pool ({error})")
         for future in others:
+            del self._running[future]
             future.cancel()
-        self._restart_or_close(failed.member, error)
+        self._restart_or_close(member, error)
 
     def _restart_or_close(self, member: _Member, error: SlimeLikeError) -> None:
         """Restart or close the member in its thread, since both may take a while."""

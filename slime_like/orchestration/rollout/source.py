@@ -3,21 +3,22 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from slime_like.config import RolloutConfig, RunConfig
 from slime_like.data.ledger import Ledger
-from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.prompts import PromptSource
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.advantages import weighted_rewards
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
-from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.group_store import GENERATE, REWARD, GroupStore, GroupTask
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup, Scorer
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
 from slime_like.system.interrupts import raise_if_interrupted
-from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
+from slime_like.trajectory import ScoredTrajectory
 
 _POLL_S = 5.0
 _SHORT_POLL_S = 0.2
@@ -39,16 +40,19 @@ class RolloutSource(ABC):
         self,
         config: RunConfig,
         prompts: PromptSource,
-        client: EngineClient[Prompt],
+        client: EngineClient,
         scorer: Scorer,
         turns: Turns,
         ledger: Ledger,
         supervisor: EngineSupervisor,
         pools: Sequence[RolePool] = (),
     ) -> None:
-        self.store = GroupStore(config.rollout, config.steps, prompts, ledger)
+        rollout, sampling = config.rollout, training_sampling(config.rollout, config.model)
+        requests = partial(
+            build_requests, sampling=sampling, num_samples=rollout.samples_per_prompt, seed=config.seed, label="train"
+        )
+        self.store = GroupStore(rollout, config.steps, prompts, ledger, requests)
         self._config = config
-        self._sampling = training_sampling(config.rollout, config.model)
         self._client = client
         self._scorer = scorer
         self._turns = turns
@@ -96,42 +100,35 @@ class RolloutSource(ABC):
         """Yield groups of ``step`` as they become ready, at least ``at_least`` at a time, or none after a while."""
 
     # ------------------------------------------------------------------------------------- stages, called by one thread
-    def _issue(self) -> None:
-        """Queue a request for every prompt that the store issues."""
-        prompts, config = self.store.issue(), self._config
-        requests = build_requests(prompts, self._sampling, config.rollout.samples_per_prompt, config.seed, "train")
-        for prompt, request in zip(prompts, requests, strict=True):
-            self._client.submit(prompt, request)
+    def _poll(self, timeout_s: float) -> list[GroupTask]:
+        """Return the next groups with samples, or nothing after ``timeout_s``. Raises like ``EngineClient.poll``; after
+        ``NoEngineLeft``, a later call continues."""
+        answers, lost = self._client.poll(self.store.at(GENERATE), timeout_s)
+        self.store.resent(lost)
+        for task, generations in answers:
+            task.samples = to_group(task.prompt, generations, task.request.sampling.temperature)
+        sampled = [task for task, _ in answers]
+        self.store.generated(sampled)
+        return sampled
 
-    def _poll(self, timeout_s: float) -> list[GroupedUnscoredTrajectories]:
-        """Return the next samples from the engines, or nothing after ``timeout_s``. Raises like ``EngineClient.poll``;
-        after ``NoEngineLeft``, a later call continues."""
-        answers = self._client.poll(timeout_s)
-        self._record_resent()
-        temperature = self._sampling.temperature
-        groups = [to_group(prompt, generations, temperature) for prompt, generations in answers]
-        self.store.generated([group.group_id for group in groups])
-        return groups
+    def _reward(self, tasks: Sequence[GroupTask]) -> None:
+        for task, rewarded in zip(tasks, self._scorer.rewards([task.samples for task in tasks]), strict=True):
+            task.rewarded = rewarded
 
-    def _accept(self, rewarded: Sequence[RewardedGroup], idle_s: float) -> None:
-        """Pass groups that are ready for training to the store; with role workers, groups that they have scored.
+    def _accept(self, idle_s: float) -> None:
+        """Pass on all rewarded groups: to the workers of roles, if there are any, then to training. Groups without a
+        training signal are dropped.
 
         Args:
-            rewarded: new groups; groups without a training signal are dropped.
             idle_s: longest wait for the workers if nothing is at the engines.
         """
-        ready = [group for group in rewarded if self._is_useful(group)]
-        self.store.drop_without_spread([group.group.group_id for group in rewarded if not self._is_useful(group)])
+        rewarded = self.store.at(REWARD)
+        ready = [task for task in rewarded if self._is_useful(task.rewarded)]
+        self.store.drop_without_spread([task for task in rewarded if not self._is_useful(task.rewarded)])
         for pool in self._pools:
-            for group in ready:
-                pool.submit(group)
-            ready = pool.poll(0.0 if len(self._client) else idle_s)
+            self.store.move(ready, pool.role)
+            ready = pool.poll(self.store.at(pool.role), 0.0 if self.store.at(GENERATE) else idle_s)
         self.store.add_ready(ready)
-
-    @property
-    def _num_at_workers(self) -> int:
-        """Number of groups at the workers of roles."""
-        return sum(map(len, self._pools))
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
         """Return whether the group's rewards differ, if ``rollout.drop_zero_spread`` requires it."""
@@ -141,15 +138,8 @@ class RolloutSource(ABC):
 
     def _abort(self) -> None:
         """Abort and drop all groups, wherever they are."""
-        self._record_resent()  # an engine may have died since the last answer
-        self._client.abort()
-        for pool in self._pools:
-            pool.discard()
+        self._client.abort(self.store.at(GENERATE))
         self.store.drop_oversampled()
-
-    def _record_resent(self) -> None:
-        self.store.resent([prompt.group_id for prompt in self._client.resent])
-        self._client.resent.clear()
 
 
 class SynchronousSource(RolloutSource):
@@ -163,7 +153,7 @@ class SynchronousSource(RolloutSource):
             self._turns.generation()
         while self.store.formed < step:
             with clock.phase("wait"):
-                self._issue()
+                self.store.issue()
             self._advance(at_least, clock)
             groups = self.store.take(at_least)
             if groups and self._config.rollout.oversample > 1 and self.store.formed == step:
@@ -177,27 +167,27 @@ class SynchronousSource(RolloutSource):
         Groups are rewarded while others are sampled, but accepted together. So the replacement of dropped groups does
         not depend on which was faster.
         """
-        rewarded = self._collect_rewarded(clock)
+        self._collect(clock)
         if not self._pools and at_least > 1:
             missing = at_least - self.store.sizes()[1]
-            while len(rewarded) < missing:
-                rewarded += self._collect_rewarded(clock)
+            while len(self.store.at(REWARD)) < missing:
+                self._collect(clock)
         with clock.phase("reward"):
-            self._accept(rewarded, _POLL_S)
+            self._accept(_POLL_S)
 
-    def _collect_rewarded(self, clock: PhaseClock) -> list[RewardedGroup]:
+    def _collect(self, clock: PhaseClock) -> None:
         """Reward the next samples, or none after a while. The wait is short if workers or streamed trainers may
         finish first."""
         raise_if_interrupted()
         with clock.phase("generate"):
-            others = self._config.rollout.stream or self._num_at_workers
+            others = self._config.rollout.stream or any(self.store.at(pool.role) for pool in self._pools)
             try:
-                groups = self._poll(_SHORT_POLL_S if others else _POLL_S)
+                sampled = self._poll(_SHORT_POLL_S if others else _POLL_S)
             except NoEngineLeft:
                 self._supervisor.revive()
-                return []
+                return
         with clock.phase("reward"):
-            return self._scorer.rewards(groups)
+            self._reward(sampled)
 
 
 class ThreadedSource(RolloutSource):
@@ -246,24 +236,26 @@ class ThreadedSource(RolloutSource):
         """Run the thread. All its waits are short, so ``close`` takes effect."""
         try:
             while not self._stopping:
-                self._issue()
-                self._accept(self._scorer.rewards(self._collect()), _SHORT_POLL_S)
+                self.store.issue()
+                self._reward(self._collect())
+                self._accept(_SHORT_POLL_S)
         except BaseException as error:  # raised again in the training loop
             with self.store.changed:
                 self._failure = error
                 self.store.changed.notify_all()
 
-    def _collect(self) -> list[GroupedUnscoredTrajectories]:
-        """Return the next samples, or nothing after a while: at the staleness limit, or while no engine is left."""
+    def _collect(self) -> list[GroupTask]:
+        """Return the next groups with samples, or nothing after a while: at the staleness limit, or while no engine is
+        left."""
         try:
-            groups = self._poll(_SHORT_POLL_S)
-            is_idle = not groups and not len(self._client) and not self._num_at_workers
+            sampled = self._poll(_SHORT_POLL_S)
+            is_idle = not self.store.sizes()[0]
         except NoEngineLeft:
-            groups, is_idle = [], True
+            sampled, is_idle = [], True
         if is_idle:
             with self.store.changed:
                 self.store.changed.wait(_SHORT_POLL_S)
-        return groups
+        return sampled
 
 
 def source_class(rollout: RolloutConfig) -> type[RolloutSource]:

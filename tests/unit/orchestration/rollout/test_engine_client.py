@@ -11,7 +11,7 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.rollout import engine_client
-from slime_like.orchestration.rollout.engine_client import EngineClient
+from slime_like.orchestration.rollout.engine_client import EngineCall, EngineClient
 from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
 from tests.support.rejections import Rejects
@@ -104,28 +104,46 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "one", lambda call, name, **_: call.result())
 
 
-def client_of(*engines: Engine, capacity: int = 2) -> EngineClient[Any]:
+class Client(EngineClient):
+    """A client with its unanswered calls, whose tags are the names of their requests."""
+
+    def __init__(self, supervisor: EngineSupervisor) -> None:
+        super().__init__(supervisor)
+        self.calls: list[EngineCall] = []
+        self.resent: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def submit(self, name: str) -> None:
+        self.calls.append(EngineCall(request(name)))
+
+    def answered(self) -> list[str]:
+        answers, lost = self.poll(self.calls, 0.0)
+        self.resent += [call.request.request_id for call in lost]
+        found = [call for call, generations in answers if generations]
+        self.calls = [call for call in self.calls if call not in found]
+        return [call.request.request_id for call in found]
+
+
+def client_of(*engines: Engine, capacity: int = 2) -> Client:
     rollout = RolloutConfig(max_concurrent_requests=capacity, max_engine_restarts=2)
     supervisor = EngineSupervisor(cast(Any, Engines(*engines)), rollout, lambda note: None)
     supervisor.start()
-    return EngineClient(supervisor)
+    return Client(supervisor)
 
 
-def started(names: str, engines: int = 1, capacity: int = 2) -> tuple[EngineClient[str], list[Engine]]:
+def started(names: str, engines: int = 1, capacity: int = 2) -> tuple[Client, list[Engine]]:
     """A client that has sent these requests, as far as there is room, and engines that have not answered."""
     group = [Engine() for _ in range(engines)]
     client = client_of(*group, capacity=capacity)
     for name in names:
-        client.submit(name, request(name))
-    assert answered(client) == [] and len(client) == len(names)
+        client.submit(name)
+    assert client.answered() == [] and len(client) == len(names)
     return client, group
 
 
-def answered(client: EngineClient[str]) -> list[str]:
-    return [name for name, generations in client.poll(0.0) if generations]
-
-
-def loads(client: EngineClient[str]) -> list[int]:
+def loads(client: Client) -> list[int]:
     registry = client._supervisor._serving
     return [registry.outstanding_tokens(engine) for engine in registry.workers]
 
@@ -148,12 +166,12 @@ def test_requests_wait_for_room_and_answers_make_room() -> None:
     assert [engine.has for engine in engines] == [["a", "c", "e"], ["b", "d", "f"]]
     assert loads(client) == [3 * (2 + 8)] * 2
     engines[1].ends("b", "f")
-    assert answered(client) == ["b", "f"] and len(client) == 5
-    assert answered(client) == [] and engines[1].has == ["d", "g"]
+    assert client.answered() == ["b", "f"] and len(client) == 5
+    assert client.answered() == [] and engines[1].has == ["d", "g"]
     for engine in engines:
         engine.ends(*engine.has)
-    assert sorted(answered(client)) == ["a", "c", "d", "e", "g"] and len(client) == 0
-    assert loads(client) == [0, 0] and answered(client) == []
+    assert sorted(client.answered()) == ["a", "c", "d", "e", "g"] and len(client) == 0
+    assert loads(client) == [0, 0] and client.answered() == []
 
 
 def test_requests_of_a_dead_engine_go_to_another_one() -> None:
@@ -162,13 +180,13 @@ def test_requests_of_a_dead_engine_go_to_another_one() -> None:
     dead.ends("a")
     dead.ends("c", error=EngineError("its process died"))
     dead.alive = False
-    assert answered(client) == ["a"]
+    assert client.answered() == ["a"]
     assert client.resent == ["c", "e"] and len(client) == 5
     other.ends("b", "d", "f")
-    assert answered(client) == ["b", "d", "f"]
-    client.poll(0.0)
+    assert client.answered() == ["b", "d", "f"]
+    client.answered()
     other.ends("c", "e")
-    assert answered(client) == ["c", "e"] and len(client) == 0
+    assert client.answered() == ["c", "e"] and len(client) == 0
 
 
 @pytest.mark.parametrize(
@@ -179,37 +197,38 @@ def test_other_failures_than_a_death_are_raised(alive: bool, error: SlimeLikeErr
     engine.alive = alive
     engine.ends("a", error=error)
     with rejects(type(error), error.code):
-        client.poll(0.0)
+        client.answered()
 
 
 def test_without_an_engine_requests_stay_until_there_is_one(rejects: Rejects) -> None:
     client, (engine,) = started("ab")
     engine.alive = False
-    assert answered(client) == [] and client.resent == ["a", "b"]
+    assert client.answered() == [] and client.resent == ["a", "b"]
     for _ in range(2):
         with rejects(NoEngineLeft, "no-engine"):
-            client.poll(0.0)
+            client.answered()
     client._supervisor.revive()
-    assert answered(client) == ["a", "b"]
+    assert client.answered() == ["a", "b"]
 
 
 def test_aborted_requests_are_canceled_and_never_answered() -> None:
     client, (engine,) = started("abc")
-    client.abort()
+    client.abort(client.calls)
+    client.calls.clear()
     assert [call.is_cancelled for call in engine.calls.values()] == [True, True]
     assert len(client) == 0 and loads(client) == [0]
     engine.ends("a", "b")
-    client.submit("d", request("d"))
-    client.poll(0.0)
+    client.submit("d")
+    client.answered()
     engine.ends("d")
-    assert answered(client) == ["d"] and list(engine.calls) == ["a", "b", "d"]
+    assert client.answered() == ["d"] and list(engine.calls) == ["a", "b", "d"]
 
 
 def test_silence_is_bounded(rejects: Rejects) -> None:
     client, _ = started("a")
     client._silence_s = 0.0
     with rejects(EngineError, "engines-silent"):
-        client.poll(0.0)
+        client.answered()
 
 
 def test_an_engine_that_hangs_is_replaced_after_the_bound() -> None:
@@ -218,16 +237,16 @@ def test_an_engine_that_hangs_is_replaced_after_the_bound() -> None:
     group = cast(Any, client._supervisor.engines)
     group.wait = lambda references, timeout_s: [call for call in references if call.is_ready]
     hangs.alive = False
-    assert answered(client) == [] and client.resent == []
+    assert client.answered() == [] and client.resent == []
     client._silence_s = 0.0
-    assert answered(client) == [] and client.resent == ["a", "c"]
+    assert client.answered() == [] and client.resent == ["a", "c"]
     client._silence_s = 60.0
     other.ends("b", "d")
-    assert answered(client) == ["b", "d"]
-    client.poll(0.0)
+    assert client.answered() == ["b", "d"]
+    client.answered()
     assert other.has == ["a", "c"]
     other.ends("a", "c")
-    assert answered(client) == ["a", "c"] and len(client) == 0
+    assert client.answered() == ["a", "c"] and len(client) == 0
 
 
 @pytest.mark.parametrize("dies", [False, True])

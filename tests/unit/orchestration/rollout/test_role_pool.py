@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from slime_like.data.prompts import Prompt
 from slime_like.errors import TrainerError
-from slime_like.interfaces import Scores
+from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams, Scores
+from slime_like.orchestration.rollout.group_store import GroupTask
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
@@ -65,11 +67,33 @@ class Worker:
         self.closed.set()
 
 
-def drain(pool: RolePool) -> Iterator[RewardedGroup]:
+class Pool(RolePool):
+    """A pool with the groups that it has not scored."""
+
+    def __init__(self, role: str, request_tokens: int, max_restarts: int = 0) -> None:
+        super().__init__(role, request_tokens, max_restarts)
+        self.tasks: list[GroupTask] = []
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def submit(self, group: RewardedGroup) -> None:
+        request = GenerationRequest("", PromptInput([1, 2]), SamplingParams())
+        task = GroupTask(request, prompt=Prompt(PromptInput([1, 2]), "", group.group.group_id, 0, 0), version=0)
+        task.samples, task.rewarded = group.group, group
+        self.tasks.append(task)
+
+    def scored(self, timeout_s: float) -> list[RewardedGroup]:
+        finished = self.poll(self.tasks, timeout_s)
+        self.tasks = [task for task in self.tasks if task not in finished]
+        return [task.rewarded for task in finished]
+
+
+def drain(pool: Pool) -> Iterator[RewardedGroup]:
     deadline = time.monotonic() + 30
     while len(pool):
         assert time.monotonic() < deadline
-        yield from pool.poll(1.0)
+        yield from pool.scored(1.0)
 
 
 def check(found: list[RewardedGroup], numbers: range) -> None:
@@ -80,7 +104,7 @@ def check(found: list[RewardedGroup], numbers: range) -> None:
 
 
 def test_every_group_gets_its_logprobs() -> None:
-    pool = RolePool("reference", request_tokens=40)
+    pool = Pool("reference", request_tokens=40)
     pool.join(Worker("one"))
     pool.join(Worker("two"))
     for number in range(20):
@@ -99,7 +123,7 @@ def test_a_group_collects_the_scores_of_every_role() -> None:
             return [{"teacher_logprobs": t.response_tokens.float()} for t in trajectories]
 
     found = [group(0, samples=3)]
-    for pool, worker in ((RolePool("reference", 40), Worker("one")), (RolePool("teacher", 40), Teacher("two"))):
+    for pool, worker in ((Pool("reference", 40), Worker("one")), (Pool("teacher", 40), Teacher("two"))):
         pool.join(worker)
         for each in found:
             pool.submit(each)
@@ -112,14 +136,14 @@ def test_a_group_collects_the_scores_of_every_role() -> None:
 
 def test_waiting_groups_go_together_to_the_least_loaded_worker() -> None:
     """A request of at most 40 tokens holds two groups of 16. A worker has at most two requests; more wait."""
-    pool, workers = RolePool("reference", request_tokens=40), [Worker("one", False), Worker("two", False)]
+    pool, workers = Pool("reference", request_tokens=40), [Worker("one", False), Worker("two", False)]
     pool.submit(group(0, length=16))
     pool.join(workers[0])
-    assert pool.poll(0.0) == []
+    assert pool.scored(0.0) == []
     pool.join(workers[1])  # joins late, with less to do
     for number in range(1, 9):
         pool.submit(group(number))
-    assert pool.poll(0.0) == [] and len(pool) == 9
+    assert pool.scored(0.0) == [] and len(pool) == 9
     for worker in workers:
         worker.may_work.set()
     check(list(drain(pool)), range(9))
@@ -129,15 +153,15 @@ def test_waiting_groups_go_together_to_the_least_loaded_worker() -> None:
 
 
 def test_groups_of_a_failed_worker_are_scored_by_others() -> None:
-    pool, bad, good = RolePool("reference", request_tokens=16), Worker("bad", False), Worker("good", False)
+    pool, bad, good = Pool("reference", request_tokens=16), Worker("bad", False), Worker("good", False)
     pool.join(bad)
     pool.join(good)
     for number in range(6):
         pool.submit(group(number))
-    assert pool.poll(0.0) == []
+    assert pool.scored(0.0) == []
     bad.fails = True
     bad.may_work.set()
-    assert pool.poll(30) == [] and len(pool) == 6
+    assert pool.scored(30) == [] and len(pool) == 6
     good.may_work.set()
     check(list(drain(pool)), range(6))
     assert bad.closed.wait(30)
@@ -152,7 +176,7 @@ def test_groups_of_a_failed_worker_are_scored_by_others() -> None:
 
 def test_a_failed_worker_restarts_and_gets_its_groups_again(rejects: Rejects) -> None:
     """Groups wait for the only worker. Its first two restarts fail, and every restart counts."""
-    pool, bad = RolePool("reference", request_tokens=16, max_restarts=3), Worker("bad")
+    pool, bad = Pool("reference", request_tokens=16, max_restarts=3), Worker("bad")
     bad.fails, bad.fatal_starts = True, 2
     pool.join(bad)
     for number in range(4):
@@ -173,7 +197,7 @@ def test_a_failed_worker_restarts_and_gets_its_groups_again(rejects: Rejects) ->
 
 
 def test_a_worker_whose_restarts_all_fail_ends_the_run(rejects: Rejects) -> None:
-    pool, bad = RolePool("reference", request_tokens=16, max_restarts=2), Worker("bad")
+    pool, bad = Pool("reference", request_tokens=16, max_restarts=2), Worker("bad")
     bad.fails, bad.fatal_starts = True, 9
     pool.join(bad)
     pool.submit(group(0))
@@ -185,7 +209,7 @@ def test_a_worker_whose_restarts_all_fail_ends_the_run(rejects: Rejects) -> None
 
 def test_requests_after_a_refresh_use_the_new_weights() -> None:
     """So does a worker that restarts. The pool reports weights that may be in use."""
-    pool, worker = RolePool("reference", request_tokens=16, max_restarts=1), Worker("one")
+    pool, worker = Pool("reference", request_tokens=16, max_restarts=1), Worker("one")
     pool.join(worker)
     for number, weights in enumerate((None, Path("step-2"), Path("step-4"))):
         if weights is not None:

@@ -19,11 +19,11 @@ from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger, audit_run
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
-from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Scores
+from slime_like.interfaces import Generation, PromptInput, Scores
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout import source as source_module
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.group_store import GroupStore
+from slime_like.orchestration.rollout.group_store import GENERATE, GroupTask
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.source import RolloutSource, source_class
@@ -57,8 +57,7 @@ class ShuffledClient:
     """Client that answers a few random requests at every poll, and sometimes loses its engine."""
 
     def __init__(self, seed: int, dies_at: Collection[int] = ()) -> None:
-        self.held: list[tuple[Prompt, GenerationRequest]] = []
-        self.resent: list[Prompt] = []
+        self.held: list[GroupTask] = []  # what it has not answered
         self.under_way: dict[int, int] = {}  # in every step, when its first samples are returned
         self.polls = 0
         self.version = 0
@@ -67,25 +66,24 @@ class ShuffledClient:
         self._random = random.Random(seed)
         self._guard = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def submit(self, prompt: Prompt, request: GenerationRequest) -> None:
-        self.held.append((prompt, request))
-
-    def poll(self, timeout_s: float) -> list[tuple[Prompt, list[Generation]]]:
+    def poll(
+        self, tasks: Sequence[GroupTask], timeout_s: float
+    ) -> tuple[list[tuple[GroupTask, list[Generation]]], list[GroupTask]]:
         self.polls += 1
+        self.held = list(tasks)
         if self.polls in self._dies_at:
             self.dead = True
-            self.resent += [prompt for prompt, _ in self.held]
+            return [], self.held
         if self.dead:
             raise NoEngineLeft("the only engine died")
         self._random.shuffle(self.held)
         count = self._random.randint(0, min(3, len(self.held)))
         answered, self.held = self.held[:count], self.held[count:]
-        return [(prompt, [self._generation() for _ in range(asked.num_samples)]) for prompt, asked in answered]
+        for task in answered:
+            task.answer = object()  # like Ray's reference
+        return [(task, [self._generation() for _ in range(task.request.num_samples)]) for task in answered], []
 
-    def abort(self) -> None:
+    def abort(self, tasks: Sequence[GroupTask]) -> None:
         self.held = []
 
     def _generation(self) -> Generation:
@@ -268,10 +266,11 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
     """Interrupted prompts are issued first, then new ones."""
     prompt = {"tokens": [1, 2], "answer": "4", "epoch": 0, "row": 7, "response_tokens": None, "environment": {"a": 1}}
     state = {"data": {"issued": 6}, "in_flight": [prompt | {"group_id": 3}, prompt | {"group_id": 5}]}
-    store = GroupStore(settings(run_dir).rollout, STEPS, Prompts(), Ledger.begin(run_dir))  # type: ignore[arg-type]
+    store = source(run_dir, ShuffledClient(0))[0].store
     store.load_state_dict(state)
     assert json.loads(json.dumps(store.state_dict())) == state | {"ledger_events": 0}
-    issued = store.issue()
+    store.issue()
+    issued = [task.prompt for task in store.at(GENERATE)]
     assert [prompt.group_id for prompt in issued] == [3, 5, 6, 7]
     assert issued[0] == Prompt(PromptInput([1, 2]), "4", 3, 0, 7, environment={"a": 1})
     assert [fields["group_id"] for fields in store.state_dict()["in_flight"]] == [3, 5, 6, 7]
@@ -280,15 +279,18 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
 def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
     """Rewarded and taken groups count. Dropped groups and those of later batches don't."""
     store = source(run_dir, ShuffledClient(0), max_staleness=1)[0].store
-    assert (len(store.issue()), store.sampled()) == (2 * PROMPTS, 0)
-    store.generated([2, 0])
+    store.issue()
+    tasks = store.at(GENERATE)
+    assert (len(tasks), store.sampled()) == (2 * PROMPTS, 0)
+    store.generated([tasks[2], tasks[0]])
     assert store.sampled() == 2
-    store.add_ready([RewardedGroup(SimpleNamespace(group_id=2), *[torch.zeros(0)] * 3, [], [])])  # type: ignore[arg-type]
+    tasks[2].rewarded = RewardedGroup(SimpleNamespace(), *[torch.zeros(0)] * 3, [], [])  # type: ignore[arg-type]
+    store.add_ready([tasks[2]])
     assert store.sampled() == 2
     assert len(store.take()) == 1 and store.sampled() == 2
-    store.drop_without_spread([0])
+    store.drop_without_spread([tasks[0]])
     assert store.sampled() == 1
-    store.generated([1, 3, 4, 5, 6])
+    store.generated([tasks[1], *tasks[3:7]])
     assert store.sampled() == PROMPTS
 
 

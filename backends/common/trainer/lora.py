@@ -1,0 +1,34 @@
+"""Low-rank factors, the same for every backend (LoRA, https://arxiv.org/abs/2106.09685).
+
+A module can hold several Hugging Face matrices, such as query, key and value. Each has its own factors. The module's A,
+(n r, in), has those of its n targeted matrices one after the other. Its B, (out, r), has the rows of the module's
+weight, in the same order. ``owner``, (out, n), has a 1 where a row of the weight belongs to a matrix.
+"""
+
+import math
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+
+def initial_a(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return Kaiming's uniform values for A, (r, in), in float32 on the CPU: the same in every layout.
+
+    Args:
+        name: PEFT's name of the tensor.
+    """
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    bound = 1 / math.sqrt(shape[1])
+    return (2 * torch.rand(shape, generator=generator) - 1) * bound
+
+
+def block_diagonal(b: Tensor, owner: Tensor) -> Tensor:
+    """Return (out, n r) from B: each row at the columns of its matrix's part of A, and zeros elsewhere."""
+    return (owner[:, :, None] * b[:, None, :]).flatten(1)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, owner: Tensor, scale: float) -> Tensor:
+    """Return the weight, (out, in), plus its factors' scaled product, computed in float32 and rounded once."""
+    product = block_diagonal(b.float(), owner.float()) @ a.float()
+    return torch.add(weight.float(), product, alpha=scale).to(weight.dtype)

@@ -1,0 +1,52 @@
+"""Names and shapes of an adapter's tensors, which are the same for trainers, engines, plans and PEFT directories."""
+
+from collections.abc import Iterable, Mapping
+
+from slime_like.config.lora import ALL_LINEAR, LoraConfig
+
+ADAPTER = "adapter"
+"""Name of an adapter in manifests (``Manifest.updates``)."""
+
+PREFIX = "base_model.model."
+"""PEFT's prefix of module names."""
+
+_WEIGHT = ".weight"
+_LAYERS = "model.layers."
+_ROUTER = ".mlp.gate.weight"
+
+Shape = tuple[int, ...]
+
+
+def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
+    """Return whether the Hugging Face tensor is a matrix with factors."""
+    if len(shape) != 2 or not name.startswith(_LAYERS) or not name.endswith(_WEIGHT) or name.endswith(_ROUTER):
+        return False
+    module = name.removesuffix(_WEIGHT)
+    return ALL_LINEAR in settings.targets or any(f".{module}".endswith(f".{target}") for target in settings.targets)
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """Return PEFT's names of A and B, given the Hugging Face name of the matrix."""
+    module = PREFIX + weight.removesuffix(_WEIGHT)
+    return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def factor_shapes(settings: LoraConfig, weights: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return name and shape of every factor, A (rank, in) and B (out, rank).
+
+    Args:
+        weights: name and shape of every Hugging Face tensor of the model.
+    """
+    rank, found = settings.rank or 0, dict[str, Shape]()
+    for name, shape in weights.items():
+        if is_target(settings, name, shape):
+            a, b = factor_names(name)
+            found |= {a: (rank, shape[1]), b: (shape[0], rank)}
+    return found
+
+
+def unmatched_targets(settings: LoraConfig, weights: Iterable[tuple[str, Shape]]) -> list[str]:
+    """Return the targets that name no matrix of the model."""
+    known = list(weights)
+    alone = {target: settings.model_copy(update={"targets": (target,)}) for target in settings.targets}
+    return [target for target, one in alone.items() if not any(is_target(one, *each) for each in known)]
