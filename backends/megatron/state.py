@@ -18,6 +18,7 @@ from backends.megatron.overlap import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import adapter_facts
 
 
 class MegatronState(TrainerState):
@@ -39,6 +40,7 @@ class MegatronState(TrainerState):
     ) -> None:
         super().__init__()
         self._model, self._settings, self._dimensions = model, settings, dimensions
+        self._adapter = adapter_facts(model)
         self.chunks = chunks
 
     def weights(self) -> list[Tensor]:
@@ -51,17 +53,17 @@ class MegatronState(TrainerState):
         conversion.load_hf_weights(self.chunks, path, self._dimensions)
 
     def load_weights(self, directory: Path) -> None:
-        checkpoint.load_weights(directory, self.chunks)
+        checkpoint.load_weights(directory, self.chunks, self._adapter)
 
     def save_weights(self, directory: Path) -> None:
-        checkpoint.save_weights(directory, self.chunks)
+        checkpoint.save_weights(directory, self.chunks, self._adapter)
 
     def load(self, directory: Path) -> None:
         any_schedule = "schedule" in self._settings.override
-        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer, any_schedule)
+        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer, self._adapter, any_schedule)
 
     def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
-        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, copies)
+        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, self._adapter, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
         return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)

@@ -10,6 +10,7 @@ from slime_like.config.sections import ModelConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.dump_names import rollouts_name
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
+from slime_like.weights.adapter import ADAPTER, adapter_facts, facts_problem
 
 BACKEND, FINGERPRINT = "backend", "model"
 """Keys of the backend and of the model's ``fingerprint`` in a checkpoint's ``state.json``."""
@@ -25,12 +26,7 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
         backend: ``trainer.backend``.
         field: name of the checkpoint's setting.
     """
-    wrote: Any = "megatron"
-    if not (checkpoint / DESCRIPTION).is_file():
-        try:
-            wrote = json.loads((checkpoint / "state.json").read_text(encoding="utf-8")).get(BACKEND)
-        except (OSError, ValueError, AttributeError):
-            return None
+    wrote = "megatron" if (checkpoint / DESCRIPTION).is_file() else _written(checkpoint).get(BACKEND)
     if wrote in (None, backend):
         return None
     return (
@@ -39,8 +35,17 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
     )
 
 
+def _written(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of the checkpoint's ``state.json``, or nothing if there is none."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
 def start_weight_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """Check that ``model.weights`` is a checkpoint of this backend."""
+    """Check that ``model.weights`` is a checkpoint of this backend, with factors like ``model.lora``."""
     weights = model.weights
     if weights is not None and not (weights / WEIGHTS).is_dir():
         yield (
@@ -49,6 +54,8 @@ def start_weight_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterato
         )
     elif weights is not None and (problem := backend_problem(weights, trainer.backend, "model.weights")):
         yield problem
+    elif weights is not None and (problem := facts_problem(_written(weights).get(ADAPTER, {}), adapter_facts(model))):
+        yield f"model.weights={weights} {problem}"
 
 
 def converted_problems(model: ModelConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from slime_like.checks.earlier_run import FINGERPRINT, backend_problem
 from slime_like.config import RunConfig
+from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
@@ -21,6 +22,7 @@ from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import newest_whole
 from slime_like.system.words import counted
+from slime_like.weights.adapter import ADAPTER, adapter_facts, facts_problem
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -43,7 +45,7 @@ _WRITTEN = (
 )
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
-_READ = ("model.path", "model.weights", "reference.path", "evaluation.files", "debug.load_rollouts")
+_READ = ("model.path", "model.weights", "model.lora.path", "reference.path", "evaluation.files", "debug.load_rollouts")
 
 
 class RunDirectory:
@@ -140,6 +142,8 @@ class RunDirectory:
         if wrote is not None and fingerprint(self._config.model.path) not in (None, wrote):
             problem = f"{checkpoint.path} was trained from other weights; give those, or set another run_dir"
             raise ConfigError(f"model.path={self._config.model.path}: {problem}", code="resume-of-another-model")
+        if problem := facts_problem(checkpoint.state.get(ADAPTER, {}), adapter_facts(self._config.model)):
+            raise ConfigError(f"resume: {checkpoint.path} {problem}", code="resume-of-other-factors")
         has_finished = checkpoint.step >= self._config.steps and (self._path / SUMMARY_FILE).exists()
         if has_finished and self._lies_here(checkpoint):
             is_fixed = self._config.trainer.optimizer.depends_on_length
@@ -183,7 +187,8 @@ class RunDirectory:
         model there is from an earlier start."""
         export = self._path / EXPORT
         read = export.resolve() == self._config.model.path.resolve()
-        earlier = resumes_here and not read and (export / "config.json").is_file()
+        wrote = any((export / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+        earlier = resumes_here and not read and wrote
         if not os.path.lexists(export) or earlier or _is_empty_directory(export):
             return
         what = "model.path" if read else "not a model that this run wrote"
