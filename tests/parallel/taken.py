@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from backends.common.step.worst_batch import worst_packs
+from backends.fsdp.parallel import shard_of
 from backends.fsdp.trainer import FsdpTrainer
-from backends.fsdp.weights import shard_of
 from backends.megatron.attention import context_layout_of
 from backends.megatron.planning.estimate import planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES

@@ -12,9 +12,8 @@ from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import model_input
 from backends.fsdp.model import sharded_meta_model
-from backends.fsdp.parallel import Groups
+from backends.fsdp.parallel import Groups, shard_of
 from backends.fsdp.planning.sharded_shapes import GATHERED, GRADIENTS, ShardedShapes
-from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.trajectory import PackedTrajectory
