@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.common.trainer.roles import is_added
+from backends.common.trainer.roles import ADDED, is_added
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank
@@ -21,6 +22,7 @@ _FUSED_NAMES = (
     (r"(decoder\.layers\.\d+\.)self_attention\.linear_qkv\.layer_norm_weight", r"\1input_layernorm.weight"),
     (r"(decoder\.layers\.\d+\.)mlp\.linear_fc1\.layer_norm_weight", r"\1pre_mlp_layernorm.weight"),
     (r"(.+\.experts\.)(linear_fc[12])\.weight(\d+)", r"\1local_experts.\3.\2.weight"),
+    (r"(.+\.experts\.)(linear_fc[12])\.added\.(\d+)\.([ab])", r"\1local_experts.\3.\2.added.\4"),
 )
 """Names in which Transformer Engine fuses modules or groups experts, and the canonical names."""
 
@@ -33,6 +35,7 @@ class Placement:
         name: Megatron's name with global layer and expert numbers.
         layer, expert: these numbers; ``None`` if the rule has none.
         tp: this rank's position in the group that shards the parameter (for experts, their tensor-parallel group).
+        factors: the weight's low-rank factors, if it has some.
     """
 
     name: str
@@ -42,6 +45,12 @@ class Placement:
     expert: int | None
     tp: TensorRank
     dimensions: ModelDimensions
+    factors: Any = None
+
+    @property
+    def value(self) -> Tensor:
+        """The parameter, with its factors' product added if it has some."""
+        return self.parameter.data if self.factors is None else self.factors.merged(self.parameter.data)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -81,8 +90,8 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
     rules = family_of(dimensions).rules_for(dimensions)
     placements: list[Placement] = []
     unknown: list[str] = []
-    for name, parameter in _global_parameters(model_chunks, dimensions):
-        placement = _place(name, parameter, rules, dimensions)
+    for name, parameter, factors in _global_parameters(model_chunks, dimensions):
+        placement = _place(name, parameter, factors, rules, dimensions)
         if placement is None:
             unknown.append(name)
         else:
@@ -97,7 +106,25 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
     return placements
 
 
-def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:
+def place_factors(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
+    """Match every low-rank factor of this rank to its rule, A and B of each weight in turn."""
+    return [
+        replace(placed, name=name, parameter=factor, rule=rule, factors=None)
+        for placed in place_parameters(model_chunks, dimensions)
+        if placed.factors is not None
+        for rule, factor, name in _factors_of(placed)
+    ]
+
+
+def _factors_of(placed: Placement) -> Iterator[tuple[Rule, Tensor, str]]:
+    for letter, rule in zip("ab", placed.factors.rules, strict=True):
+        name = f"{placed.name.removesuffix('weight')}{ADDED}.{letter}"
+        yield rule, getattr(placed.factors, letter), name
+
+
+def _place(
+    name: str, parameter: Tensor, factors: Any, rules: Sequence[Rule], dimensions: ModelDimensions
+) -> Placement | None:
     for rule in rules:
         if match := rule.pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items()}
@@ -106,15 +133,25 @@ def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: Mode
             else:
                 group = parallel_state.get_tensor_model_parallel_group()
             tp = TensorRank(group.rank(), group.size())
-            return Placement(name, parameter, rule, numbers.get("layer"), numbers.get("expert"), tp, dimensions)
+            place = numbers.get("layer"), numbers.get("expert"), tp
+            return Placement(name, parameter, rule, *place, dimensions, factors)
     return None
 
 
-def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> Iterator[tuple[str, Tensor]]:
+def _global_parameters(
+    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions
+) -> Iterator[tuple[str, Tensor, Any]]:
     for chunk in model_chunks:
         for name, parameter in named_weights(chunk):
             if not is_added(name):
-                yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
+                factors = _added_to(chunk, name)
+                yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter, factors
+
+
+def _added_to(chunk: GPTModel, name: str) -> Any:
+    match = re.fullmatch(r"(.+)\.weight(\d*)", name)
+    added = None if match is None else getattr(chunk.get_submodule(match[1]), ADDED, None)
+    return added[int(match[2])] if match and match[2] and added is not None else added
 
 
 def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
