@@ -90,7 +90,8 @@ class RunConfig(Section):
 
     def has_same_base(self, role: ModelRole) -> bool:
         """Whether a role's weights are the policy's first weights, so only trained weights must be swapped for it."""
-        return role.path is None or (role.path == self.model.path and self.model.weights is None)
+        model = self.model
+        return role.path is None or (role.path == model.path and (model.weights is None or model.lora.is_set))
 
     def for_worker(self, role: ModelRole) -> Self:
         """Return the configuration of a worker's ranks, whose modules hold the weights of ``role``."""
