@@ -36,8 +36,9 @@ def factor_entries(chunk: nn.Module, state: Mapping[str, Any]) -> dict[str, Shar
 def _of_parts(parts: list[ShardedTensor], b: Tensor) -> ShardedTensorFactory:
     """Describe a B whose weight is several parts of the tensor on disk, such as gate and up projection."""
 
-    def build(_: str, values: Tensor, *unused: Any) -> list[ShardedTensor]:
-        return [_like(part, rows, "b", 0) for part, rows in zip(parts, values.chunk(len(parts)), strict=True)]
+    def build(key: str, values: Tensor, *unused: Any) -> list[ShardedTensor]:
+        rows = zip(parts, values.chunk(len(parts)), strict=True)
+        return [replace(_like(part, one, "b", 0), key=key) for part, one in rows]
 
     first = _like(parts[0], b.chunk(len(parts))[0], "b", 0)
     return ShardedTensorFactory(first.key, b, build, torch.cat, first.replica_id)
