@@ -158,6 +158,12 @@ class Given(Initial):
         return self._values[name].narrow(axis, start, length)
 
 
+def fill(trainer: Any, factors: Factors) -> None:
+    """Set the factors of a trainer that is ready to train."""
+    trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+    trainer.optimizer.megatron.reload_model_params()
+
+
 def lora_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, factors: Factors
 ) -> LoraResult:
@@ -168,7 +174,7 @@ def lora_rank(
         mine = [packs[index] for index in indices]
         filled = mine + [zero_weight_pack(packs[0])] * (-(-len(packs) // place.data_size) - len(mine))
         base = exported_from(trainer)
-        trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+        fill(trainer, factors)
         trainer._freeze(config.roles["reference"])  # as if the run continued an adapter
         frozen = _untrained(trainer)
         scored, reference = trainer.score(filled), trainer.score(filled, "reference")
@@ -194,7 +200,7 @@ def dropout_rank(
 ) -> LoraResult:
     """Return scores, exported gradients, and gradients of the factors that every tensor-parallel rank holds."""
     with running(placement, config) as trainer:
-        trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+        fill(trainer, factors)
         scored = trainer.score(packs)
         train_windows(trainer, packs, denominator)
         exported = exported_gradients(trainer, denominator)
