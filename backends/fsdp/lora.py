@@ -1,19 +1,16 @@
 """Low-rank factors of transformers' linear layers and stacks of experts."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends.common.hugging_face.files import HfCheckpoint, Shape
-from backends.common.process.agreement import together
+from backends.common.hugging_face.files import Shape
 from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
-from backends.common.trainer.lora import initial_a, merged
+from backends.common.trainer.lora import Initial, merged
 from backends.common.trainer.roles import ADDED, is_added
 from backends.fsdp.names import Piece, pieces, stored_shapes
 from backends.fsdp.parallel import joined, rows_of_rank, shard_of
@@ -34,13 +31,11 @@ class Factors(nn.Module):
     Attributes:
         name: the module's name; checkpoints have ``name``.a and ``name``.b.
         weight: name of the parameter in checkpoints.
-        scale: factor of the product.
     """
 
     def __init__(self, settings: LoraConfig, name: str, weight: str, parameter: Tensor) -> None:
         super().__init__()
-        self.name, self.weight, self.scale = name, weight, settings.scale
-        self._settings = settings
+        self.name, self.weight, self._settings = name, weight, settings
         *experts, out, width = parameter.shape
         self._matrices = len(stored_shapes(weight, tuple(parameter.shape))) // math.prod(experts)
         rank, like = settings.rank or 0, {"dtype": torch.float32, "device": parameter.device}
@@ -55,14 +50,14 @@ class Factors(nn.Module):
         """
         x = F.dropout(x, self._settings.dropout, training=torch.is_grad_enabled())  # scoring has no gradients
         if ends is None:
-            return F.linear(F.linear(x, self.a) * self.scale, self.b)
+            return F.linear(F.linear(x, self.a) * self._settings.scale, self.b)
         every = zip(*(each.chunk(self._matrices, dim=1) for each in (self.a, self.b)), strict=True)
         return torch.cat([self._of_experts(x, ends, a, b) for a, b in every], dim=-1)
 
     def _of_experts(self, x: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
         missing = -b.shape[-1] % (ALIGNMENT // x.itemsize)  # zeros up to a rank that the product accepts
         inner = grouped_linear(x, ends, F.pad(a, (0, 0, 0, missing)))
-        return grouped_linear(inner * self.scale, ends, F.pad(b, (0, missing)))
+        return grouped_linear(inner * self._settings.scale, ends, F.pad(b, (0, missing)))
 
     def parameters_by_name(self) -> dict[str, Tensor]:
         """Return A and B by their names in training checkpoints."""
@@ -74,26 +69,26 @@ class Factors(nn.Module):
         targets = [each for each in every if is_target(self._settings, each.name, tuple(each.view.shape))]
         return [Piece(factor_names(each.name)[name.endswith(".b")], each.start, each.view) for each in targets]
 
+    def shapes(self) -> dict[str, Shape]:
+        """Return PEFT's name and the shape of every whole factor."""
+        whole = {name: torch.empty(each.shape, device="meta") for name, each in self.parameters_by_name().items()}
+        every = [piece for name, values in whole.items() for piece in self.pieces(name, values)]
+        return {piece.name: tuple(piece.view.shape) for piece in every}
+
     @torch.no_grad()
-    def fill(self, values: Callable[[Piece], Tensor]) -> None:
-        """Fill this rank's rows of PEFT's tensors."""
+    def fill(self, source: Initial) -> None:
+        """Fill this rank's rows from ``source``, which has PEFT's tensors."""
         for name, parameter in self.parameters_by_name().items():
             for piece in self.pieces(name, shard_of(parameter), rows_of_rank(parameter).start):
                 if piece.view.numel():
-                    piece.view.copy_(values(piece))
+                    piece.view.copy_(source.read(piece.name, 0, piece.start, len(piece.view)))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the factors so that their product is 0."""
         for parameter in self.parameters():
             shard_of(parameter).zero_()
-        self.fill(self._initial)
-
-    def _initial(self, piece: Piece) -> Tensor:
-        if "lora_B" in piece.name:
-            return torch.zeros(())
-        whole = initial_a(piece.name, (self._settings.rank or 0, piece.view.shape[1]))
-        return whole[piece.start : piece.start + len(piece.view)]
+        self.fill(Initial(self.shapes()))
 
     @torch.no_grad()
     def merge(self, rows: Tensor) -> Tensor:
@@ -153,19 +148,6 @@ def _attached(settings: LoraConfig, model: Any, name: str, parameter: Tensor) ->
     return module.added[leaf]
 
 
-@contextlib.contextmanager
-def without_factors(model: Any) -> Iterator[None]:
-    """Compute as the base inside."""
-    scales = {factors: factors.scale for factors in model.factors.values()}
-    for factors in scales:
-        factors.scale = 0.0
-    try:
-        yield
-    finally:
-        for factors, scale in scales.items():
-            factors.scale = scale
-
-
 def export_factors(
     model: Any, rows: Callable[[str], Tensor], dtype: torch.dtype, bucket_bytes: int, device: torch.device
 ) -> Iterator[WeightBucket]:
@@ -177,27 +159,6 @@ def export_factors(
     )
 
 
-def load_adapter(model: Any, directory: Path, device: torch.device) -> None:
-    """Fill all factors from a PEFT directory. Collective over the world.
-
-    Raises:
-        CheckpointError: as for ``load_hf_weights``.
-    """
-
-    def fill() -> None:
-        with HfCheckpoint(directory) as checkpoint:
-            checkpoint.require(adapter_shapes(model), set())
-            for factors in model.factors.values():
-                factors.fill(lambda piece: checkpoint.read(piece.name, 0, piece.start, len(piece.view)))
-
-    together(fill, f"loading {directory}", device)
-
-
 def adapter_shapes(model: Any) -> dict[str, Shape]:
     """Return PEFT's name and the shape of every factor."""
-    shapes: dict[str, Shape] = {}
-    for factors in model.factors.values():
-        for name, parameter in factors.parameters_by_name().items():
-            whole = torch.empty(parameter.shape, device="meta")
-            shapes |= {piece.name: tuple(piece.view.shape) for piece in factors.pieces(name, whole)}
-    return shapes
+    return {name: shape for factors in model.factors.values() for name, shape in factors.shapes().items()}

@@ -1,6 +1,6 @@
 """One rank's shard of Hugging Face's model and the optimizer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -9,8 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from backends.common.checkpoint.reading import require_adapter, require_schedule
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
+from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies
+from backends.common.trainer.lora import Initial
 from backends.common.trainer.state import TrainerState
 from backends.fsdp import checkpoint, lora
 from backends.fsdp.model import LogprobModel, computes_alike
@@ -40,7 +42,16 @@ class FsdpState(TrainerState):
         self.model = model
 
     def weights(self) -> list[Tensor]:
-        return _local(self.model.stored_by_name())
+        return _local(self.model.parameters_by_name() | self.model.kept_by_name())
+
+    def factors(self) -> list[Tensor]:
+        return _local(self.model.stored_by_name()) if self.model.factors else []
+
+    def fill_factors(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
+        self.model.shard_weights()
+        opened = source(lora.adapter_shapes(self.model))
+        for factors in self.model.factors.values():
+            factors.fill(opened)
 
     def is_same_model(self, path: Path) -> bool:
         ours, theirs = (ModelDimensions.from_checkpoint(model) for model in (self._config.model.path, path))
@@ -48,9 +59,6 @@ class FsdpState(TrainerState):
 
     def load_hugging_face(self, path: Path) -> None:
         load_hf_weights(self.model, path, self._device)
-
-    def load_adapter(self, path: Path) -> None:
-        lora.load_adapter(self.model, path, self._device)
 
     def load_weights(self, directory: Path) -> None:
         opened = self._open(directory)
@@ -142,7 +150,7 @@ class FsdpState(TrainerState):
             return
         self.parking.park(moment for kinds in self.optimizer.moments.values() for moment in kinds.values())
         if not keep_weights:
-            self.parking.park(_local(self.model.parameters_by_name() | self.model.kept_by_name()))
+            self.parking.park(self.weights())
 
 
 def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:

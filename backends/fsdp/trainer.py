@@ -12,7 +12,6 @@ from backends.common.step.packs import require_computable
 from backends.common.trainer.base import TrainerBase
 from backends.common.trainer.roles import variant_of
 from backends.fsdp import parallel
-from backends.fsdp.lora import without_factors
 from backends.fsdp.micro_batch import ModelInput, model_input
 from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer
@@ -80,7 +79,7 @@ class FsdpTrainer(TrainerBase):
 
     def _require_own_forward(self) -> None:
         if self._role.head == "logprob":
-            with without_factors(self.model):  # transformers' experts have none
+            with self.state.without_factors():  # transformers' experts have none
                 require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training

@@ -1,9 +1,10 @@
 """Low-rank factors in Megatron's linear layers (LoRA, https://arxiv.org/abs/2106.09685).
 
 Every layer adds ``scale * B (A x)`` to its output. If the weight's rows are split between tensor-parallel ranks, so is
-B, and A is replicated. If its columns are split, so is A, and B is replicated. Either way, ranks exchange only A x. The
-gradient of a replicated factor is whole on every rank, unless ranks have different tokens (sequence parallelism) or parts
-of an expert's sum. Megatron then adds the gradients of all ranks, like those of norms.
+B, and A is replicated. If its columns are split, so is A, and B is replicated. Either way, ranks exchange only A x.
+
+The gradient of a replicated factor is whole on every rank, unless ranks have different tokens (sequence parallelism) or
+parts of an expert's sum. Megatron then adds the gradients of all ranks, like those of norms.
 """
 
 import contextlib

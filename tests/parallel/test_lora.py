@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.lora import LoraCase, check_lora, make_lora_case, run_lora
+from tests.parallel.lora import LoraCase, check_lora, check_merged, dropout_rank, make_lora_case, run_lora, sent
+from tests.parallel.parity import GRADIENT_BOUND, check_scores, check_tensors
+from tests.parallel.steps import assert_close
 from tests.parallel.test_parity import LAYOUTS
 
 RECOMPUTED = {"recompute": "full"}
@@ -74,3 +76,31 @@ def test_some_targets_compute_the_reference(
 ) -> None:
     case = lora_cases(family, **settings)
     check_lora(case, run_lora(case, LAYOUTS_OF_FACTORS[layout], tmp_path))
+
+
+def test_merged_weights_are_rounded_once(lora_cases: Any, tmp_path: Path) -> None:
+    case = lora_cases("qwen3")
+    check_merged(case, run_lora(case, LAYOUTS["tp2-sp"], tmp_path, dtype="bfloat16"))
+
+
+def test_dropout_is_off_in_scores_and_repeats_in_recomputation(lora_cases: Any, tmp_path: Path) -> None:
+    """Tensor-parallel ranks with the same inputs drop the same ones, so their parts of A's gradient agree."""
+    case = lora_cases("qwen3")
+    layouts = {
+        "single": {},
+        "recomputed": RECOMPUTED,
+        "tp2": {"tensor": 2},
+        "tp2-recomputed": {"tensor": 2, **RECOMPUTED},
+    }
+    found = {}
+    for name, layout in layouts.items():
+        results = run_lora(case, layout, tmp_path / name, dropout_rank, dropout=0.4)
+        check_scores(case, results)
+        gradients = [result.gradients for result in results]
+        for one in gradients[1:]:
+            assert_close(one, gradients[0], 0.0)
+        found[name] = sent(results, "exported")
+    for name, gradient in case.expected.gradients.items():
+        assert float((found["single"][name] - gradient).norm()) > 0.05 * float(gradient.norm()), name
+    check_tensors(found["recomputed"], found["single"], GRADIENT_BOUND)
+    check_tensors(found["tp2-recomputed"], found["tp2"], GRADIENT_BOUND)
