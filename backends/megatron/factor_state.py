@@ -11,7 +11,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor, nn
 
 from backends.common.trainer.roles import ADDED
-from backends.megatron.lora import Factors
+
+_FACTOR = re.compile(rf"(?P<layer>.+)\.{ADDED}\.?(?P<expert>\d*)\.(?P<letter>[ab])")
+"""Name of a factor. ``GroupedLinear`` numbers its experts' factors."""
 
 
 def factor_entries(chunk: nn.Module, state: Mapping[str, Any]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
@@ -23,13 +25,16 @@ def factor_entries(chunk: nn.Module, state: Mapping[str, Any]) -> dict[str, Shar
         state: sharded state of the whole chunk, which describes the weights.
     """
     entries: dict[str, ShardedTensor | ShardedTensorFactory] = {}
-    for path, module in chunk.named_modules():
-        if isinstance(module, Factors):
-            weight = state[re.sub(rf"\.{ADDED}\.?(\d*)$", r".weight\1", path)]
-            is_factory = isinstance(weight, ShardedTensorFactory)
-            parts = list(nested_values(weight.build())) if is_factory else [weight]
-            entries[f"{path}.a"] = _like(parts[0], module.a, "a", 1)
-            entries[f"{path}.b"] = _of_parts(parts, module.b) if is_factory else _like(weight, module.b, "b", 0)
+    for name, factor in chunk.named_parameters():
+        if (match := _FACTOR.fullmatch(name)) is None:
+            continue
+        weight = state[f"{match['layer']}.weight{match['expert']}"]
+        is_factory = isinstance(weight, ShardedTensorFactory)
+        parts = list(nested_values(weight.build())) if is_factory else [weight]
+        if match["letter"] == "a":
+            entries[name] = _like(parts[0], factor, "a", 1)
+        else:
+            entries[name] = _of_parts(parts, factor) if is_factory else _like(weight, factor, "b", 0)
     return entries
 
 

@@ -48,7 +48,8 @@ def _checked(flags: Sequence[str], weights: Path | None) -> RunConfig:
     from slime_like.checks.check import check
 
     config = load_config(None, flags, temporary_run_dir("score"))
-    problems = check(config, loading_needs(config.model, RANKS) if weights is None else RANKS)
+    loads = weights is None or config.model.lora.is_set
+    problems = check(config, loading_needs(config.model, RANKS) if loads else RANKS)
     if weights is not None:
         problem = backend_problem(weights.parent, config.trainer.backend, "CHECKPOINT")
         problems += [] if problem is None else [Problem("model.weights", problem)]

@@ -31,9 +31,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "single-distributed": {"distributed": True},
     "tp2-sp-dp2-distributed": {"tensor": 2, "sequence": True, "data": 2, "distributed": True},
-    "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "pp2-interleaved-distributed": {"pipeline": 2, "virtual_pipeline": 2, "distributed": True},
     "ep2-distributed": {"data": 2, "expert": 2, "distributed": True},
     "tp2": {"tensor": 2},
+    "tp2-sp-distributed": {"tensor": 2, "sequence": True, "distributed": True},
     "fsdp-dp2": {"data": 2, "backend": "fsdp"},
     "fsdp": {"backend": "fsdp"},
 }
@@ -42,7 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def _config(model: Path, run_dir: Path, layout: str, dtype: str = "float32", **lora: Any) -> RunConfig:
     parallel = dict(LAYOUTS[layout])
     trainer: dict[str, Any] = {"backend": parallel.pop("backend", "megatron")}
-    trainer["optimizer"] = {"lr": 1e-2, "distributed": parallel.pop("distributed", False)}
+    sharded = parallel.pop("distributed", trainer["backend"] == "fsdp")
+    trainer["optimizer"] = {"lr": 1e-2, "distributed": sharded}
     settings = {"rank": RANK, "alpha": ALPHA, "sync": "adapter", **lora}
     config = tiny_config(model, run_dir, parallel, dtype, trainer=trainer, steps=20)
     given = RunConfig.model_validate(
@@ -99,10 +101,11 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("family", "wrote", "reads"),
     [
         ("qwen3", "tp2-sp-dp2-distributed", "tp2-sp-dp2-distributed"),
-        ("qwen3", "tp2-sp-dp2-distributed", "pp2-interleaved"),
-        ("qwen3", "tp2-sp-dp2-distributed", "single"),
+        ("qwen3", "tp2-sp-dp2-distributed", "pp2-interleaved-distributed"),
+        ("qwen3", "tp2-sp-dp2-distributed", "single-distributed"),
+        ("qwen3", "tp2", "single"),
         ("qwen3_moe", "ep2-distributed", "ep2-distributed"),
-        ("qwen3_moe", "ep2-distributed", "tp2"),
+        ("qwen3_moe", "ep2-distributed", "tp2-sp-distributed"),
         ("qwen3_moe", "ep2-distributed", "single-distributed"),
         ("qwen3", "fsdp-dp2", "fsdp"),
         ("qwen3_moe", "fsdp-dp2", "fsdp-dp2"),
@@ -153,7 +156,7 @@ def _error(placement: RankPlacement, config: RunConfig, directory: Path) -> tupl
     return caught.value.code, caught.value.problem
 
 
-@pytest.mark.parametrize("layout", ["pp2-interleaved", "fsdp-dp2"])
+@pytest.mark.parametrize("layout", ["pp2-interleaved-distributed", "fsdp-dp2"])
 @pytest.mark.parametrize("source", ["path", "weights"])
 def test_training_starts_from_an_adapter_or_a_checkpoint(
     source: str, layout: str, saved_by: Any, tmp_path: Path

@@ -128,7 +128,7 @@ class _Merged:
         weight, (a, b) = tensor.to(getattr(torch, self.tensors[name].dtype)), factor_names(name)
         if a not in self._groups:
             return weight
-        factors = self._factors.read(self._groups[a])
+        factors = self._factors.read(self._groups[a]) | self._factors.read(self._groups[b])
         return torch.add(weight.float(), factors[b].float() @ factors[a].float(), alpha=self._model.lora.scale)
 
 

@@ -60,7 +60,12 @@ def planned_run(**sections: Any) -> PlannedRun:
 def estimate(**memory: int) -> RankEstimate:
     """Return a rank with round numbers, in five groups. Tensor parallelism's messages stay within a node of eight."""
     sizes = dict.fromkeys(TrainerMemory.__dataclass_fields__, 0)
-    sizes |= {"parameter_bytes": 4 * GIB, "gradient_bytes": 8 * GIB, "optimizer_bytes": 6 * GIB} | memory
+    sizes |= {
+        "parameter_bytes": 4 * GIB,
+        "trained_bytes": 4 * GIB,
+        "gradient_bytes": 8 * GIB,
+        "optimizer_bytes": 6 * GIB,
+    } | memory
     work = Work(4e12, 1e12, (Traffic("tensor", (0, 7), 10**9, 5), Traffic("context", (7, 8), 10**9, 5)))
     update = Work(0.0, 0.0, (Traffic("data", (7, 8), 10**9, 1),))
     return RankEstimate(0, TrainerMemory(**sizes), work, work, update, 4096, 5, "local layers")
@@ -271,9 +276,9 @@ def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "kept", "exported"), [("float32", 16, 4), ("bfloat16", 14, 2)])
 def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> None:
     """A checkpoint of SmolLM2-135M (134,515,008 parameters) took 2,153,947,633 bytes in float32, else 1,884,919,318."""
-    dimensions = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B")
+    trained = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B").num_parameters
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path, "dtype": dtype}, checkpoint={"keep": 3})
-    assert checks.disk_bytes(config.checkpoint, dtype, dimensions) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
+    assert checks.disk_bytes(config.checkpoint, dtype, trained) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
 
 
 def test_gradients_of_a_window_exist_only_in_training() -> None:
