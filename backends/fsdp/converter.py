@@ -1,6 +1,6 @@
 """Converter of ``slime-like convert`` for this backend."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
-from backends.fsdp.lora import Factors
 from backends.fsdp.model import meta_model
 from backends.fsdp.names import Piece, pieces
 from backends.fsdp.weights import checkpoint_shapes
@@ -30,21 +29,23 @@ class FsdpConverter(HuggingFaceConverter):
         )
 
     def open_checkpoint(self, checkpoint: Path) -> TensorSource:
-        owners = meta_model(self.model, torch.float32).factors.values() if self.model.lora.is_set else ()
-        return FsdpSource(checkpoint, {name: one for one in owners for name in one.parameters_by_name()})
+        factors = meta_model(self.model, torch.float32).factors.values() if self.model.lora.is_set else ()
+        owners = {name: one for one in factors for name in one.parameters_by_name()}
+
+        def cut(name: str, values: Tensor) -> list[Piece]:
+            return owners[name].pieces(name, values) if name in owners else pieces(name, values)
+
+        return FsdpSource(checkpoint, cut)
 
 
 class FsdpSource:
     """A training checkpoint of this backend. Tensors of one parameter are read together.
 
-    Weights are stored as float32, whatever type they were computed with.
-
-    Args:
-        factors: owner of each low-rank factor, by its name in checkpoints.
+    Weights are stored as float32, whatever type they were computed with. ``cut`` divides a parameter into tensors.
     """
 
-    def __init__(self, checkpoint: Path, factors: Mapping[str, Factors]) -> None:
-        self._factors = factors
+    def __init__(self, checkpoint: Path, cut: Callable[[str, Tensor], list[Piece]]) -> None:
+        self._cut = cut
         self._checkpoint = StoredCheckpoint(checkpoint)
         self._checkpoint.checksums.verify_lengths()
         self._parameters: dict[str, str] = {}
@@ -52,7 +53,7 @@ class FsdpSource:
         self.groups: list[list[str]] = []
         for stored, shape in self._checkpoint.shapes.items():
             if stored.startswith(MODEL):
-                parts = self._pieces(stored, torch.empty(shape, device="meta"))
+                parts = cut(stored.removeprefix(MODEL), torch.empty(shape, device="meta"))
                 shapes = {piece.name: tuple(piece.view.shape) for piece in parts}
                 dtype = str(self._checkpoint.dtypes[stored]).removeprefix("torch.")
                 self.tensors |= {name: TensorInfo(dtype, shape) for name, shape in shapes.items()}
@@ -64,8 +65,4 @@ class FsdpSource:
         stored = self._parameters[names[0]]
         values = torch.empty(self._checkpoint.shapes[stored], dtype=self._checkpoint.dtypes[stored])
         self._checkpoint.read({stored: values}, alone=True)
-        return {piece.name: piece.view for piece in self._pieces(stored, values)}
-
-    def _pieces(self, stored: str, values: Tensor) -> list[Piece]:
-        name = stored.removeprefix(MODEL)
-        return self._factors[name].pieces(name, values) if name in self._factors else pieces(name, values)
+        return {piece.name: piece.view for piece in self._cut(stored.removeprefix(MODEL), values)}

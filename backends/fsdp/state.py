@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from backends.common.checkpoint.reading import require_adapter, require_schedule
+from backends.common.checkpoint.reading import require_schedule
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import together
@@ -23,7 +23,7 @@ from backends.fsdp.weights import checkpoint_shapes, export_buckets, export_mani
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.adapter import ADAPTER, adapter_facts
+from slime_like.weights.adapter import ADAPTER
 
 
 class FsdpState(TrainerState):
@@ -36,7 +36,6 @@ class FsdpState(TrainerState):
         self._config = config
         self._groups = groups
         self._device = device
-        self._adapter = adapter_facts(config.model)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._lives_on_host = config.trainer.optimizer.offload
         self.model = model
@@ -69,7 +68,7 @@ class FsdpState(TrainerState):
 
     def save_weights(self, directory: Path) -> None:
         self.model.shard_weights()
-        common = checkpoint.plain_values(self._groups) | {"adapter": self._adapter}
+        common = checkpoint.plain_values(self._groups)
         checkpoint.CheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
 
     def load(self, directory: Path) -> None:
@@ -92,17 +91,12 @@ class FsdpState(TrainerState):
         checkpoint.set_random_state(state)
 
     def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
-        def opened() -> checkpoint.StoredCheckpoint:
-            found = checkpoint.StoredCheckpoint(directory)
-            require_adapter(directory, found.common.get("adapter", {}), self._adapter)
-            return found
-
-        return together(opened, f"reading {directory}", self._device)
+        return together(lambda: checkpoint.StoredCheckpoint(directory), f"reading {directory}", self._device)
 
     def plan_save(self, directory: Path, copies: HostCopies | None = None) -> checkpoint.CheckpointWriter:
         self.model.shard_weights()
         state = checkpoint.training_state(self.model, self.optimizer)
-        common = checkpoint.plain_values(self._groups) | {"adapter": self._adapter}
+        common = checkpoint.plain_values(self._groups)
         common |= {"schedule": self._config.schedule, "updates": self.optimizer.updates}
         return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
 
@@ -137,11 +131,10 @@ class FsdpState(TrainerState):
         return export_buckets(self.model.own_by_name(), rows, pieces, torch.float32, size, self._device)
 
     def export_hugging_face(self, directory: Path) -> None:
-        model, settings = self._config.model, None
-        buckets, shapes = self._export_model(SHARD_BYTES), checkpoint_shapes(self.model)
-        if model.lora.is_set:
-            buckets, shapes, settings = self.export_adapter(SHARD_BYTES), lora.adapter_shapes(self.model), model.lora
-        write_hf_directory(buckets, shapes, model.path, directory, 0, self._dtype, self._device, settings)
+        model, adapter = self._config.model, self._config.model.lora if self.model.factors else None
+        buckets = self._export_model(SHARD_BYTES) if adapter is None else self.export_adapter(SHARD_BYTES)
+        names = (checkpoint_shapes if adapter is None else lora.adapter_shapes)(self.model)
+        write_hf_directory(buckets, names, model.path, directory, 0, self._dtype, self._device, adapter)
 
     def park(self, keep_weights: bool) -> None:
         self.model.shard_weights()

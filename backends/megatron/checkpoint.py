@@ -1,6 +1,6 @@
 """Training state on disk through Megatron's distributed checkpointing, readable under any layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged, not_whole
-from backends.common.checkpoint.reading import (
-    FORMAT,
-    UNREADABLE,
-    brief,
-    cause_of,
-    require_adapter,
-    require_format,
-    require_schedule,
-)
+from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
 from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.roles import is_added
@@ -38,26 +30,19 @@ from slime_like.errors import CheckpointError
 _METADATA = {"chained_optim_avoid_prefix": True}
 """Setting for optimizer keys that don't depend on how parameters are spread over Megatron's optimizers."""
 
-Facts = Mapping[str, Any]
-
 _EXTRA_STATE = "_extra_state"
 """Part of the keys of Transformer Engine's additional state: scales of 8-bit training, which is not done here. Local
 modules neither write nor read it."""
 
 
 def plan_checkpoint(
-    directory: Path,
-    model_chunks: Sequence[GPTModel],
-    optimizer: Optimizer,
-    adapter: Facts,
-    copies: HostCopies | None = None,
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer, copies: HostCopies | None = None
 ) -> CheckpointWriter:
     """Return a writer of model, optimizer, schedule and random state into ``directory``. Collective over the world.
 
     The caller handles naming and atomicity; all ranks must share the file system.
 
     Args:
-        adapter: ``adapter_facts`` of the run. With factors, the model is only these.
         copies: memory for a copy of the current state, which may change before it is written.
 
     Raises:
@@ -65,18 +50,14 @@ def plan_checkpoint(
     """
     _fill_adam_state(optimizer)
     state = _sharded_state(model_chunks, optimizer, loading=False)
-    state |= {"scheduler": optimizer.scheduler.state_dict()} | _plain(adapter)
+    state |= {"scheduler": optimizer.scheduler.state_dict(), "format": FORMAT, "layout": _layout()}
     state |= {"adam_step": _adam_step(optimizer), "random": _sharded_random_state()}
     state["extra"] = {}  # earlier versions read it
     return CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device, copies)
 
 
 def load_checkpoint(
-    directory: Path,
-    model_chunks: Sequence[GPTModel],
-    optimizer: Optimizer,
-    adapter: Facts,
-    any_schedule: bool = False,
+    directory: Path, model_chunks: Sequence[GPTModel], optimizer: Optimizer, any_schedule: bool = False
 ) -> None:
     """Read in place what a writer of ``plan_checkpoint`` wrote. Collective over the world.
 
@@ -87,10 +68,9 @@ def load_checkpoint(
         any_schedule: continue in the configured schedule, even if it differs from the saved one.
 
     Raises:
-        CheckpointError: no checkpoint there, damaged, of another model, with other factors, or with another
-            learning-rate schedule.
+        CheckpointError: no checkpoint there, damaged, of another model, or with another learning-rate schedule.
     """
-    checksums, common = _read_common(directory, model_chunks, adapter)
+    checksums, common = _read_common(directory, model_chunks)
     _fill_adam_state(optimizer)
     _set_adam_step(optimizer, common["adam_step"])
     state = _sharded_state(model_chunks, optimizer, loading=True)
@@ -111,19 +91,19 @@ def load_checkpoint(
         _set_random_state(loaded["random"])
 
 
-def save_weights(directory: Path, model_chunks: Sequence[GPTModel], adapter: Facts) -> None:
+def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
     """Write what ``load_weights`` reads. Collective over the world."""
-    state = {**_sharded_models(model_chunks), **_plain(adapter)}
+    state = {**_sharded_models(model_chunks), "format": FORMAT, "layout": _layout()}
     CheckpointWriter(directory, state, next(model_chunks[0].parameters()).device).write_all()
 
 
-def load_weights(directory: Path, model_chunks: Sequence[GPTModel], adapter: Facts) -> None:
-    """Read only the model's weights or factors, in place, under any layout. Collective over the world.
+def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
+    """Read only the model's weights, in place, under any layout. Collective over the world.
 
     Raises:
-        CheckpointError: no checkpoint there, damaged, of another model, or with other factors.
+        CheckpointError: no checkpoint there, damaged, or of another model.
     """
-    checksums, _ = _read_common(directory, model_chunks, adapter)
+    checksums, _ = _read_common(directory, model_chunks)
     loaded, unread, absent = _read(directory, _sharded_models(model_chunks), checksums)
     differing = sorted(absent | {key for key in unread if not key.startswith(("optimizer.", "random"))})
     if differing:
@@ -135,7 +115,7 @@ def _fill_weights(directory: Path, model_chunks: Sequence[GPTModel], loaded: dic
     for index, chunk in enumerate(model_chunks):
         values = loaded[f"model{index}"]
         missing, unexpected = chunk.load_state_dict(values, strict=False)
-        if all(map(is_added, values)):  # the base was read from a Hugging Face checkpoint
+        if all(map(is_added, values)):  # the base is not on disk
             missing = [key for key in missing if is_added(key)]
         differing = sorted({key for key in missing if _EXTRA_STATE not in key} | set(unexpected))
         if differing:
@@ -174,7 +154,7 @@ def _read(directory: Path, state: dict[str, Any], checksums: Checksums) -> tuple
     return loaded, {key for key in unread if _EXTRA_STATE not in key}, absent
 
 
-def _read_common(directory: Path, model_chunks: Sequence[GPTModel], adapter: Facts) -> tuple[Checksums, dict[str, Any]]:
+def _read_common(directory: Path, model_chunks: Sequence[GPTModel]) -> tuple[Checksums, dict[str, Any]]:
     """Read checksums and plain values. Collective over the world."""
 
     def read() -> tuple[Checksums, dict[str, Any]]:
@@ -187,7 +167,6 @@ def _read_common(directory: Path, model_chunks: Sequence[GPTModel], adapter: Fac
         except UNREADABLE as error:
             raise damaged(directory, brief(error)) from error
         require_format(directory, common)
-        require_adapter(directory, common.get("adapter", {}), adapter)
         return checksums, common
 
     return together(read, f"reading {directory}", next(model_chunks[0].parameters()).device)
@@ -215,8 +194,7 @@ def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Optimizer, loadi
 
 def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
     """Return only weights, or factors if there are some. Outer keys are the modules' names; keys inside the values are
-    common to all layer specs.
-    """
+    common to all layer specs."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_METADATA}
     states = [chunk.sharded_state_dict(metadata=metadata) for chunk in model_chunks]
     return {
@@ -280,10 +258,6 @@ def _set_adam_step(optimizer: Optimizer, step: int) -> None:
         for group in part.optimizer.param_groups:
             if "step" in group:
                 group["step"] = step
-
-
-def _plain(adapter: Facts) -> dict[str, Any]:
-    return {"format": FORMAT, "layout": _layout(), "adapter": dict(adapter)}
 
 
 def _layout() -> dict[str, int]:

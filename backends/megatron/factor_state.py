@@ -26,48 +26,40 @@ def factor_entries(chunk: nn.Module, state: Mapping[str, Any]) -> dict[str, Shar
     """
     entries: dict[str, ShardedTensor | ShardedTensorFactory] = {}
     for name, factor in chunk.named_parameters():
-        if (match := _FACTOR.fullmatch(name)) is None:
-            continue
-        weight = state[f"{match['layer']}.weight{match['expert']}"]
-        is_factory = isinstance(weight, ShardedTensorFactory)
-        parts = list(nested_values(weight.build())) if is_factory else [weight]
-        if match["letter"] == "a":
-            entries[name] = _like(parts[0], factor, "a", 1)
-        else:
-            entries[name] = _of_parts(parts, factor) if is_factory else _like(weight, factor, "b", 0)
+        if match := _FACTOR.fullmatch(name):
+            weight = state[f"{match['layer']}.weight{match['expert']}"]
+            parts = list(nested_values(weight.build())) if isinstance(weight, ShardedTensorFactory) else [weight]
+            entries[name] = _like(parts[0], factor, "a") if match["letter"] == "a" else _whole_b(parts, factor)
     return entries
 
 
-def _of_parts(parts: list[ShardedTensor], b: Tensor) -> ShardedTensorFactory:
-    """Describe a B whose weight is several parts of the tensor on disk, such as gate and up projection."""
+def _whole_b(parts: list[ShardedTensor], b: Tensor) -> ShardedTensor | ShardedTensorFactory:
+    """Describe a B whose weight may be several parts of the tensor on disk, such as gate and up projection."""
+    first = _like(parts[0], b.chunk(len(parts))[0], "b")
+    if len(parts) == 1:
+        return replace(first, data=b)
 
     def build(key: str, values: Tensor, *unused: Any) -> list[ShardedTensor]:
         rows = zip(parts, values.chunk(len(parts)), strict=True)
-        return [replace(_like(part, one, "b", 0), key=key) for part, one in rows]
+        return [replace(_like(part, one, "b"), key=key) for part, one in rows]
 
-    first = _like(parts[0], b.chunk(len(parts))[0], "b", 0)
     return ShardedTensorFactory(first.key, b, build, torch.cat, first.replica_id)
 
 
-def _like(weight: ShardedTensor, factor: Tensor, letter: str, axis: int) -> ShardedTensor:
-    """Describe a factor that is cut along ``axis`` like its weight, and whole along the other axis."""
-    leading, other = weight.prepend_axis_num, 1 - axis
-    numbers = "".join(f".{number}" for number in weight.global_offset[:leading])
-    shape, offset, cuts = (
-        list(values[leading:]) for values in (weight.global_shape, weight.global_offset, weight.axis_fragmentations)
-    )
-    # Ranks with other parts of the weight along the other axis hold copies of the factor.
-    copy = weight.replica_id[1] + offset[other] // weight.local_shape[other]
-    shape[other], offset[other], cuts[other] = factor.shape[other], 0, 1
-    return replace(
-        weight,
-        key=f"{weight.key.removesuffix('weight')}{ADDED}.{letter}{numbers}",
-        data=factor,
-        dtype=factor.dtype,
-        local_shape=tuple(factor.shape),
-        global_shape=tuple(shape),
-        global_offset=tuple(offset),
-        axis_fragmentations=tuple(cuts),
-        replica_id=(weight.replica_id[0], copy, weight.replica_id[2]),
-        prepend_axis_num=0,
+def _like(base: ShardedTensor, factor: Tensor, letter: str) -> ShardedTensor:
+    """Describe an A that is cut by columns like its weight and has whole rows, or a B the other way round."""
+    leading, whole = base.prepend_axis_num, "ab".index(letter)
+    numbers = "".join(f".{number}" for number in base.global_offset[:leading])
+    described = base.global_shape, base.global_offset, base.axis_fragmentations
+    shape, offset, cuts = (list(each[leading:]) for each in described)
+    # Ranks with other parts of the weight along the whole axis hold copies of the factor.
+    copy = base.replica_id[1] + offset[whole] // base.local_shape[whole]
+    shape[whole], offset[whole], cuts[whole] = factor.shape[whole], 0, 1
+    return ShardedTensor(
+        f"{base.key.removesuffix('weight')}{ADDED}.{letter}{numbers}",
+        factor,
+        factor.dtype,
+        tuple(factor.shape),
+        *(tuple(each) for each in (shape, offset, cuts)),
+        (base.replica_id[0], copy, base.replica_id[2]),
     )

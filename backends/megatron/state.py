@@ -20,7 +20,7 @@ from backends.megatron.overlap import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.adapter import ADAPTER, adapter_facts
+from slime_like.weights.adapter import ADAPTER
 
 
 class MegatronState(TrainerState):
@@ -42,7 +42,6 @@ class MegatronState(TrainerState):
     ) -> None:
         super().__init__()
         self._model, self._settings, self._dimensions = model, settings, dimensions
-        self._adapter = adapter_facts(model)
         self.chunks = chunks
 
     def weights(self) -> list[Tensor]:
@@ -61,17 +60,17 @@ class MegatronState(TrainerState):
         conversion.load_hf_weights(self.chunks, path, self._dimensions)
 
     def load_weights(self, directory: Path) -> None:
-        checkpoint.load_weights(directory, self.chunks, self._adapter)
+        checkpoint.load_weights(directory, self.chunks)
 
     def save_weights(self, directory: Path) -> None:
-        checkpoint.save_weights(directory, self.chunks, self._adapter)
+        checkpoint.save_weights(directory, self.chunks)
 
     def load(self, directory: Path) -> None:
         any_schedule = "schedule" in self._settings.override
-        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer, self._adapter, any_schedule)
+        checkpoint.load_checkpoint(directory, self.chunks, self.optimizer, any_schedule)
 
     def plan_save(self, directory: Path, copies: HostCopies | None = None) -> CheckpointWriter:
-        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, self._adapter, copies)
+        return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
         only_factors = self._model.lora.is_set and self._model.lora.sync == ADAPTER

@@ -16,8 +16,8 @@ BACKEND, FINGERPRINT = "backend", "model"
 """Keys of the backend and of the model's ``fingerprint`` in a checkpoint's ``state.json``."""
 
 
-def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
-    """Return one sentence if another backend wrote the checkpoint, or ``None``.
+def checkpoint_problem(checkpoint: Path, model: ModelConfig, backend: str, field: str) -> str | None:
+    """Return one sentence if another backend wrote the checkpoint, or it has other factors than ``model``, or ``None``.
 
     A checkpoint that does not name its backend is accepted. Reading it shows whether it fits.
 
@@ -26,9 +26,11 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
         backend: ``trainer.backend``.
         field: name of the checkpoint's setting.
     """
-    wrote = "megatron" if (checkpoint / DESCRIPTION).is_file() else _written(checkpoint).get(BACKEND)
+    state = _written(checkpoint)
+    wrote = "megatron" if (checkpoint / DESCRIPTION).is_file() else state.get(BACKEND)
     if wrote in (None, backend):
-        return None
+        problem = facts_problem(state.get(ADAPTER, {}), adapter_facts(model))
+        return problem and f"{field}={checkpoint} {problem}"
     return (
         f"{field}={checkpoint} was written by {wrote}, and trainer.backend={backend} cannot read it; set "
         f"trainer.backend={wrote}, or use its Hugging Face export (`slime-like convert to-hf`)"
@@ -45,17 +47,15 @@ def _written(checkpoint: Path) -> dict[str, Any]:
 
 
 def start_weight_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """Check that ``model.weights`` is a checkpoint of this backend, with factors like ``model.lora``."""
+    """Check that ``model.weights`` is a checkpoint of this backend and of such factors."""
     weights = model.weights
     if weights is not None and not (weights / WEIGHTS).is_dir():
         yield (
             f"model.weights={weights} is not a checkpoint (it has no trainer/); give the output of `slime-like convert "
             "to-megatron`, or a run's checkpoints/step-N"
         )
-    elif weights is not None and (problem := backend_problem(weights, trainer.backend, "model.weights")):
+    elif weights is not None and (problem := checkpoint_problem(weights, model, trainer.backend, "model.weights")):
         yield problem
-    elif weights is not None and (problem := facts_problem(_written(weights).get(ADAPTER, {}), adapter_facts(model))):
-        yield f"model.weights={weights} {problem}"
 
 
 def converted_problems(model: ModelConfig) -> Iterator[str]:

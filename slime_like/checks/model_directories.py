@@ -46,12 +46,11 @@ def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list
 def lora_problems(model: ModelConfig) -> Iterator[str]:
     """Check the adapter to continue from, and that every target is a matrix of the model."""
     lora = model.lora
-    if lora.path is not None and lora.is_set:
+    if lora.path is not None:
         found, problems = read_adapter(lora.path)
         yield from (f"model.lora.path={lora.path}: {problem}" for problem in problems)
         for name, value in found.items():
-            ours = sorted(lora.targets) if isinstance(value, list) else getattr(lora, name)
-            if ours != value:
+            if (ours := sorted(lora.targets) if isinstance(value, list) else getattr(lora, name)) != value:
                 yield f"model.lora.{name}={ours}: the adapter in model.lora.path has {value}; set it to that"
     with suppress(WeightFilesError):  # another check reports it
         yield from target_problems(lora, header_shapes(model.path) if lora.is_set else {})
@@ -59,12 +58,10 @@ def lora_problems(model: ModelConfig) -> Iterator[str]:
 
 def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Check that every target is a matrix of a model with these Hugging Face tensors."""
-    unmatched = unmatched_targets(lora, tensors.items()) if lora.is_set and tensors else []
-    every = LoraConfig(rank=1)
-    known = sorted({name.split(".")[-2] for name, shape in tensors.items() if is_target(every, name, shape)})
-    for target in unmatched:
-        near = get_close_matches(target.rpartition(".")[2], known, n=1)
-        yield f"model.lora.targets: no matrix of the model's layers is named {target}; use {' or '.join(near or known)}"
+    known = {name.split(".")[-2] for name, shape in tensors.items() if is_target(LoraConfig(rank=1), name, shape)}
+    for target in unmatched_targets(lora, tensors.items()) if lora.is_set and tensors else ():
+        near = get_close_matches(target.rpartition(".")[2], known, n=1) or sorted(known)
+        yield f"model.lora.targets: no matrix of the model's layers is named {target}; use {' or '.join(near)}"
 
 
 def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:

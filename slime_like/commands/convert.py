@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.directories import directory_problem
+from slime_like.checks.earlier_run import checkpoint_problem
 from slime_like.commands.command import Command, at_least_one, given_path, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
@@ -113,6 +114,8 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="wrong-checkpoint")
     _require_output(options.checkpoint, options.out, options.force)
     config = _checked(model, flags)
+    if problem := checkpoint_problem(weights.parent, config.model, config.trainer.backend, "CHECKPOINT"):
+        raise ConfigError(problem, code="wrong-checkpoint")
     if options.merge and not config.model.lora.is_set:
         raise ConfigError("--merge: the checkpoint has no factors (model.lora); remove it", code="no-factors")
     from slime_like.conversion.convert import converter_of, reported

@@ -15,14 +15,11 @@ ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file of an adapter's settings."""
 
-_HARMLESS = (
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"),
-    *("peft_version", "qalora_group_size", "revision", "task_type"),
-)
+_HARMLESS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"}
+_HARMLESS |= {"peft_version", "qalora_group_size", "revision", "task_type"}
 """PEFT's settings that change neither what an adapter computes nor which tensors it has."""
 _SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
-_OFF = (None, False, "none", [], {})
-"""Values with which any other of PEFT's settings has no effect."""
+_OFF = (None, False, "none", [], {})  # values with which any other setting has no effect
 
 
 def _names(value: Any) -> Any:

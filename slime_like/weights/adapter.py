@@ -58,43 +58,17 @@ def unmatched_targets(settings: LoraConfig, weights: Iterable[tuple[str, Shape]]
     return [target for target, one in alone.items() if not any(is_target(one, *each) for each in known)]
 
 
-def peft_settings(settings: LoraConfig, base: str, factors: Iterable[str]) -> dict[str, Any]:
-    """Return the content of PEFT's ``adapter_config.json``.
-
-    Args:
-        base: name or path of the model without factors.
-        factors: names of the factors. PEFT's all-linear would include routers, so it is not written.
-    """
-    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in factors}
-    return {
-        "base_model_name_or_path": base,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
-        "peft_type": "LORA",
-        "r": settings.rank,
-        "target_modules": sorted(modules if ALL_LINEAR in settings.targets else settings.targets),
-        "task_type": "CAUSAL_LM",
-    }
-
-
 def adapter_facts(model: ModelConfig) -> dict[str, Any]:
     """Return what a checkpoint of factors must agree with, as JSON values; nothing without factors."""
     lora = model.lora
-    if not lora.is_set:
-        return {}
-    facts = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
-    return facts | {"base": fingerprint(model.path)}
+    facts = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "base": fingerprint(model.path)}
+    return facts if lora.is_set else {}
 
 
 def facts_problem(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return how the facts of a checkpoint and of a run differ, with the remedy, or ``None``."""
-    keys = [key for key in ("rank", "alpha", "targets", "base") if saved.get(key) != now.get(key)]
-    if keys == ["base"] and None in (saved["base"], now["base"]):  # the files cannot be read here
+    keys = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+    if not keys or (keys == ["base"] and None in (saved["base"], now["base"])):  # its files cannot be read here
         return None
     differing = ", ".join(f"{key} {saved.get(key, 'none')} (now {now.get(key, 'none')})" for key in keys)
-    problem = f"was trained with other factors, or on another model: {differing}; use its model.lora and model.path"
-    return problem if keys else None
+    return f"was trained with other factors, or on another model: {differing}; use its model.lora and model.path"

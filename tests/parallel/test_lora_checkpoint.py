@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slime_like.config import RunConfig
-from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.interfaces.conversion import ConversionOptions
 from slime_like.weights.adapter import factor_names
@@ -129,31 +128,6 @@ def test_the_base_is_not_on_disk(layout: str, saved_by: Any) -> None:
     stored = json.loads((saved.directory / "trainer" / "checksums.json").read_text())["content"]["pieces"]
     pieces = [piece for file in stored.values() for piece in file if not piece[0].startswith("random")]
     assert pieces and all("added" in piece[0] for piece in pieces)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"rank": 2}, {"alpha": 7.0}, {"targets": "q_proj"}, {"rank": None, "alpha": 32.0, "sync": "merged"}, {}]
-)
-@pytest.mark.parametrize("layout", ["tp2-sp-dp2-distributed", "fsdp-dp2"])
-def test_other_factors_or_another_base_are_rejected(
-    layout: str, changes: dict[str, Any], saved_by: Any, tmp_path: Path
-) -> None:
-    saved, model = saved_by("qwen3", layout), tmp_path / "model"
-    model.mkdir()
-    for file in filter(Path.is_file, saved.model.iterdir()):
-        (model / file.name).write_bytes(file.read_bytes())
-    if not changes:
-        weights = load_file(model / "model.safetensors")
-        save_file({name: -tensor for name, tensor in weights.items()}, model / "model.safetensors", {"format": "pt"})
-    config = _config(model, tmp_path, "fsdp" if "fsdp" in layout else "single", **changes)
-    ((code, problem),) = _run(_error, config, tmp_path / "ranks", saved.directory / "trainer")
-    assert code == "checkpoint-adapter" and next(iter(changes), "base") in problem
-
-
-def _error(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[str, str]:
-    with running(placement, config) as trainer, pytest.raises(CheckpointError) as caught:
-        trainer.load_weights(directory, "policy")
-    return caught.value.code, caught.value.problem
 
 
 @pytest.mark.parametrize("layout", ["pp2-interleaved-distributed", "fsdp-dp2"])

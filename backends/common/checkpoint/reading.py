@@ -8,7 +8,6 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime_like.errors import CheckpointError
-from slime_like.weights.adapter import facts_problem
 
 FORMAT = 1
 UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError)
@@ -50,9 +49,3 @@ def require_schedule(directory: Path, saved: Mapping[str, Any], now: Mapping[str
             who=str(directory),
             remedy="use the same steps and trainer.optimizer settings, or set checkpoint.override: [schedule]",
         )
-
-
-def require_adapter(directory: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Reject a checkpoint with other ``adapter_facts``: of whole weights, of other factors, or for another model."""
-    if problem := facts_problem(saved, now):
-        raise CheckpointError(problem, code="checkpoint-adapter", who=str(directory))

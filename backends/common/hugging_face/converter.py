@@ -51,7 +51,7 @@ class HuggingFaceConverter(Converter):
     ) -> ConversionSummary:
         source, lora = self.open_checkpoint(checkpoint), self.model.lora
         if options.merge:
-            source = _Merged(HuggingFaceSource(self.model.path), self.prove().keys(), source, self.model)
+            source = _Merged(self.model, self.prove().keys(), source)
         is_adapter = lora.is_set and not options.merge
         wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
         groups = [
@@ -105,31 +105,25 @@ class HuggingFaceSource:
         return {name: self._checkpoint.read_whole(name) for name in names}
 
 
-class _Merged:
-    """A model's tensors, with factors merged. Those of a product are float32, so that they are rounded once."""
+class _Merged(HuggingFaceSource):
+    """A model's tensors, with factors merged: in float32, so they are rounded once, when they are written."""
 
-    def __init__(self, base: TensorSource, names: Collection[str], factors: TensorSource, model: ModelConfig) -> None:
-        self._base, self._factors, self._model = base, factors, model
+    def __init__(self, model: ModelConfig, names: Collection[str], factors: TensorSource) -> None:
+        super().__init__(model.path)
+        self._model, self._factors = model, factors
         self._groups = {name: group for group in factors.groups for name in group}
-        self.tensors = {
-            name: each if keeps_type(name) else replace(each, dtype=model.dtype)
-            for name, each in base.tensors.items()
-            if name in names
-        }
-
-    @property
-    def groups(self) -> list[list[str]]:
-        return [[name] for name in self.tensors]
+        used = {name: each for name, each in self.tensors.items() if name in names}
+        self.tensors = {n: each if keeps_type(n) else replace(each, dtype=model.dtype) for n, each in used.items()}
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        return {name: self._merged(name, tensor) for name, tensor in self._base.read(names).items()}
+        return {name: self._merged(name, tensor) for name, tensor in super().read(names).items()}
 
     def _merged(self, name: str, tensor: Tensor) -> Tensor:
         weight, (a, b) = tensor.to(getattr(torch, self.tensors[name].dtype)), factor_names(name)
         if a not in self._groups:
             return weight
-        factors = self._factors.read(self._groups[a]) | self._factors.read(self._groups[b])
-        return torch.add(weight.float(), factors[b].float() @ factors[a].float(), alpha=self._model.lora.scale)
+        found = self._factors.read(self._groups[a]) | self._factors.read(self._groups[b])
+        return torch.add(weight.float(), found[b].float() @ found[a].float(), alpha=self._model.lora.scale)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -11,13 +11,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from backends.common.process.agreement import listed, together
-from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig
+from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
 from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.weight_files import INDEX
 from slime_like.system.disk import refusal, replace_directory, sync
-from slime_like.weights.adapter import ADAPTER_FILE, peft_settings
+from slime_like.weights.adapter import ADAPTER_FILE
 
 SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
@@ -54,15 +54,11 @@ def write_hf_directory(
     partial = directory.parent / f".{directory.name}.partial"
     what = f"writing {directory}"
     first = dist.get_rank() == 0
-
-    def finish() -> None:
-        if first:
-            _finish(partial, directory, source_dir, expected, dtype, lora)
-
+    final = directory, source_dir, expected, dtype, lora
     try:
         together(lambda: _prepare(partial, directory, source_dir) if first else None, what, device)
         together(lambda: _write_files(buckets, partial, stage), what, device)
-        together(finish, what, device)
+        together(lambda: _finish(partial, *final) if first else None, what, device)
     except CheckpointError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -157,9 +153,13 @@ def _join(partial: Path, name: str) -> None:
 
 
 def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Iterable[str]) -> None:
-    """Write PEFT's settings of an adapter for the model ``base``."""
-    text = json.dumps(peft_settings(lora, str(base), factors), indent=2)
-    (directory / ADAPTER_CONFIG).write_text(text + "\n", encoding="utf-8")
+    """Write PEFT's settings of an adapter for the model ``base``. Its all-linear would include routers, so modules are
+    named."""
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in factors}
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
+    settings |= {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    settings["target_modules"] = sorted(modules if ALL_LINEAR in lora.targets else lora.targets)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def file_name(number: int, count: int) -> str:

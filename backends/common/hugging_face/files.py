@@ -157,14 +157,8 @@ class HfCheckpoint(contextlib.ExitStack):
 
 
 class Adapter(HfCheckpoint):
-    """A PEFT adapter's factors, opened for reading under the names of ``factor_names``.
-
-    Args:
-        expected: name and shape of every factor.
-
-    Raises:
-        CheckpointError: like ``HfCheckpoint``, or other tensors than expected.
-    """
+    """The factors of a PEFT adapter under the names of ``factor_names``. They must have the names and shapes
+    ``expected``."""
 
     _settings = ADAPTER_CONFIG
 

@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 
-from slime_like.checks.earlier_run import FINGERPRINT, backend_problem
+from slime_like.checks.earlier_run import FINGERPRINT, checkpoint_problem
 from slime_like.config import RunConfig
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.fields import all_fields, value_text
@@ -22,7 +22,6 @@ from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import newest_whole
 from slime_like.system.words import counted
-from slime_like.weights.adapter import ADAPTER, adapter_facts, facts_problem
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -136,14 +135,13 @@ class RunDirectory:
     def _require_resumable(self, checkpoint: Checkpoint) -> None:
         if not self._config.debug.load_rollouts:
             checkpoint.data_position()  # raises before anything starts
-        if problem := backend_problem(checkpoint.path, self._config.trainer.backend, "resume"):
+        model, backend = self._config.model, self._config.trainer.backend
+        if problem := checkpoint_problem(checkpoint.path, model, backend, "resume"):
             raise ConfigError(problem)
         wrote = checkpoint.state.get(FINGERPRINT)
         if wrote is not None and fingerprint(self._config.model.path) not in (None, wrote):
             problem = f"{checkpoint.path} was trained from other weights; give those, or set another run_dir"
             raise ConfigError(f"model.path={self._config.model.path}: {problem}", code="resume-of-another-model")
-        if problem := facts_problem(checkpoint.state.get(ADAPTER, {}), adapter_facts(self._config.model)):
-            raise ConfigError(f"resume: {checkpoint.path} {problem}", code="resume-of-other-factors")
         has_finished = checkpoint.step >= self._config.steps and (self._path / SUMMARY_FILE).exists()
         if has_finished and self._lies_here(checkpoint):
             is_fixed = self._config.trainer.optimizer.depends_on_length

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from backends.common.hugging_face.directory import write_adapter_settings
 from slime_like.checks.check import check, require_valid
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError
-from slime_like.weights.adapter import peft_settings
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
@@ -136,7 +136,6 @@ def test_a_worker_has_no_factors_to_update(flags: list[str], rejects: Rejects) -
 def test_written_settings_are_read_back(targets: list[str], flags: list[str], tmp_path: Path) -> None:
     lora = load_config(None, [*flags, "--model.lora.rank", "4", "--model.lora.targets", *targets]).model.lora
     factors = [f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight" for name in TARGETS]
-    written = peft_settings(lora, "base", factors)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(written))
+    write_adapter_settings(tmp_path, lora, Path("base"), factors)
     read = load_config(None, [*flags, "--model.lora.path", str(tmp_path)]).model.lora
     assert (read.rank, read.alpha, read.targets) == (4, 32.0, ("q_proj", "v_proj"))
