@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from slime_like.config import RunConfig
+from slime_like.config import LoraConfig, RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
@@ -162,6 +162,29 @@ def test_host_memory_of_copies_that_a_run_makes() -> None:
     synchronous = planned_run(trainer={"parallel": layout}, cluster={"address": "auto"}, **sections)
     saved = host_memory(synchronous, [estimate()], None, None).items
     assert saved == {"checkpoint save": 8 * embedding * GIB}
+
+
+@pytest.mark.parametrize(("path", "swapped"), [(None, 0.25), (MODELS / "Qwen3-32B", 0.25), (MODELS / "Qwen3-4B", 4)])
+def test_factors_are_swapped_saved_and_sent_instead_of_weights(path: Path | None, swapped: float) -> None:
+    """A reference with the same base has no factors, which are all that is swapped for it."""
+    sections: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "reference": {"path": path}, "rollout": {"tensor": 8}}
+    sections |= {"checkpoint": {"async_save": True}, "cluster": {"placement": "colocated"}}
+    whole = planned_run(**sections)
+    rank, kind = estimate(trained_bytes=GIB // 4), RankKind("all ranks", (0,))
+    found = {}
+    for sync in ("merged", "adapter"):
+        lora = LoraConfig(rank=16, sync=sync)
+        config = whole.config.model_copy(update={"model": whole.config.model.model_copy(update={"lora": lora})})
+        run = replace(whole, config=config, factors=GIB // 8)
+        engine, phases = plan_engine(run), trainer_phases(run, plan_engine(run), kind, rank)
+        items = {phase.phase: phase.items for phase in phases}
+        assert items["scoring"]["policy, swapped out"] == swapped * GIB
+        assert save_bytes(run, rank.memory) == (2 * 0.25 + 0.25 + 6) * GIB
+        found[sync] = engine.weight_bytes, items["weight sync"], predict(run, [rank], engine, "colocated").sync
+    assert found["merged"][2] / found["adapter"][2] == pytest.approx(whole.weight_bytes / (GIB // 4))
+    assert found["adapter"][0] - found["merged"][0] == 2 * GIB // 4
+    largest = 2 * 5120 * 25_600 * (4 + 4 + 4)
+    assert found["merged"][1]["merging of factors"] == largest + GIB and "merging of factors" not in found["adapter"][1]
 
 
 def test_step_of_known_size() -> None:
