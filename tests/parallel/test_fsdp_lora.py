@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from backends.fsdp.checkpoint import StoredCheckpoint
 from backends.fsdp.lora import export_factors
-from slime_like.algorithms.packing.pack import zero_weight_pack
+from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import Manifest, RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.adapter import ADAPTER
 from tests.parallel.lora import Factors, Given, LoraCase, LoraResult, check_lora, check_merged, make_lora_case
 from tests.parallel.parity import STEPS, Settings
-from tests.parallel.ranks import run_each
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import exported_from, exported_gradients, optimizer_steps, running, same_bits, train_windows
+from tests.parallel.test_checkpoint import step_of_four, two_seeded_steps
 
 ALL: tuple[tuple[str, Any], ...] = ()
 SOME = (("rank", 3), ("targets", "q_proj,gate_proj,down_proj"))
@@ -95,6 +97,7 @@ def fsdp_lora_rank(
             assert parameter.requires_grad == of_factor and (of_factor or parameter.grad is None), name
             assert parameter.dtype == (torch.float32 if of_factor else getattr(torch, config.model.dtype)), name
         assert trainer.optimizer.moments.keys() == trainer.model.stored_by_name().keys()
+        exported_from(trainer)  # which must not change the base
         merged, weights = exported_from(trainer), masters_of(trainer)
         check_adapter(trainer, weights)
         return LoraResult(
@@ -137,3 +140,66 @@ def test_factors_compute_the_reference(name: str, lora_cases: Any, results: Any)
         check_merged(case, found)
     else:
         check_lora(case, found)
+
+
+# ------------------------------------------------------------------------------------------------- dropout, checkpoints
+def _dropped(
+    placement: RankPlacement, configs: list[RunConfig], packs: list[PackedTrajectory], factors: Factors
+) -> Any:
+    """Return scores, and gradients of a step with seeded dropout, of each configuration."""
+    found = []
+    for config in configs:
+        with running(placement, config) as trainer:
+            trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+            torch.manual_seed(5)
+            trainer.begin_step(1.0, real_tokens(packs))
+            trainer.accumulate(packs, last=True)
+            found.append((trainer.score(packs), exported_gradients(trainer, 1.0)))
+    return found
+
+
+def test_dropout_acts_only_in_training_and_alike_when_recomputed(lora_cases: Any, tmp_path: Path) -> None:
+    case = lora_cases("qwen3_moe", SOME)
+    settings = [(0.5, {}), (0.5, {"recompute": "full"}), (0.0, {})]
+    configs = [fsdp_lora_config(case, tmp_path, layout, dropout=dropout) for dropout, layout in settings]
+    ((dropped, again, without),) = run_ranks(_dropped, 1, tmp_path / "ranks", configs, case.packs(), case.factors)
+    for scores, expected in zip(dropped[0], without[0], strict=True):
+        same_bits(scores, expected)
+    same_bits(again[1], dropped[1])
+    assert all(not torch.equal(dropped[1][name], gradient) for name, gradient in without[1].items() if gradient.any())
+
+
+def _continued(placement: RankPlacement, config: RunConfig, directory: Path, saves: bool) -> list[Any]:
+    """Save after two steps, or load after one, and step once more. Return factors before and after, and a number."""
+    with running(placement, config) as trainer:
+        if saves:
+            two_seeded_steps(trainer, placement)
+            trainer.save(directory)
+        else:
+            step_of_four(trainer)
+            trainer.load(directory)
+        drawn, before = torch.rand(1), masters_of(trainer)
+        step_of_four(trainer)
+        return [drawn, before, masters_of(trainer)]
+
+
+def test_only_factors_are_saved_and_continue_bit_for_bit(lora_cases: Any, tmp_path: Path) -> None:
+    """Dropout continues, too, with the random numbers of the checkpoint."""
+    case = lora_cases("qwen3_moe", SOME)
+    config = fsdp_lora_config(case, tmp_path, {"data": 2}, "bfloat16", dropout=0.2)
+    saved, loaded = run_each(
+        _continued, 2, tmp_path / "ranks", [(config, tmp_path / "c", saves) for saves in (True, False)]
+    )
+    for one, other in zip(saved, loaded, strict=True):
+        assert torch.equal(one[0], other[0])
+        same_bits(other[1], one[1])
+        same_bits(other[2], one[2])
+    before, after = saved[0][1:]
+    assert before.keys() == case.factors.keys() and all(not torch.equal(before[name], after[name]) for name in before)
+    stored = StoredCheckpoint(tmp_path / "c").shapes
+    names = {name.partition(".added.")[0] for name in stored if ".added." in name}
+    assert {name for name in stored if ".added." not in name} == {"random.0.cpu", "random.1.cpu"}
+    assert {name.split(".model.")[0] for name in names} == {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"}
+    single = fsdp_lora_config(case, tmp_path, {}, "bfloat16", dropout=0.2)
+    ((found,),) = run_each(_continued, 1, tmp_path / "single", [(single, tmp_path / "c", False)])
+    same_bits(found[1], before)
