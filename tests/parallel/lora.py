@@ -156,6 +156,12 @@ class Given(Initial):
         return self._values[name].narrow(axis, start, length)
 
 
+def fill(trainer: Any, factors: Factors) -> None:
+    """Set the factors of a trainer that is ready to train."""
+    trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+    trainer.optimizer.megatron.reload_model_params()
+
+
 def lora_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, factors: Factors
 ) -> LoraResult:
@@ -166,7 +172,8 @@ def lora_rank(
         mine = [packs[index] for index in indices]
         filled = mine + [zero_weight_pack(packs[0])] * (-(-len(packs) // place.data_size) - len(mine))
         base = exported_from(trainer)
-        trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+        fill(trainer, factors)
+        trainer._freeze(config.roles["reference"])  # as if the run continued an adapter
         frozen = _untrained(trainer)
         scored, reference = trainer.score(filled), trainer.score(filled, "reference")
         train_windows(trainer, filled, denominator)
@@ -186,6 +193,23 @@ def lora_rank(
         )
 
 
+def dropout_rank(
+    placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, factors: Factors
+) -> LoraResult:
+    """Return scores, exported gradients, and gradients of the factors that every tensor-parallel rank holds."""
+    with running(placement, config) as trainer:
+        fill(trainer, factors)
+        scored = trainer.score(packs)
+        train_windows(trainer, packs, denominator)
+        exported = exported_gradients(trainer, denominator)
+        replicated = {
+            name: parameter.main_grad.clone()
+            for name, parameter in trainer.chunks[0].named_parameters()
+            if parameter.requires_grad and not parameter.tensor_model_parallel
+        }
+        return LoraResult(trainer.coordinates, list(range(len(packs))), scored, replicated, [], {}, exported)
+
+
 def _untrained(trainer: Any) -> Factors:
     return {
         f"{number}.{name}": parameter.detach().clone()
@@ -195,9 +219,11 @@ def _untrained(trainer: Any) -> Factors:
     }
 
 
-def run_lora(case: LoraCase, layout: Settings, directory: Path, function: Any = lora_rank, **lora: Any) -> Any:
+def run_lora(
+    case: LoraCase, layout: Settings, directory: Path, function: Any = lora_rank, dtype: str = "float32", **lora: Any
+) -> Any:
     """Run the case's step and updates on every rank of ``layout``."""
-    config = case.config(directory, layout, **lora)
+    config = case.config(directory, layout, dtype, **lora)
     world = config.trainer.parallel.world_size
     arguments = config, case.packs(), case.denominator, case.factors
     return run_ranks(function, world, directory / "ranks", *arguments)
@@ -254,7 +280,7 @@ def check_merged(case: LoraCase, results: list[LoraResult]) -> None:
     merged = sent(results, "merged")
     assert merged.keys() == base.keys()
     for name, weight in merged.items():
-        # Half a unit in the last place of bfloat16, and the error of a float32 product.
-        relative = 2.0**-8 if weight.dtype == torch.bfloat16 else 0.0
-        gap = (weight.double() - expected[name].double()).abs() - relative * expected[name].double().abs()
-        assert float(gap.max()) < 1e-6, name
+        if weight.dtype == torch.bfloat16:  # float32 may round a tie differently
+            assert float((weight != expected[name].bfloat16()).double().mean()) < 1e-3, name
+        else:
+            assert float((weight - expected[name]).abs().max()) < 1e-6, name
