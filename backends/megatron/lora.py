@@ -33,10 +33,10 @@ from backends.common.step.grouped_product import grouped_linear
 from backends.common.trainer.lora import Initial, block_diagonal, merged
 from backends.common.trainer.roles import ADDED, is_added
 from backends.megatron.conversion.load import Source, fill
-from backends.megatron.conversion.placement import Placement, place_factors, place_parameters
+from backends.megatron.conversion.placement import FACTORS, Placement, place_factors, place_parameters
 from backends.megatron.experts import GroupedLinear
 from backends.megatron.families.rules import HfTensor, Rule
-from backends.megatron.families.transforms import Rows, Shape, Sources, Stacked
+from backends.megatron.families.transforms import Rows, Shape, Sources, Stacked, Transform
 from backends.megatron.head import LogprobModel
 from slime_like.config import LoraConfig, ModelConfig
 from slime_like.errors import ConfigError
@@ -56,6 +56,8 @@ class Factors(torch.nn.Module):
         rules: the conversion rules of ``a`` and ``b``.
     """
 
+    a: Tensor
+    b: Tensor
     owner: Tensor
 
     def __init__(self, settings: LoraConfig, placed: Placement, chosen: Sequence[int], sequence_parallel: bool) -> None:
@@ -96,16 +98,15 @@ class Factors(torch.nn.Module):
 
 
 def _rules(placed: Placement, chosen: Sequence[int], rank: int) -> Rules:
-    rule, shapes = placed.rule, placed.shapes
+    rule = placed.rule
     sources = [(*factor_names(rule.sources[index].name), rule.sources[index].sizes) for index in chosen]
     a_sources = tuple(HfTensor(name, (rank, sizes[1])) for name, _, sizes in sources)
     b_sources = tuple(HfTensor(name, (sizes[0], rank)) for _, name, sizes in sources)
-    if rule.transform.axis == 1:
-        a_layout, b_layout = rule.transform, Stacked()
-    else:
-        a_layout, b_layout = Stacked(), Rows(rule.transform, [(shape[0], rank) for shape in shapes], chosen)
+    layouts: tuple[Transform, Transform] = rule.transform, Stacked()  # split columns
+    if rule.transform.axis == 0:
+        layouts = Stacked(), Rows(rule.transform, [(shape[0], rank) for shape in placed.shapes], chosen)
     stem = rule.megatron.removesuffix("weight") + ADDED
-    return Rule(f"{stem}.a", a_layout, a_sources), Rule(f"{stem}.b", b_layout, b_sources)
+    return Rule(f"{stem}.a", layouts[0], a_sources), Rule(f"{stem}.b", layouts[1], b_sources)
 
 
 def _owner(placed: Placement, chosen: Sequence[int]) -> Tensor:
@@ -156,22 +157,23 @@ def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
         return
     dimensions = ModelDimensions.from_checkpoint(settings.path)
     placements = place_parameters([model], dimensions)
-    layers = {weight: layer for layer in model.modules() for weight in layer.parameters(recurse=False)}
+    modules = list(model.modules())
+    layers: dict[Tensor, Any] = {weight: layer for layer in modules for weight in layer.parameters(recurse=False)}
     if any(re.search(r"experts\.\d", target) for target in settings.lora.targets):
-        raise ConfigError(
-            "model.lora.targets: factors of single experts are not supported; name modules of all experts"
-        )
+        problem = "model.lora.targets: single experts cannot have factors; name modules of all experts"
+        raise ConfigError(problem, code="factors-of-one-expert")
     for placed in placements:
         named = enumerate(zip(placed.source_names(), placed.shapes, strict=True))
         if chosen := [index for index, (name, shape) in named if is_target(settings.lora, name, shape)]:
-            layer = layers[placed.parameter]  # type: ignore[index]
-            _attach(layer, Factors(settings.lora, placed, chosen, model.config.sequence_parallel), placed)
+            factors = Factors(settings.lora, placed, chosen, model.config.sequence_parallel)
+            _attach(layers[placed.parameter], factors, placed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_added(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"model.lora.targets={list(settings.lora.targets)}: a pipeline stage has no factors, so nothing in it "
-            "could be trained; target modules of every stage, or use fewer stages"
+            "could be trained; target modules of every stage, or use fewer stages",
+            code="stage-without-factors",
         )
     if model.pre_process and model.config.recompute_granularity == "full":
         model.embedding.register_forward_hook(_require_gradient)
@@ -189,19 +191,19 @@ def fill_factors(
 
 
 def _attach(layer: Any, factors: Factors, placed: Placement) -> None:
-    if isinstance(layer, GroupedLinear):
-        if not hasattr(layer, ADDED):
-            layer.added = torch.nn.ModuleList()
-            layer.register_forward_hook(_add_grouped)
-        layer.added.append(factors)
-    elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-        layer.added = factors
-        layer.register_forward_hook(_add)
-    else:
+    is_grouped = isinstance(layer, GroupedLinear)
+    if not (is_grouped or isinstance(layer, ColumnParallelLinear | RowParallelLinear)):
         raise ConfigError(
             f"model.lora.targets: {placed.name} is in a layer of type {type(layer).__name__}, which cannot have "
-            "factors; name other modules"
+            "factors; name other modules",
+            code="layer-cannot-have-factors",
         )
+    setattr(placed.parameter, FACTORS, factors)
+    if is_grouped and hasattr(layer, ADDED):
+        layer.added.append(factors)
+        return
+    layer.added = torch.nn.ModuleList([factors]) if is_grouped else factors
+    layer.register_forward_hook(_add_grouped if is_grouped else _add)
 
 
 def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:

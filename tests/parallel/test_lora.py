@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 
+from backends.megatron.attention import for_factors, machine_problems
+from backends.megatron.model import build_meta_chunks
+from backends.megatron.parallel import alone_as
+from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.lora import LoraCase, check_lora, check_merged, dropout_rank, make_lora_case, run_lora, sent
-from tests.parallel.parity import GRADIENT_BOUND, check_scores, check_tensors
+from tests.parallel.parity import GRADIENT_BOUND, Settings, check_scores, check_tensors
 from tests.parallel.steps import assert_close
 from tests.parallel.test_parity import LAYOUTS
 
 RECOMPUTED = {"recompute": "full"}
 LAYOUTS_OF_FACTORS = {
     **LAYOUTS,
+    "recompute-activation-offload": {**RECOMPUTED, "activation_offload": True},
     "pp2-recompute": {"pipeline": 2, **RECOMPUTED},
     "tp2-sp-pp2-interleaved-recompute": {
         "tensor": 2,
@@ -47,7 +53,7 @@ def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("qwen3", "pp2-interleaved"),
         ("qwen3", "cp2"),
         ("qwen3", "dp2-distributed-overlap"),
-        ("qwen3", "full-recompute"),
+        ("qwen3", "recompute-activation-offload"),
         ("qwen2", "pp2-recompute"),
         ("llama", "tp2-sp-pp2-interleaved-recompute"),
         ("qwen3_moe", "tp2-sp"),
@@ -104,3 +110,31 @@ def test_dropout_is_off_in_scores_and_repeats_in_recomputation(lora_cases: Any, 
         assert float((found["single"][name] - gradient).norm()) > 0.05 * float(gradient.norm()), name
     check_tensors(found["recomputed"], found["single"], GRADIENT_BOUND)
     check_tensors(found["tp2-recomputed"], found["tp2"], GRADIENT_BOUND)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora", "code"),
+    [
+        ({"pipeline": 2}, {"targets": "layers.3.self_attn.q_proj"}, "stage-without-factors"),
+        ({}, {"targets": "experts.0.up_proj"}, "factors-of-one-expert"),
+        ({}, {"targets": "experts.0.up_proj,q_proj"}, "factors-of-one-expert"),
+    ],
+)
+def test_targets_that_cannot_be_trained_are_rejected(
+    layout: Settings, lora: dict[str, Any], code: str, lora_cases: Any, rejects: Any, tmp_path: Path
+) -> None:
+    config = lora_cases("qwen3_moe").config(tmp_path, layout, **lora)
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    with alone_as(config.trainer, rank=0, on_meta=True), rejects(ConfigError, code):
+        build_meta_chunks(config.model, config.trainer, dimensions)
+
+
+def test_factors_need_layers_that_return_their_inputs(lora_cases: Any, tmp_path: Path) -> None:
+    """Transformer Engine's layers contain the norm before them."""
+    case = lora_cases("qwen3")
+    auto = case.config(tmp_path, {})
+    assert for_factors(auto).trainer.attention == "ring"
+    assert for_factors(case.config(tmp_path, {"share_prefixes": "tree"})).trainer.attention == "allgather"
+    assert for_factors(case.config(tmp_path, {}, rank=None, alpha=32.0)).trainer.attention == "auto"
+    asked = auto.trainer.model_copy(update={"attention": "transformer_engine"})
+    assert any("does not support model.lora" in problem for problem in machine_problems(asked, auto.model, True))

@@ -24,11 +24,6 @@ def initial_a(name: str, shape: tuple[int, ...]) -> Tensor:
     return (2 * torch.rand(shape, generator=generator) - 1) * bound
 
 
-def trial_b(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return values for B, (out, r), that change what the model computes: the same in every layout."""
-    return 0.05 * math.sqrt(shape[1]) * initial_a(name, shape)
-
-
 class Initial:
     """The factors at the start, readable like a checkpoint: A is ``initial_a``, B is 0.
 
@@ -50,10 +45,10 @@ class Initial:
 
 
 class Trial(Initial):
-    """Factors of a trial: like the initial ones, but B is ``trial_b``, so the product is not 0."""
+    """Factors that change what the model computes, the same in every layout: B is uniform between -0.05 and 0.05."""
 
     def b(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return trial_b(name, shape)
+        return 0.05 * math.sqrt(shape[1]) * initial_a(name, shape)
 
 
 def block_diagonal(b: Tensor, owner: Tensor) -> Tensor:

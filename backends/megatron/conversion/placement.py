@@ -18,6 +18,9 @@ from backends.megatron.router import EXPERT_BIAS
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
 
+FACTORS = "factors"
+"""Attribute of a parameter that has low-rank factors."""
+
 _FUSED_NAMES = (
     (r"(decoder\.layers\.\d+\.)self_attention\.linear_qkv\.layer_norm_weight", r"\1input_layernorm.weight"),
     (r"(decoder\.layers\.\d+\.)mlp\.linear_fc1\.layer_norm_weight", r"\1pre_mlp_layernorm.weight"),
@@ -35,7 +38,6 @@ class Placement:
         name: Megatron's name with global layer and expert numbers.
         layer, expert: these numbers; ``None`` if the rule has none.
         tp: this rank's position in the group that shards the parameter (for experts, their tensor-parallel group).
-        factors: the weight's low-rank factors, if it has some.
     """
 
     name: str
@@ -45,11 +47,15 @@ class Placement:
     expert: int | None
     tp: TensorRank
     dimensions: ModelDimensions
-    factors: Any = None
+
+    @property
+    def factors(self) -> Any:
+        """Low-rank factors of the parameter, or ``None``."""
+        return getattr(self.parameter, FACTORS, None)
 
     @property
     def value(self) -> Tensor:
-        """The parameter, with its factors' product added if it has some."""
+        """The parameter, plus the product of its factors if it has some."""
         return self.parameter.data if self.factors is None else self.factors.merged(self.parameter.data)
 
     @property
@@ -90,8 +96,8 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
     rules = family_of(dimensions).rules_for(dimensions)
     placements: list[Placement] = []
     unknown: list[str] = []
-    for name, parameter, factors in _global_parameters(model_chunks, dimensions):
-        placement = _place(name, parameter, factors, rules, dimensions)
+    for name, parameter in _global_parameters(model_chunks, dimensions):
+        placement = _place(name, parameter, rules, dimensions)
         if placement is None:
             unknown.append(name)
         else:
@@ -107,24 +113,16 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
 
 
 def place_factors(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
-    """Match every low-rank factor of this rank to its rule, A and B of each weight in turn."""
+    """Match every low-rank factor of this rank to its rule: A and B of each weight that has some."""
     return [
-        replace(placed, name=name, parameter=factor, rule=rule, factors=None)
+        replace(placed, name=f"{placed.name.removesuffix('weight')}{ADDED}.{letter}", parameter=factor, rule=rule)
         for placed in place_parameters(model_chunks, dimensions)
         if placed.factors is not None
-        for rule, factor, name in _factors_of(placed)
+        for (letter, factor), rule in zip(placed.factors.named_parameters(), placed.factors.rules, strict=True)
     ]
 
 
-def _factors_of(placed: Placement) -> Iterator[tuple[Rule, Tensor, str]]:
-    for letter, rule in zip("ab", placed.factors.rules, strict=True):
-        name = f"{placed.name.removesuffix('weight')}{ADDED}.{letter}"
-        yield rule, getattr(placed.factors, letter), name
-
-
-def _place(
-    name: str, parameter: Tensor, factors: Any, rules: Sequence[Rule], dimensions: ModelDimensions
-) -> Placement | None:
+def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:
     for rule in rules:
         if match := rule.pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items()}
@@ -133,25 +131,15 @@ def _place(
             else:
                 group = parallel_state.get_tensor_model_parallel_group()
             tp = TensorRank(group.rank(), group.size())
-            place = numbers.get("layer"), numbers.get("expert"), tp
-            return Placement(name, parameter, rule, *place, dimensions, factors)
+            return Placement(name, parameter, rule, numbers.get("layer"), numbers.get("expert"), tp, dimensions)
     return None
 
 
-def _global_parameters(
-    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions
-) -> Iterator[tuple[str, Tensor, Any]]:
+def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> Iterator[tuple[str, Tensor]]:
     for chunk in model_chunks:
         for name, parameter in named_weights(chunk):
             if not is_added(name):
-                factors = _added_to(chunk, name)
-                yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter, factors
-
-
-def _added_to(chunk: GPTModel, name: str) -> Any:
-    match = re.fullmatch(r"(.+)\.weight(\d*)", name)
-    added = None if match is None else getattr(chunk.get_submodule(match[1]), ADDED, None)
-    return added[int(match[2])] if match and match[2] and added is not None else added
+                yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
 
 
 def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
