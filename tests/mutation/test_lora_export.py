@@ -57,7 +57,7 @@ def the_base_is_not_merged(patch: Patch) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Tensor]:
-    run = Saved(tmp_path_factory.mktemp("run"), "qwen3", "tp2")
+    run = Saved(tmp_path_factory.mktemp("run"), "qwen3", "single")
     return run, expected_logits(run)
 
 

@@ -187,13 +187,12 @@ class TrainerBase(TrainerBackend):
             self._load_adapter(model.lora.path)
 
     def _load_adapter(self, path: Path) -> None:
-        model, what = self.config.model, f"loading {path}"
+        model, is_draft, what = self.config.model, self.dimensions.is_draft, f"loading {path}"
 
         def opened() -> Adapter:
             tensors = {name: shape for name, shape in header_shapes(model.path).items() if not is_draft(name)}
             return Adapter(path, factor_shapes(model.lora, tensors))
 
-        is_draft = self.dimensions.is_draft
         with together(opened, what, self.device) as adapter:
             together(lambda: self.state.fill_factors(lambda _: adapter), what, self.device)
 
