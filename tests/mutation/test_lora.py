@@ -20,6 +20,7 @@ from slime_like.interfaces import RankPlacement
 from tests.parallel.lora import (
     LoraCase,
     LoraResult,
+    check_base,
     check_factor_gradients,
     check_merged,
     check_reference,
@@ -70,6 +71,11 @@ def alpha_is_forgotten_in_the_export() -> None:
     lora.merged = lambda weight, a, b, owner, scale: correct(weight, a, b, owner, 1.0)
 
 
+def weights_are_merged_in_place() -> None:
+    correct = lora.merged
+    lora.merged = lambda weight, *factors: weight.copy_(correct(weight, *factors))
+
+
 def owners_are_forgotten() -> None:
     """Queries, keys and values then use the factors of all three."""
     lora.block_diagonal = lambda b, owner: b.repeat(1, owner.shape[1])
@@ -103,13 +109,14 @@ class Mutation:
     caught_by: Comparison
 
 
-COMPARISONS: list[Comparison] = [check_scores, check_reference, check_factor_gradients, check_merged]  # type: ignore[list-item]
+COMPARISONS: list[Comparison] = [check_scores, check_reference, check_factor_gradients, check_merged, check_base]  # type: ignore[list-item]
 MUTATIONS = [
     Mutation(gradients_of_a_are_not_summed, "qwen3", TP2, check_factor_gradients),
     Mutation(replicated_factors_are_not_marked, "qwen3", TP2_SP, check_factor_gradients),
     Mutation(replicated_factors_are_not_marked, "qwen3_moe", TP2_SP, check_factor_gradients),
     Mutation(keys_and_values_are_swapped_in_the_export, "qwen3", {}, check_factor_gradients),
     Mutation(alpha_is_forgotten_in_the_export, "qwen3", TP2, check_merged),
+    Mutation(weights_are_merged_in_place, "qwen3", {}, check_base),
     Mutation(owners_are_forgotten, "qwen3", {}, COMPARISONS[0]),
     Mutation(the_reference_keeps_its_factors, "qwen3", {}, check_reference),
     Mutation(recomputed_layers_get_no_gradient, "qwen3", {"recompute": "full"}, check_factor_gradients),

@@ -20,7 +20,7 @@ from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.adapter import ADAPTER
 from tests.parallel.lora import Factors, Given, LoraCase, LoraResult, check_lora, check_merged, make_lora_case
 from tests.parallel.parity import STEPS, Settings
-from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_from, exported_gradients, optimizer_steps, running, same_bits, train_windows
 from tests.parallel.test_checkpoint import step_of_four, two_seeded_steps
 
@@ -143,26 +143,22 @@ def test_factors_compute_the_reference(name: str, lora_cases: Any, results: Any)
 
 
 # ------------------------------------------------------------------------------------------------- dropout, checkpoints
-def _dropped(
-    placement: RankPlacement, configs: list[RunConfig], packs: list[PackedTrajectory], factors: Factors
-) -> Any:
-    """Return scores, and gradients of a step with seeded dropout, of each configuration."""
-    found = []
-    for config in configs:
-        with running(placement, config) as trainer:
-            trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
-            torch.manual_seed(5)
-            trainer.begin_step(1.0, real_tokens(packs))
-            trainer.accumulate(packs, last=True)
-            found.append((trainer.score(packs), exported_gradients(trainer, 1.0)))
-    return found
+def _dropped(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], factors: Factors) -> Any:
+    """Return scores, and the gradients of a step with seeded dropout."""
+    with running(placement, config) as trainer:
+        trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+        torch.manual_seed(5)
+        trainer.begin_step(1.0, real_tokens(packs))
+        trainer.accumulate(packs, last=True)
+        return trainer.score(packs), exported_gradients(trainer, 1.0)
 
 
 def test_dropout_acts_only_in_training_and_alike_when_recomputed(lora_cases: Any, tmp_path: Path) -> None:
     case = lora_cases("qwen3_moe", SOME)
-    settings = [(0.5, {}), (0.5, {"recompute": "full"}), (0.0, {})]
+    settings: list[tuple[float, Settings]] = [(0.5, {}), (0.5, {"recompute": "full"}), (0.0, {})]
     configs = [fsdp_lora_config(case, tmp_path, layout, dropout=dropout) for dropout, layout in settings]
-    ((dropped, again, without),) = run_ranks(_dropped, 1, tmp_path / "ranks", configs, case.packs(), case.factors)
+    tasks = [(config, case.packs(), case.factors) for config in configs]
+    (dropped,), (again,), (without,) = run_each(_dropped, 1, tmp_path / "ranks", tasks)
     for scores, expected in zip(dropped[0], without[0], strict=True):
         same_bits(scores, expected)
     same_bits(again[1], dropped[1])
