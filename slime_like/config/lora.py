@@ -19,7 +19,7 @@ _HARMLESS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_
 _HARMLESS |= {"peft_version", "qalora_group_size", "revision", "task_type"}
 """PEFT's settings that change neither what an adapter computes nor which tensors it has."""
 _SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
-_OFF = (None, False, "none", [], {})  # values with which any other setting has no effect
+_OFF: tuple[Any, ...] = (None, False, "none", [], {})  # values with which any other setting has no effect
 
 
 def _names(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from slime_like.algorithms.packing.prefixes import pays
 from slime_like.config import ParallelConfig, RunConfig
@@ -97,7 +97,8 @@ class PlannedRun:
         workload, lora, factors = Workload.of(config, mean_prompt, mean_response), config.model.lora, 0
         if lora.is_set:
             one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
-            tensors = plannable_backend(config.trainer.backend).converter(config.model, one_rank).prove()
+            backend: Any = plannable_backend(config.trainer.backend)
+            tensors = backend.converter(config.model, one_rank).prove()
             factors = sum(map(math.prod, factor_shapes(lora, tensors).values()))
         return cls(config, dimensions, Hardware.of(config.cluster), workload, factors)
 

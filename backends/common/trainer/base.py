@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,7 @@ class TrainerBase(TrainerBackend):
     def _load_adapter(self, path: Path) -> None:
         model, is_draft, what = self.config.model, self.dimensions.is_draft, f"loading {path}"
 
-        def opened() -> Adapter:
+        def opened() -> Any:
             tensors = {name: shape for name, shape in header_shapes(model.path).items() if not is_draft(name)}
             return Adapter(path, factor_shapes(model.lora, tensors))
 
@@ -202,7 +202,7 @@ class TrainerBase(TrainerBackend):
         Raises:
             ConfigError: it is a different model.
         """
-        if self.config.has_same_base(role):
+        if role.path is None or self.config.has_same_base(role):
             with self.state.without_factors():
                 self.state.freeze(role.name)
             return
