@@ -66,9 +66,7 @@ class LoraConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if not self.is_set and (changed := self.changed):
             problems = [] if self.path is None else read_adapter(self.path)[1]
-            yield from (f"path={self.path}: {problem}" for problem in problems)
-            if not problems:
-                yield f"{changed} applies only with factors; set rank, or remove it"
+            yield from problems or [f"{changed} applies only with factors; set rank, or remove it"]
         if not self.targets or "" in self.targets:
             yield "targets is empty; name modules, or use all-linear"
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
@@ -76,18 +74,16 @@ class LoraConfig(Section):
 
 
 def read_adapter(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return rank, alpha and targets of a PEFT adapter, and its problems, each with a remedy."""
+    """Return rank, alpha and targets of a PEFT adapter, and problems of the field ``path``, each with a remedy."""
     try:
         raw = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         rank, targets = int(raw.pop("r")), raw.pop("target_modules")
         alpha = raw.pop("lora_alpha") * (math.sqrt(rank) if raw.pop("use_rslora", False) else 1)
         targets = targets if isinstance(targets, str) else sorted(targets)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        return {}, [f"{ADAPTER_CONFIG} cannot be read ({error!r}); give a directory that PEFT wrote"]
+        return {}, [f"path={path}: {ADAPTER_CONFIG} cannot be read ({error!r}); give a directory that PEFT wrote"]
     odd = {key: one for key, one in raw.items() if key not in _HARMLESS and one not in _SUPPORTED.get(key, _OFF)}
     if isinstance(targets, str) and targets != ALL_LINEAR:  # a regular expression
         odd["target_modules"] = targets
-    problems = [
-        f"{ADAPTER_CONFIG} has {key}={one}, which is not supported; use another adapter" for key, one in odd.items()
-    ]
-    return {"rank": rank, "alpha": alpha, "targets": targets}, problems
+    found = {"rank": rank, "alpha": alpha, "targets": targets}
+    return found, [f"path={path}: {key}={one} is not supported; use another adapter" for key, one in odd.items()]

@@ -75,11 +75,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A configuration with everything that a plan is computed from.
-
-    Attributes:
-        factors: number of elements of all low-rank factors.
-    """
+    """A configuration with everything that a plan is computed from. ``factors`` counts elements of low-rank factors."""
 
     config: RunConfig
     dimensions: ModelDimensions
