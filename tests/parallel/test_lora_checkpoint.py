@@ -209,6 +209,16 @@ def test_peft_computes_what_was_trained(layout: str, saved_by: Any, tmp_path: Pa
     check_whole(converted(saved, tmp_path / "merged", merge=True), expected)
 
 
+def test_layers_may_have_different_targets(saved_by: Any, tmp_path: Path) -> None:
+    targets = "layers.1.mlp.up_proj,q_proj"
+    saved = saved_by("qwen3", "tp2", targets=targets)
+    assert len(saved.factors) == 2 * (4 + 1)
+    config = _config(saved.model, tmp_path, "single", targets=targets)
+    same_bits(_merged(_run(_load, config, tmp_path / "ranks", saved.directory), "at_checkpoint"), saved.factors)
+    check_adapter(saved, saved.directory / "hf", expected_logits(saved))
+    check_whole(converted(saved, tmp_path / "merged", merge=True), expected_logits(saved))
+
+
 @pytest.mark.parametrize("layout", ["ep2-distributed", "fsdp-dp2"])
 def test_factors_of_experts_are_exported_and_merged(layout: str, saved_by: Any, tmp_path: Path) -> None:
     saved = saved_by("qwen3_moe", layout)
