@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from slime_like.algorithms.packing.prefixes import pays
+from slime_like.checks.model_directories import target_problems
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend, load_backend
@@ -87,7 +88,7 @@ class PlannedRun:
     def of(cls, config: RunConfig, mean_prompt: float | None = None, mean_response: float | None = None) -> Self:
         """
         Raises:
-            ConfigError: the model's ``config.json`` cannot be read.
+            ConfigError: the model's ``config.json`` cannot be read, or it has no matrix of a name in ``lora.targets``.
         """
         dimensions = ModelDimensions.from_checkpoint(config.model.path)
         workload, lora, factors = Workload.of(config, mean_prompt, mean_response), config.model.lora, 0
@@ -95,6 +96,8 @@ class PlannedRun:
             one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
             backend: Any = plannable_backend(config.trainer.backend)
             tensors = backend.converter(config.model, one_rank).prove()
+            if wrong := list(target_problems(lora, tensors)):
+                raise ConfigError(wrong, code="model.lora")
             factors = sum(map(math.prod, factor_shapes(lora, tensors).values()))
         return cls(config, dimensions, Hardware.of(config.cluster), workload, factors)
 
