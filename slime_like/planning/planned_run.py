@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from slime_like.algorithms.packing.prefixes import pays
-from slime_like.config import RunConfig
+from slime_like.checks.model_directories import target_problems
+from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend, load_backend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import Hardware
+from slime_like.weights.adapter import ADAPTER, factor_shapes
 
 Note = Callable[[str], None]
 """Receiver of progress messages."""
@@ -74,26 +76,40 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A configuration with everything that a plan is computed from."""
+    """A configuration with everything that a plan is computed from. ``factors`` counts elements of low-rank factors."""
 
     config: RunConfig
     dimensions: ModelDimensions
     hardware: Hardware
     workload: Workload
+    factors: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, mean_prompt: float | None = None, mean_response: float | None = None) -> Self:
         """
         Raises:
-            ConfigError: the model's ``config.json`` cannot be read.
+            ConfigError: the model's ``config.json`` cannot be read, or it has no matrix of a name in ``lora.targets``.
         """
         dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        return cls(config, dimensions, Hardware.of(config.cluster), Workload.of(config, mean_prompt, mean_response))
+        workload, lora, factors = Workload.of(config, mean_prompt, mean_response), config.model.lora, 0
+        if lora.is_set:
+            one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
+            backend: Any = plannable_backend(config.trainer.backend)
+            tensors = backend.converter(config.model, one_rank).prove()
+            if wrong := list(target_problems(lora, tensors)):
+                raise ConfigError(wrong, code="model.lora")
+            factors = sum(map(math.prod, factor_shapes(lora, tensors).values()))
+        return cls(config, dimensions, Hardware.of(config.cluster), workload, factors)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model in ``model.dtype``."""
         return self.dimensions.num_parameters * self.element_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the factors, if engines get only these."""
+        return self.factors * self.element_bytes if self.config.model.lora.sync == ADAPTER else 0
 
     @property
     def element_bytes(self) -> int:

@@ -1,17 +1,24 @@
 """Names and shapes of an adapter's tensors, which are the same for trainers, engines, plans and PEFT directories."""
 
+import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from slime_like.config.lora import ALL_LINEAR, LoraConfig
+from slime_like.config.sections import ModelConfig
+from slime_like.models.weight_files import fingerprint
 
 ADAPTER = "adapter"
 """Name of an adapter in manifests (``Manifest.updates``)."""
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""PEFT's file of an adapter's tensors."""
 
 PREFIX = "base_model.model."
 """PEFT's prefix of module names."""
 
 _WEIGHT = ".weight"
-_LAYERS = "model.layers."
+_LAYERS = re.compile(r"(model|gpt_neox|transformer)\.(layers|h)\.")
 _ROUTER = ".mlp.gate.weight"
 
 Shape = tuple[int, ...]
@@ -19,7 +26,7 @@ Shape = tuple[int, ...]
 
 def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
     """Return whether the Hugging Face tensor is a matrix with factors."""
-    if len(shape) != 2 or not name.startswith(_LAYERS) or not name.endswith(_WEIGHT) or name.endswith(_ROUTER):
+    if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or name.endswith(_ROUTER):
         return False
     module = name.removesuffix(_WEIGHT)
     return ALL_LINEAR in settings.targets or any(f".{module}".endswith(f".{target}") for target in settings.targets)
@@ -50,3 +57,19 @@ def unmatched_targets(settings: LoraConfig, weights: Iterable[tuple[str, Shape]]
     known = list(weights)
     alone = {target: settings.model_copy(update={"targets": (target,)}) for target in settings.targets}
     return [target for target, one in alone.items() if not any(is_target(one, *each) for each in known)]
+
+
+def adapter_facts(model: ModelConfig) -> dict[str, Any]:
+    """Return what a checkpoint of factors must agree with, as JSON values; nothing without factors."""
+    lora = model.lora
+    facts = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "base": fingerprint(model.path)}
+    return facts if lora.is_set else {}
+
+
+def facts_problem(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return how the facts of a checkpoint and of a run differ, with the remedy, or ``None``."""
+    keys = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+    if not keys or (keys == ["base"] and None in (saved["base"], now["base"])):  # its files cannot be read here
+        return None
+    differing = ", ".join(f"{key} {saved.get(key, 'none')} (now {now.get(key, 'none')})" for key in keys)
+    return f"was trained with other factors, or on another model: {differing}; use its model.lora and model.path"

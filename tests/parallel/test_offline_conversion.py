@@ -250,7 +250,9 @@ def test_the_proof_finds_lost_and_duplicate_elements(fault: str, tmp_path: Path)
     else:
         kept.append(victim)
     with pytest.raises(CheckpointError, match=r"no place, or two: .*model\.layers\.3\.self_attn\.q_proj\.bias"):
-        require_exactly_once([replace(first, parameters=tuple(kept)), *others], dimensions)
+        require_exactly_once(
+            [replace(first, parameters=tuple(kept)), *others], family_of(dimensions).hf_shapes(dimensions)
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- interruptions

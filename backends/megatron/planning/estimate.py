@@ -107,6 +107,7 @@ class _Rank:
         """Sum up the memory. ``per_pack[worst]`` needs most in training; another pack may in scoring."""
         passes = per_pack[worst]
         held = _holdings_of(self._chunks, self._wrapped, self._optimizer)
+        same = [self._config.has_same_base(role) for role in self._config.roles.held]
         return TrainerMemory(
             **held,
             activation_bytes=peak.nbytes - peak.head,
@@ -116,7 +117,7 @@ class _Rank:
             forward_bytes=max(chunk.forward_only for found in per_pack for chunk in found),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            host_frozen_bytes=held["parameter_bytes"] * len(self._config.roles.held),
+            host_frozen_bytes=sum(held["trained_bytes" if one else "parameter_bytes"] for one in same),
             host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )
 
@@ -126,6 +127,8 @@ class _Rank:
         trace.restart()
         with trace, torch.no_grad():
             finalize_model_grads(self._wrapped, None)
+            summed = trace.peak - trace.live
+            trace.restart_peak()
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
             if self._config.trainer.optimizer.offload:
@@ -138,7 +141,7 @@ class _Rank:
             self._optimizer.megatron.prepare_grads()
             self._optimizer.megatron.step_with_ready_grads()
             self._communication.settle_weights()
-        return trace.counted, trace.peak - trace.live
+        return trace.counted, max(summed, trace.peak - trace.live)
 
     def _handed_on(self, tokens: int) -> tuple[Traffic, ...]:
         """Return hidden states sent to the next stage and gradients to the previous one. The schedule, which sends
@@ -163,6 +166,7 @@ def _holdings_of(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optim
     return {
         "parameters": sum(parameter.numel() for parameter in weights),
         "parameter_bytes": _storage_bytes(weights),
+        "trained_bytes": _storage_bytes(weight for weight in weights if weight.requires_grad),
         "gradient_bytes": _storage_bytes(gradients),
         "optimizer_bytes": on_device,
         "host_optimizer_bytes": on_host,
