@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
@@ -267,6 +268,7 @@ def check_lora(case: LoraCase, results: list[LoraResult]) -> None:
     check_reference(case, results)
     check_loss(case, results)  # type: ignore[arg-type]
     check_factor_gradients(case, results)
+    check_norm(case, results)
     check_changes(case, sent(results, "weights"))
     check_merged(case, results)
     check_base(case, results)
@@ -293,6 +295,13 @@ def check_factor_gradients(case: LoraCase, results: list[LoraResult]) -> None:
     gradients = case.expected.gradients
     assert all(gradients[name].norm() > 0 for name in gradients)
     check_tensors(sent(results, "exported"), gradients, GRADIENT_BOUND)
+
+
+def check_norm(case: LoraCase, results: list[LoraResult]) -> None:
+    """Every factor counts once in the norm that clips gradients, however many ranks hold it."""
+    expected = float(torch.stack([gradient.norm() for gradient in case.expected.gradients.values()]).norm())
+    norms = [stats.grad_norm for result in results if (stats := result.stats[0]) is not None]
+    assert norms and all(float(norm) == pytest.approx(expected, rel=1e-4) for norm in norms)
 
 
 def check_merged(case: LoraCase, results: list[LoraResult]) -> None:
