@@ -1,7 +1,7 @@
 """Transfer of weights from the trainer to all engines: versioned, streamed in buckets, and verified before use."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -172,9 +172,7 @@ class WeightSync:
         generation, self._connected = self._connected, None  # until the transfer has succeeded
         manifests = self._ranks.start(_PHASE, RankExport.begin_export)
         first = self._ranks.start(_PHASE, RankExport.next_bucket)
-        parts = given(manifests.result())  # of the pipeline stages
-        tensors = {name: info for part in parts for name, info in part.tensors.items()}
-        self._engines.begin_update(version, replace(parts[0], tensors=tensors))
+        self._engines.begin_update(version, manifests)
         sent = self._stream(first)
         receipts = self._engines.finish_update(version)
         self._ranks.defer(self._ranks.start(_PHASE, RankExport.end_export))

@@ -138,8 +138,8 @@ class LocalEngines:
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self.run(self.engine.connect(transport, rendezvous))
 
-    def begin_update(self, version: int, manifest: Manifest) -> None:
-        self.run(self.engine.begin_update(version, manifest))
+    def begin_update(self, version: int, manifests: Later[list[Manifest]]) -> None:
+        self.run(self.engine.begin_update(version, Manifest.joined(manifests.result())))
 
     def update(self, buckets: list[BucketMetadata]) -> Answers[None]:
         for bucket in buckets:

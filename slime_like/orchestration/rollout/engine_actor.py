@@ -96,10 +96,10 @@ class EngineActor:
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._engine.connect(transport, rendezvous)
 
-    async def begin_update(self, version: int, manifest: Manifest) -> None:
+    async def begin_update(self, version: int, *parts: Manifest | None) -> None:
         self._updated.clear()
         async with self._opened_by_failure():
-            await self._engine.begin_update(version, manifest)
+            await self._engine.begin_update(version, Manifest.joined(parts))
 
     async def update(self, buckets: Sequence[BucketMetadata]) -> None:
         async with self._opened_by_failure():

@@ -16,6 +16,7 @@ from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, wait_for_end, watch_none
 from slime_like.orchestration.rollout.engine_actor import EngineActor
+from slime_like.orchestration.trainer.calls import Answers
 from slime_like.weights.transports.registry import for_engine
 
 _HEALTH_TIMEOUT_S = 15.0
@@ -158,8 +159,11 @@ class EngineGroup:
         for answers in connected:
             answers.result()
 
-    def begin_update(self, version: int, manifest: Manifest) -> None:
-        self.ask("begin_update", version, ray.put(manifest), phase="beginning a weight update").result()
+    def begin_update(self, version: int, manifests: Answers[Manifest | None]) -> None:
+        """Have every engine begin once all trainers have answered with their ``manifests``."""
+        begun = self.ask("begin_update", version, *manifests.references, phase="beginning a weight update")
+        manifests.result()  # raises a trainer's own failure
+        begun.result()
 
     def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
         """Have every engine fetch and load the buckets. Returns immediately."""

@@ -110,7 +110,8 @@ class Engines:
         for index in range(len(self)):
             self._touch(index).joined = True
 
-    def begin_update(self, version: int, manifest: Manifest) -> None:
+    def begin_update(self, version: int, manifests: Later[list[Manifest]]) -> None:
+        manifests.result()
         for index in range(len(self)):
             engine = self._touch(index)
             assert engine.joined and "weights" in engine.memory and "weights" in self.trainers
