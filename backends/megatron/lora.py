@@ -42,8 +42,6 @@ from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import factor_names, is_target
 
-Rules = tuple[Rule, Rule]
-
 
 class Factors(torch.nn.Module):
     """Factors of one weight.
@@ -96,7 +94,7 @@ class Factors(torch.nn.Module):
             return F.dropout(x, self._dropout)
 
 
-def _rules(placed: Placement, chosen: Sequence[int], rank: int) -> Rules:
+def _rules(placed: Placement, chosen: Sequence[int], rank: int) -> tuple[Rule, Rule]:
     rule = placed.rule
     sources = [(*factor_names(rule.sources[index].name), rule.sources[index].sizes) for index in chosen]
     a_sources = tuple(HfTensor(name, (rank, sizes[1])) for name, _, sizes in sources)

@@ -45,8 +45,7 @@ def largest_batch_bytes(config: RunConfig) -> int:
 def idle_engine_notes(config: RunConfig) -> Iterator[str]:
     """Warn if colocated engines leave GPUs of the trainer without an engine."""
     number, tensor, gpus = config.rollout.num_engines, config.rollout.tensor, config.trainer.parallel.world_size
-    has_engines = not config.supervised and not config.debug.load_rollouts
-    if config.cluster.placement == "colocated" and has_engines and number < gpus // tensor:
+    if config.cluster.placement == "colocated" and config.starts_engines and number < gpus // tensor:
         yield (
             f"rollout.num_engines={number}: {gpus - number * tensor} of the trainer's {gpus} GPUs are idle during "
             f"generation; set {gpus // tensor}, or auto"
@@ -63,7 +62,7 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
             f"use {needed.nodes(per_node)} nodes, or a smaller trainer.parallel (data=auto takes what fits)"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
-    if not config.supervised and not config.debug.load_rollouts:
+    if config.starts_engines:
         sizes.append(("rollout.tensor", config.rollout.tensor))
     sizes += [(f"{role.name}.parallel.tensor", role.parallel.tensor) for role in config.roles.with_workers]
     for field, size in sizes:

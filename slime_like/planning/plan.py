@@ -114,7 +114,7 @@ def _check_tensors(plan: Plan, backend: type[TrainerBackend]) -> None:
 
 def _work_out(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
     run, config = plan.run, plan.run.config
-    if run.has_engines:
+    if config.starts_engines:
         plan.engine = plan_engine(run)
         plan.generation = predict_generation(run, plan.engine)
         plan.engine_phase = None if run.colocated else engine_phase(run, plan.engine)

@@ -119,10 +119,6 @@ class PlannedRun:
     def colocated(self) -> bool:
         return self.config.cluster.placement == "colocated"
 
-    @property
-    def has_engines(self) -> bool:
-        return not self.config.supervised and not self.config.debug.load_rollouts
-
 
 def plannable_backend(name: str) -> type[TrainerBackend]:
     """Return the trainer backend of this name.

@@ -72,7 +72,7 @@ def with_recompute(run: PlannedRun, recompute: int | str) -> PlannedRun:
 
 def _tried(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitted:
     run = with_recompute(run, layers or "none")
-    engine = plan_engine(run) if run.has_engines else None
+    engine = plan_engine(run) if run.config.starts_engines else None
     found: list[tuple[RankKind, RankEstimate]] = []
     phases: list[PhaseMemory] = []
     kinds = backend.planner().rank_kinds(run.config.trainer)

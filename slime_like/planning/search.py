@@ -160,7 +160,7 @@ def _rough_time(run: PlannedRun) -> float:
     layout, workload = config.trainer.parallel, run.workload
     state, kept, inputs = least_bytes(run)
     free = hardware.memory_bytes - hardware.process_bytes(_GROUPS) - state
-    free -= plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
+    free -= plan_engine(run).sleeping_bytes if run.colocated and run.config.starts_engines else 0
     # The share of layers that probably must be recomputed adds as many forwards.
     forwards = (2 if config.model.lora.is_set else 3) + min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
     tokens = config.trainer.target_tokens_per_batch / layout.context
@@ -189,7 +189,7 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
     if fitted is None or not all(phase.fits for phase in fitted.phases):
         return None
     run, estimates = fitted.run, [estimate for _, estimate in fitted.found]
-    engine, transport = plan_engine(run) if run.has_engines else None, None
+    engine, transport = plan_engine(run) if run.config.starts_engines else None, None
     if engine is not None:
         with contextlib.suppress(ConfigError):  # a problem of every layout, which the plan reports
             cluster = run.config.cluster

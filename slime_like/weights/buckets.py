@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slime_like.interfaces import TensorEntry, WeightBucket
 from slime_like.interfaces.weights import dtype_name
-from slime_like.weights.checksums import as_bytes, copy_hashed, timed_checksum
+from slime_like.weights.checksums import as_bytes, copy_hashed
 
 ALIGNMENT = 64
 """Alignment of every tensor's start, in bytes: a cache line, and a multiple of every element size."""
@@ -29,12 +29,6 @@ def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
 def describe(name: str, tensor: Tensor, offset: int, checksum: int) -> TensorEntry:
     """Return the entry for ``tensor`` at ``offset``."""
     return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes, checksum)
-
-
-def describe_hashed(name: str, tensor: Tensor, offset: int) -> tuple[TensorEntry, float]:
-    """Return the entry for ``tensor`` at ``offset``, and the seconds spent hashing it."""
-    checksum, hash_s = timed_checksum(tensor)
-    return describe(name, tensor, offset, checksum), hash_s
 
 
 def write_bucket(bucket: WeightBucket, buffer: Tensor) -> tuple[tuple[TensorEntry, ...], float]:

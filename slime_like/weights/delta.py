@@ -22,7 +22,8 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
-from slime_like.weights.buckets import describe, describe_hashed, place_tensors
+from slime_like.weights.buckets import describe, place_tensors
+from slime_like.weights.checksums import timed_checksum
 from slime_like.weights.transport import Receiver, Sender
 
 BLOCK = 65536
@@ -142,7 +143,8 @@ class _Outgoing:
             return sent, 0.0
         if self.base is not None and self.num_changes == 0:
             return describe(self.name, self.tensor, self.offset, self.base.checksum), 0.0
-        return describe_hashed(self.name, self.tensor, self.offset)
+        checksum, hash_s = timed_checksum(self.tensor)
+        return describe(self.name, self.tensor, self.offset, checksum), hash_s
 
 
 class DeltaSender:

@@ -35,7 +35,7 @@ def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool 
     """Compute a run's pieces. Evaluation has no trainers, scoring and verification have no engines."""
     parallel, tensor = config.trainer.parallel, config.rollout.tensor
     colocated = with_trainers and config.cluster.placement == "colocated"
-    samples = with_engines and not config.supervised and not config.debug.load_rollouts
+    samples = with_engines and config.starts_engines
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
     layouts = [role.parallel for role in config.roles.with_workers for _ in range(role.workers)]
     groups = [layout.tensor for layout in layouts for _ in range(layout.world_size // layout.tensor)]

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
-from slime_like.weights.buckets import bucket_nbytes, describe_hashed, place_tensors, read_bucket
-from slime_like.weights.checksums import as_bytes
+from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.leftovers import check_name, check_session
 
@@ -103,24 +102,14 @@ class DirectoryReceiver(Receiver):
 
 def _write(path: Path, bucket: WeightBucket) -> tuple[tuple[TensorEntry, ...], float]:
     """Write with write calls, not a mapping: network file systems send written data to the server on close."""
-    entries: list[TensorEntry] = []
-    hash_s = 0.0
+    data = torch.zeros(max(bucket_nbytes(bucket), 1), dtype=torch.uint8)
+    entries, hash_s = write_bucket(bucket, data)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
-        for name, tensor, offset in place_tensors(bucket):
-            on_host = tensor.cpu()
-            entry, seconds = describe_hashed(name, on_host, offset)
-            entries.append(entry)
-            hash_s += seconds
-            file.seek(offset)
-            _write_all(file.fileno(), as_bytes(on_host).numpy().data)
-        file.truncate(max(bucket_nbytes(bucket), 1))
-    return tuple(entries), hash_s
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+        left = data.numpy().data
+        while left:
+            left = left[os.write(file.fileno(), left) :]
+    return entries, hash_s
 
 
 def _read(path: Path) -> Tensor:
