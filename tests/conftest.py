@@ -1,10 +1,13 @@
 """A tiny model, its data, and the flags that make a run short; made once for the whole folder."""
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support import uncollected as uncollected
 
 # The server of forks imports modules that ask whether there is a device. Without this, torch would initialise CUDA to
 # answer, and no fork could use it.
@@ -114,6 +117,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(files[item.path])
     items.sort(key=lambda item: (item.path.name != LONGEST, places[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """End ``tests.support.uncollected``. What is imported by now is never searched."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
