@@ -15,6 +15,7 @@ from slime_like.data.formats import fitting_format, in_format
 from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row
 from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
+from slime_like.errors import DataError
 from slime_like.interfaces.prompt import PromptInput
 from slime_like.models.chat_turns import with_template_variables
 from slime_like.models.special_tokens import special_token_pattern
@@ -76,6 +77,9 @@ class RowEncoder:
     ) -> None:
         self._tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
         self._template = ChatTemplate(self._tokenizer)
+        if unread := self._template.unread(config.chat_template_kwargs):
+            problem, who = "the chat template reads no such variable", f"data.chat_template_kwargs.{unread[0]}"
+            raise DataError(problem, code="unread-variable", who=who, remedy="correct the name, or remove it")
         self._config = config
         self._need_response = need_response
         self._keep_messages = keep_messages
