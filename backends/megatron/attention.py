@@ -18,7 +18,7 @@ from slime_like.checks.packages import (
     missing_compiler,
     missing_flash_attention,
 )
-from slime_like.config import ModelConfig, TrainerConfig
+from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 
 Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"]
@@ -42,6 +42,15 @@ def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions,
     return on_cuda and not dimensions.attention.special and has_transformer_engine()
 
 
+def for_factors(config: RunConfig) -> RunConfig:
+    """Avoid Transformer Engine's layers in ``auto`` if there are low-rank factors: a layer that contains the norm does
+    not return the factors' input."""
+    if not config.model.lora.is_set or config.trainer.attention != "auto":
+        return config
+    attention = "allgather" if config.trainer.share_prefixes else "ring"
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": attention})})
+
+
 def context_layout_of(attention: Attention) -> Layout:
     """Return the layout of packs: zigzag for rings (Transformer Engine's is one), contiguous for gathered keys."""
     return "contiguous" if attention in ("allgather", "ring_flash_attn") else "zigzag"
@@ -55,6 +64,8 @@ def machine_problems(trainer: TrainerConfig, model: ModelConfig, on_cuda: bool) 
             "trainer.attention=transformer_engine needs a CUDA device, but there is none; use trainer.attention=auto, "
             "which is Transformer Engine if it can run"
         )
+    if trainer.attention == "transformer_engine" and model.lora.is_set:
+        problems.append("trainer.attention=transformer_engine does not support model.lora; use auto")
     return [*problems, *missing_flash_attention(trainer, on_cuda), *missing_compiler(on_cuda)]
 
 

@@ -22,10 +22,10 @@ from slime_like.config import ParallelConfig
 from slime_like.models.dimensions import ModelDimensions
 
 
-def can_be_grouped(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions) -> bool:
-    """Return whether torch has a grouped product for experts of these sizes."""
+def can_be_grouped(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions, rank: int) -> bool:
+    """Return whether torch has a grouped product for experts of these sizes, with factors of ``rank`` (0: none)."""
     width = dimensions.moe_ffn_hidden_size // expert_tensor_size(parallel)
-    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in (dimensions.hidden_size, width))
+    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in (dimensions.hidden_size, width, rank))
 
 
 class GroupedLinear(torch.nn.Module):
@@ -61,14 +61,14 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> tuple[Tensor, None]:
         """Multiply (T, input size) rows in the order of experts, given the (E,) int32 ends of their groups; no bias."""
-        return grouped_linear(x, ends, list(self.parameters())), None
+        return grouped_linear(x, ends, list(self.parameters(recurse=False))), None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Describe every expert's weight as a part of the one tensor on disk that holds all of them."""
         groups = self._groups
         first, total = groups.ep.rank() * self.num_gemms, groups.ep.size() * self.num_gemms
         state: dict[str, Any] = {}
-        for number, weight in enumerate(self.parameters()):
+        for number, weight in enumerate(self.parameters(recurse=False)):
             (sharded,) = make_sharded_tensors_for_checkpoint(
                 {"weight": weight},
                 prefix,

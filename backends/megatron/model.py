@@ -37,7 +37,7 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: M
     family = family_of(dimensions)
     return family.config(
         **(_architecture(dimensions) | family.settings(dimensions)),
-        **_experts(trainer.parallel, dtype, dimensions),
+        **_experts(trainer.parallel, dtype, dimensions, model.lora.rank or 0),
         **_parallelism(trainer.parallel, dtype),
         **_stages(trainer.parallel, dimensions),
         **_recompute(trainer.recomputed_layers(dimensions.num_layers)),
@@ -86,7 +86,7 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
     }
 
 
-def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions) -> dict[str, Any]:
+def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions, rank: int) -> dict[str, Any]:
     if dimensions.num_experts == 0:
         # Pipelines with variable lengths require this dispatcher even for dense models.
         return {"moe_token_dispatcher_type": "alltoall"}
@@ -100,7 +100,7 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         # One product for all experts.
-        "moe_grouped_gemm": can_be_grouped(parallel, dtype, dimensions),
+        "moe_grouped_gemm": can_be_grouped(parallel, dtype, dimensions, rank),
         "moe_permute_fusion": False,  # ``Dispatcher`` permutes
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),

@@ -24,8 +24,9 @@ class Communication:
     def attach(self) -> None:
         """Let the head request its weight, because it reads it without calling the layer that owns it."""
         for chunk in self.chunks:
-            if chunk.ddp_config.overlap_param_gather and chunk.module.post_process:
-                group = chunk.param_to_bucket_group[chunk.module.output_weight()]
+            gathers = chunk.ddp_config.overlap_param_gather and chunk.module.post_process
+            # A frozen weight is in no group.
+            if gathers and (group := chunk.param_to_bucket_group.get(chunk.module.output_weight())):
                 chunk.module.gather_weight = group.finish_param_sync
 
     def begin_step(self) -> None:

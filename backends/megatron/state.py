@@ -1,6 +1,6 @@
 """One rank's shard of Megatron's model and optimizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +8,19 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from backends.common.trainer.host_memory import HostCopies
+from backends.common.trainer.lora import Initial
 from backends.common.trainer.state import TrainerState
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.placement import named_weights
 from backends.megatron.head import LogprobModel
+from backends.megatron.lora import factors_of, fill_factors
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.overlap import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import ADAPTER
 
 
 class MegatronState(TrainerState):
@@ -44,6 +47,12 @@ class MegatronState(TrainerState):
     def weights(self) -> list[Tensor]:
         return [weight for chunk in self.chunks for _, weight in named_weights(chunk)]
 
+    def factors(self) -> list[Tensor]:
+        return [each for module in factors_of(self.chunks) for each in (module.a, module.b)]
+
+    def fill_factors(self, source: Callable[[dict[str, tuple[int, ...]]], Initial]) -> None:
+        fill_factors(self.chunks, self._dimensions, source)
+
     def is_same_model(self, path: Path) -> bool:
         return ModelDimensions.from_checkpoint(path) == self._dimensions
 
@@ -64,7 +73,8 @@ class MegatronState(TrainerState):
         return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
-        return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes)
+        only_factors = self._model.lora.is_set and self._model.lora.sync == ADAPTER
+        return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes, only_factors)
 
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         Communication(self.wrapped).gather_gradients()

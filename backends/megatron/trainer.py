@@ -12,9 +12,10 @@ from backends.common.trainer.base import TrainerBase
 from backends.common.trainer.roles import variant_of
 from backends.megatron import parallel
 from backends.megatron.activations import ActivationOffload
-from backends.megatron.attention import machine_problems
+from backends.megatron.attention import for_factors, machine_problems
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
+from backends.megatron.lora import without_dropout
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
@@ -40,7 +41,7 @@ class MegatronTrainer(TrainerBase):
     wrapped: list[DistributedDataParallel]
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        super().__init__(config, placement)
+        super().__init__(for_factors(config), placement)
         self._communication = Communication([])
 
     @property
@@ -116,7 +117,7 @@ class MegatronTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------- scoring, weights, end
     def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
-        with self._phase("score"):
+        with self._phase("score"), without_dropout(self.chunks):
             return self._schedule.score(micro_batches)
 
     def settle_weights(self) -> None:

@@ -49,13 +49,18 @@ class Reference:
             if name.endswith("mlp.gate"):
                 module.register_forward_hook(lambda _, __, output: self._routed.append((output[0], output[2])))
 
+    def trained(self) -> dict[str, Tensor]:
+        """Return what has gradients, by name."""
+        return dict(self.model.named_parameters())
+
     def round_weights(self) -> None:
         """Round the weights to bfloat16, as a bfloat16 trainer reads them. Its tables (of angles) stay in float32."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.bfloat16().double()
 
     def step(self, sequences: list[ScoredTrajectory], denominator: float) -> ReferenceStep:
-        self.model.zero_grad()
+        for parameter in self.trained().values():
+            parameter.grad = None
         logprobs, entropies, total, total_balance = [], [], 0.0, 0.0
         tokens = sum(sequence.total_len for sequence in sequences)
         for sequence in sequences:
@@ -67,7 +72,7 @@ class Reference:
             entropies.append(entropy.detach())
             total += loss.item()
             total_balance += float(torch.as_tensor(balance).detach()) / max(1, len(self._routed))
-        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad.clone() for name, p in self.trained().items() if p.grad is not None}
         return ReferenceStep(logprobs, entropies, total, total_balance, gradients)
 
     def score(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor]:
@@ -123,7 +128,7 @@ def adamw_steps(
     eps: float,
 ) -> dict[str, Tensor]:
     """Return the weights by name after torch's AdamW with global clipping and decay on matrices only."""
-    named = dict(reference.model.named_parameters())
+    named = reference.trained()
     groups = [
         {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},

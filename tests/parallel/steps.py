@@ -142,11 +142,11 @@ def train_rank(
         window = -(-len(packs) // coordinates.data_size)
         filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
         scored = trainer.score(filled)
-        _two_windows(trainer, filled, denominator)
+        train_windows(trainer, filled, denominator)
         fsdp = config.trainer.backend == "fsdp"
         shard: Callable[..., dict[str, Tensor]] = _whole if fsdp else local_shard
         exported, gradients = exported_gradients(trainer, denominator), shard(trainer, gradients=True)
-        stats = optimizer_steps(trainer, steps, denominator, lambda: _two_windows(trainer, filled, denominator))
+        stats = optimizer_steps(trainer, steps, denominator, lambda: train_windows(trainer, filled, denominator))
         trainer.settle_weights()
         return RankResult(
             coordinates,
@@ -160,7 +160,7 @@ def train_rank(
         )
 
 
-def _two_windows(trainer: Trainer, packs: list[PackedTrajectory], denominator: float) -> None:
+def train_windows(trainer: Trainer, packs: list[PackedTrajectory], denominator: float) -> None:
     """Accumulate in two windows, as when micro-batches stream in, and let FSDP score between them.
 
     Neither may change the result.

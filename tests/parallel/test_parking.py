@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "megatron": {"optimizer": {"distributed": False}},
     "megatron-overlap": {"optimizer": {"distributed": False, "overlap": True}, "data": 2},
     "megatron-distributed": {"optimizer": {"distributed": True}, "data": 2},
+    "megatron-factors": {"optimizer": {"distributed": True}, "data": 2, "lora": {"rank": 8}},
     "fsdp": {"backend": "fsdp", "data": 2},
 }
 
@@ -35,7 +36,9 @@ def _config(model: Path, root: Path, case: dict[str, Any]) -> RunConfig:
     trainer = {"backend": case.get("backend", "megatron"), "optimizer": optimizer}
     trainer["activation_offload"] = case.get("activation_offload", False)
     layout, dtype = {"data": case.get("data", 1)}, case.get("dtype", "bfloat16")
-    return tiny_config(model, root, layout, dtype, trainer=trainer, steps=4)
+    config = tiny_config(model, root, layout, dtype, trainer=trainer, steps=4)
+    policy = {"path": model, "dtype": dtype, "lora": case.get("lora", {})}
+    return RunConfig(**{**dict(config), "model": policy})
 
 
 def _train(placement: RankPlacement, config: RunConfig, parks: bool) -> tuple[list[float], dict[str, Tensor]]:
@@ -71,7 +74,8 @@ def _park_and_restore(trainer: TrainerBase) -> None:
     assert all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True))
     assert all(_accumulator(parameter) is node for parameter, node in zip(parameters, nodes, strict=True))
     # Main weights and moments; only moments if weights are float32.
-    assert held >= sum(weight.nbytes for weight in weights) * 2
+    trained = parameters if trainer.config.model.lora.is_set else weights
+    assert held >= sum(weight.nbytes for weight in weights) + sum(weight.nbytes for weight in trained)
 
 
 def _accumulator(parameter: Tensor) -> Any:

@@ -182,22 +182,23 @@ class TrainerBase(TrainerBackend):
             self.state.load_weights(weights / "trainer")
 
     def _freeze(self, role: ModelRole) -> None:
-        """Keep the weights of ``role`` for the same modules.
+        """Keep the weights of ``role`` for the same modules. It has no factors.
 
         Raises:
             ConfigError: it is a different model.
         """
         if role.path is None or (role.path == self.config.model.path and self.config.model.weights is None):
-            self.state.freeze(role.name)
+            with self.state.without_factors():
+                self.state.freeze(role.name)
             return
         if not self.state.is_same_model(role.path):
             raise ConfigError(
                 f"{role.name}.path={role.path}: its model has other dimensions, or other settings, than model.path; "
                 f"use a model with the same ones, or {role.name}.placement=workers"
             )
-        with self.state.preserved():
+        with self.state.without_factors(), self.state.preserved(base=True):
             self.state.load_hugging_face(role.path)
-            self.state.freeze(role.name)
+            self.state.freeze(role.name, base=True)
 
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name

@@ -6,6 +6,7 @@ weight, in the same order. ``owner``, (out, n), has a 1 where a row of the weigh
 """
 
 import math
+from collections.abc import Mapping
 from zlib import crc32
 
 import torch
@@ -21,6 +22,33 @@ def initial_a(name: str, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     bound = 1 / math.sqrt(shape[1])
     return (2 * torch.rand(shape, generator=generator) - 1) * bound
+
+
+class Initial:
+    """The factors at the start, readable like a checkpoint: A is ``initial_a``, B is 0.
+
+    Attributes:
+        shapes: by PEFT's name, whole factors.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        """Return ``length`` entries from ``start`` along ``axis``."""
+        values = self.b if ".lora_B." in name else initial_a
+        return values(name, self.shapes[name]).narrow(axis, start, length)
+
+    def b(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the values of B."""
+        return torch.zeros(shape)
+
+
+class Trial(Initial):
+    """Factors that change what the model computes, the same in every layout: B is uniform between -0.05 and 0.05."""
+
+    def b(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return 0.05 * math.sqrt(shape[1]) * initial_a(name, shape)
 
 
 def block_diagonal(b: Tensor, owner: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.host_memory import HostCopies, HostPool, wait_for_device
+from backends.common.trainer.lora import Initial
 from backends.common.trainer.parking import Parking
 from slime_like.interfaces import WeightBucket, WeightExport
 
@@ -23,14 +24,15 @@ class TrainerState(ABC):
     Attributes:
         parking: holds the state while it is not on the device.
         snapshot: holds the state until it is written in the background.
-        frozen: host memory with the weights of each frozen role, and the weights.
+        frozen: host memory with the weights of each frozen role, the weights, and whether they are all weights or only
+            factors.
         activations: holds activations until backward.
     """
 
     def __init__(self) -> None:
         self.parking = Parking()
         self.snapshot = HostCopies()
-        self.frozen: dict[str, tuple[HostCopies, list[Tensor]]] = {}
+        self.frozen: dict[str, tuple[HostCopies, list[Tensor], bool]] = {}
         self.activations = HostPool()
 
     def close(self) -> None:
@@ -38,38 +40,66 @@ class TrainerState(ABC):
         wait_for_device()
         for memory in (self.parking, self.snapshot, self.activations):
             memory.close()
-        for copies, _ in self.frozen.values():
+        for copies, *_ in self.frozen.values():
             copies.close()
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
         """Return this rank's part of every weight that a checkpoint holds, as the model's memory, not a copy."""
 
-    def freeze(self, role: str) -> None:
-        """Copy the current weights for ``role``."""
-        copies, _ = self.frozen.get(role, (HostCopies(), []))
-        self.frozen[role] = copies, copies.of(self.weights())
+    def factors(self) -> list[Tensor]:
+        """Return this rank's part of every low-rank factor, as the model's memory. If there are some, the other weights
+        never change."""
+        return []
+
+    def fill_factors(self, source: Callable[[dict[str, tuple[int, ...]]], Initial]) -> None:
+        """Fill all factors from ``source``, such as ``Trial``, which is given PEFT's names and whole shapes."""
+        assert not self.factors(), "a state with factors defines it"
+
+    def _changing(self, base: bool) -> list[Tensor]:
+        return self.weights() if base else self.factors() or self.weights()
+
+    def freeze(self, role: str, base: bool = False) -> None:
+        """Copy the current weights for ``role``; of a model with factors, only these.
+
+        Args:
+            base: also copy weights that never change.
+        """
+        copies = self.frozen[role][0] if role in self.frozen else HostCopies()
+        self.frozen[role] = copies, copies.of(self._changing(base)), base
 
     @torch.no_grad()
-    def _fill(self, values: Sequence[Tensor]) -> None:
+    def _fill(self, values: Sequence[Tensor], base: bool) -> None:
         # Queued after the device's other work; the values don't change before the next pass is done.
-        for weight, value in zip(self.weights(), values, strict=True):
+        for weight, value in zip(self._changing(base), values, strict=True):
             weight.copy_(value, non_blocking=True)
 
     @contextlib.contextmanager
-    def preserved(self, on_device: bool = False) -> Iterator[None]:
-        """Restore the current weights, bit for bit, after a block that may overwrite them."""
-        saved = [each.detach().to(each.device if on_device else "cpu", copy=True) for each in self.weights()]
+    def preserved(self, on_device: bool = False, base: bool = False) -> Iterator[None]:
+        """Restore the current weights, bit for bit, after a block that may overwrite them; see ``freeze``."""
+        weights = self._changing(base)
+        saved = [each.detach().to(each.device if on_device else "cpu", copy=True) for each in weights]
         try:
             yield
         finally:
-            self._fill(saved)
+            self._fill(saved, base)
+
+    @contextlib.contextmanager
+    def without_factors(self) -> Iterator[None]:
+        """Inside, all factors are 0, so the model computes what its base computes."""
+        if not self.factors():
+            yield
+            return
+        with self.preserved(on_device=True):
+            self._fill([torch.zeros_like(each) for each in self.factors()], base=False)
+            yield
 
     @contextlib.contextmanager
     def replaced(self, role: str) -> Iterator[None]:
         """Inside, the modules hold the weights of frozen ``role``. Their own weights stay on the device."""
-        with self.preserved(on_device=True):
-            self._fill(self.frozen[role][1])
+        _, values, base = self.frozen[role]
+        with self.preserved(on_device=True, base=base):
+            self._fill(values, base)
             yield
 
     @abstractmethod

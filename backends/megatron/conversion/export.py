@@ -14,13 +14,14 @@ from torch import Tensor
 
 from backends.common.hugging_face.conversion import in_files
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
-from backends.megatron.conversion.placement import Placement, local_experts, place_parameters
+from backends.megatron.conversion.placement import Placement, local_experts, place_factors, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Piece, Shape
 from slime_like.interfaces import Manifest, WeightBucket, WeightExport
 from slime_like.interfaces.conversion import TensorInfo
-from slime_like.interfaces.weights import dtype_name
+from slime_like.interfaces.weights import MODEL, dtype_name
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import ADAPTER
 
 _ALIGNMENT = 64
 
@@ -28,30 +29,38 @@ Empty = Callable[..., Tensor]
 """Factory of a tensor with a shape, a ``dtype`` and undefined values."""
 
 
-def export_buckets(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int) -> WeightExport:
+def export_buckets(
+    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int, only_factors: bool = False
+) -> WeightExport:
     """Stream this pipeline stage's tensors in the parameters' type, at most ``bucket_bytes`` per bucket.
 
     A single larger tensor gets its own bucket. The first rank of each stage yields the tensors. Ranks with other shards
     of them take part bucket by bucket: they yield the same number of empty buckets. All other ranks yield nothing. A
     tensor may be a view of the model's memory, so it is valid only until the next bucket is requested.
 
-    Shards of as many parameters as fill a bucket are gathered together.
+    Shards of as many parameters as fill a bucket are gathered together. Low-rank factors are added to their weights on
+    every rank before that.
+
+    Args:
+        only_factors: export the factors instead, under PEFT's names.
 
     Raises:
         CheckpointError: no rule covers a parameter.
     """
-    exported = _exported(model_chunks, dimensions)
-    return WeightExport(_manifest(exported) if _sends() else None, _stream(exported, bucket_bytes))
+    exported = (place_factors if only_factors else _exported)(model_chunks, dimensions)
+    updates = ADAPTER if only_factors else MODEL
+    return WeightExport(_manifest(exported, updates) if _sends() else None, _stream(exported, bucket_bytes))
 
 
-def _manifest(exported: Sequence[Placement]) -> Manifest:
+def _manifest(exported: Sequence[Placement], updates: str) -> Manifest:
     return Manifest(
         {
             name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
             for item in exported
             for expert in _expert_numbers(item)
             for name, shape in zip(item.source_names(expert), item.shapes, strict=True)
-        }
+        },
+        updates,
     )
 
 
@@ -62,7 +71,8 @@ def export_gradients(
 
     A gradient has its parameter's memory layout, so it is exported like one. Weights without gradients are left out.
     """
-    trained: list[Any] = [item for item in _exported(model_chunks, dimensions) if item.parameter.requires_grad]
+    exported = [*_exported(model_chunks, dimensions), *place_factors(model_chunks, dimensions)]
+    trained: list[Any] = [item for item in exported if item.parameter.requires_grad]
     yield from _stream([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
 
 
@@ -137,7 +147,7 @@ def _gathered_bytes(placement: Placement) -> int:
 
 def _gathered(placements: Sequence[Placement], group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
     """Gather every rank's shard of each parameter on the group's first rank, by name, in one exchange."""
-    shards = [item.parameter.data for item in placements]
+    shards = [item.value for item in placements]
     if not shards:
         return {}
     if group.size() == 1:
@@ -209,9 +219,11 @@ def _tensors(
     if not sends:
         yield from zip(names, [None] * len(names), sizes, strict=True)
         return
-    gathered = shards.get(placement.name, [placement.parameter.data])
-    per_expert = placement.tp.size if placement.rule.transform.sharded else 1
-    slices = [gathered[start : start + per_expert] for start in range(0, len(gathered), per_expert)]
+    gathered = shards.get(placement.name) or [placement.value]
+    sharded = placement.rule.transform.sharded
+    per_expert = placement.tp.size if sharded or placement.expert is not None else 1
+    used = per_expert if sharded else 1
+    slices = [gathered[start : start + used] for start in range(0, len(gathered), per_expert)]
     yield from zip(
         names, [tensor for part in slices for tensor in merge_shards(placement, part, arena.empty)], sizes, strict=True
     )

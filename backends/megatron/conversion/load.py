@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
 
 from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import listed, together
@@ -31,7 +33,7 @@ def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: 
     _require_all_used(placements, dimensions, device)
     first = dist.get_rank() == 0  # only this rank reads more than its part
     with together(lambda: open_checked(hf_dir, dimensions, first), what, device) as checkpoint:
-        together(lambda: _fill_all(placements, checkpoint), what, device)
+        together(lambda: fill(placements, checkpoint), what, device)
 
 
 def open_checked(hf_dir: Path, dimensions: ModelDimensions, compares_copies: bool) -> HfCheckpoint:
@@ -59,13 +61,21 @@ def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensio
         )
 
 
+class Source(Protocol):
+    """Tensors by Hugging Face name."""
+
+    def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        """Return ``length`` entries from ``start`` along ``axis``."""
+
+
 @torch.no_grad()
-def _fill_all(placements: Sequence[Placement], checkpoint: HfCheckpoint) -> None:
+def fill(placements: Sequence[Placement], source: Source) -> None:
+    """Fill parameters, one slice at a time."""
     for placement in placements:
         target, names = placement.parameter.data, placement.source_names()
         if placement.rule.transform.pads:
             target.zero_()
         for piece in placement.pieces():
-            values = checkpoint.read(names[piece.source], piece.axis, piece.start, piece.length)
+            values = source.read(names[piece.source], piece.axis, piece.start, piece.length)
             view = piece.view(target)
             view.copy_(values.view(view.shape))

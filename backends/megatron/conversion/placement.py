@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.common.trainer.roles import is_added
+from backends.common.trainer.roles import ADDED, is_added
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank
@@ -17,10 +18,14 @@ from backends.megatron.router import EXPERT_BIAS
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
 
+FACTORS = "factors"
+"""Attribute of a parameter that has low-rank factors."""
+
 _FUSED_NAMES = (
     (r"(decoder\.layers\.\d+\.)self_attention\.linear_qkv\.layer_norm_weight", r"\1input_layernorm.weight"),
     (r"(decoder\.layers\.\d+\.)mlp\.linear_fc1\.layer_norm_weight", r"\1pre_mlp_layernorm.weight"),
     (r"(.+\.experts\.)(linear_fc[12])\.weight(\d+)", r"\1local_experts.\3.\2.weight"),
+    (r"(.+\.experts\.)(linear_fc[12])\.added\.(\d+)\.([ab])", r"\1local_experts.\3.\2.added.\4"),
 )
 """Names in which Transformer Engine fuses modules or groups experts, and the canonical names."""
 
@@ -42,6 +47,16 @@ class Placement:
     expert: int | None
     tp: TensorRank
     dimensions: ModelDimensions
+
+    @property
+    def factors(self) -> Any:
+        """Low-rank factors of the parameter, or ``None``."""
+        return getattr(self.parameter, FACTORS, None)
+
+    @property
+    def value(self) -> Tensor:
+        """The parameter, plus the product of its factors if it has some."""
+        return self.parameter.data if self.factors is None else self.factors.merged(self.parameter.data)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -95,6 +110,16 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
             remedy="add rules in backends/megatron/families",
         )
     return placements
+
+
+def place_factors(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
+    """Match every low-rank factor of this rank to its rule: A and B of each weight that has some."""
+    return [
+        replace(placed, name=f"{placed.name.removesuffix('weight')}{ADDED}.{letter}", parameter=factor, rule=rule)
+        for placed in place_parameters(model_chunks, dimensions)
+        if placed.factors is not None
+        for (letter, factor), rule in zip(placed.factors.named_parameters(), placed.factors.rules, strict=True)
+    ]
 
 
 def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:

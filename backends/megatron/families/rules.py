@@ -13,14 +13,18 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 class HfTensor(NamedTuple):
-    """A Hugging Face tensor: its name, with placeholders ``{layer}`` and ``{expert}``, and its shape in named sizes."""
+    """A Hugging Face tensor: its name, with placeholders ``{layer}`` and ``{expert}``, and its shape.
+
+    Attributes:
+        sizes: numbers, or names of sizes.
+    """
 
     name: str
-    sizes: tuple[str, ...]
+    sizes: tuple[str | int, ...]
 
     def shape(self, dimensions: ModelDimensions) -> Shape:
         known = _named_sizes(dimensions)
-        return tuple(known[size] for size in self.sizes)
+        return tuple(known[size] if isinstance(size, str) else size for size in self.sizes)
 
 
 def hf(name: str, *sizes: str) -> HfTensor:

@@ -8,8 +8,7 @@ defines both directions, which cannot disagree.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -63,8 +62,8 @@ class Transform(ABC):
         axis: the axis that is split between them.
     """
 
-    pads: ClassVar[bool] = False
-    sharded: ClassVar[bool] = True
+    pads: bool = False
+    sharded: bool = True
     axis: int = 0
 
     def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
@@ -164,6 +163,33 @@ class Vocabulary(Transform):
         start = min(sources.tp.rank * shard[0], rows)
         length = min(shard[0], rows - start)
         return (Piece(0, 0, start, length, _rows(0, length)),) if length else ()
+
+
+class Stacked(Transform):
+    """All sources one after the other, whole on every tensor-parallel rank."""
+
+    sharded = False
+
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        rows = [shape[0] for shape in sources.shapes]
+        return tuple(Piece(n, 0, 0, rows[n], _rows(sum(rows[:n]), rows[n])) for n in range(len(rows)))
+
+
+class Rows(Transform):
+    """Rows of the sources ``chosen`` among a fused layout's, which has zeros in place of the others."""
+
+    def __init__(self, fused: Transform, shapes: Sequence[Shape], chosen: Sequence[int]) -> None:
+        """Take the fused transform, the shapes of all its sources, and the indices of the ones that exist."""
+        self._fused, self._shapes, self._chosen = fused, shapes, chosen
+        self.sharded, self.pads = fused.sharded, len(chosen) < len(shapes)
+
+    def shard_shape(self, sources: Sources, actual: Shape) -> Shape:
+        return self._fused.shard_shape(replace(sources, shapes=self._shapes), actual)
+
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        pieces = self._fused.pieces(replace(sources, shapes=self._shapes), shard)
+        found = [piece for piece in pieces if piece.source in self._chosen]
+        return tuple(replace(piece, source=self._chosen.index(piece.source)) for piece in found)
 
 
 def _rows(start: int, length: int) -> View:

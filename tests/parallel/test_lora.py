@@ -1,0 +1,140 @@
+"""Low-rank factors under every layout agree with factors written out on transformers' float64 model.
+
+Compared are logprobs with factors and of the frozen reference without, the loss, the gradient of every A and B (neither
+is 0), the factors after two AdamW steps, and merged weights. No other weight changes by a bit.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.megatron.attention import for_factors, machine_problems
+from backends.megatron.model import build_meta_chunks
+from backends.megatron.parallel import alone_as
+from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
+from tests.parallel.lora import LoraCase, check_lora, check_merged, dropout_rank, make_lora_case, run_lora, sent
+from tests.parallel.parity import GRADIENT_BOUND, Settings, check_scores, check_tensors
+from tests.parallel.steps import assert_close
+from tests.parallel.test_parity import LAYOUTS
+
+RECOMPUTED = {"recompute": "full"}
+LAYOUTS_OF_FACTORS = {
+    **LAYOUTS,
+    "recompute-activation-offload": {**RECOMPUTED, "activation_offload": True},
+    "pp2-recompute": {"pipeline": 2, **RECOMPUTED},
+    "tp2-sp-pp2-interleaved-recompute": {
+        "tensor": 2,
+        "sequence": True,
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        **RECOMPUTED,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make(family: str, **settings: Any) -> LoraCase:
+        return make_lora_case(family, tmp_path_factory.mktemp(family), **settings)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3", "tp2-sp"),
+        ("qwen3", "tp2"),
+        ("qwen3", "tp4-shared-kv-heads"),
+        ("qwen3", "pp2-interleaved"),
+        ("qwen3", "cp2"),
+        ("qwen3", "dp2-distributed-overlap"),
+        ("qwen3", "recompute-activation-offload"),
+        ("qwen2", "pp2-recompute"),
+        ("llama", "tp2-sp-pp2-interleaved-recompute"),
+        ("qwen3_moe", "tp2-sp"),
+        ("qwen3_moe", "ep2"),
+        ("qwen3_moe", "tp2-sp-ep2"),
+        ("qwen3_moe", "cp2-ep2-distributed-overlap"),
+        ("deepseek_v3", "tp2-sp"),
+        ("deepseek_v3_direct", "pp2-dp2-ep2"),
+    ],
+)
+def test_layout_computes_the_reference(family: str, layout: str, lora_cases: Any, tmp_path: Path) -> None:
+    case = lora_cases(family)
+    check_lora(case, run_lora(case, LAYOUTS_OF_FACTORS[layout], tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "settings"),
+    [
+        ("qwen3", "tp2-sp", {"targets": "q_proj,v_proj,up_proj"}),
+        # The grouped product accepts no rows of 12 bytes, so experts are computed one after the other.
+        ("qwen3_moe", "tp2-sp", {"rank": 3, "targets": "gate_proj,down_proj,k_proj"}),
+    ],
+)
+def test_some_targets_compute_the_reference(
+    family: str, layout: str, settings: dict[str, Any], lora_cases: Any, tmp_path: Path
+) -> None:
+    case = lora_cases(family, **settings)
+    check_lora(case, run_lora(case, LAYOUTS_OF_FACTORS[layout], tmp_path))
+
+
+def test_merged_weights_are_rounded_once(lora_cases: Any, tmp_path: Path) -> None:
+    case = lora_cases("qwen3")
+    check_merged(case, run_lora(case, LAYOUTS["tp2-sp"], tmp_path, dtype="bfloat16"))
+
+
+def test_dropout_is_off_in_scores_and_repeats_in_recomputation(lora_cases: Any, tmp_path: Path) -> None:
+    """Tensor-parallel ranks with the same inputs drop the same ones, so their parts of A's gradient agree."""
+    case = lora_cases("qwen3")
+    layouts = {
+        "single": {},
+        "recomputed": RECOMPUTED,
+        "tp2": {"tensor": 2},
+        "tp2-recomputed": {"tensor": 2, **RECOMPUTED},
+    }
+    found = {}
+    for name, layout in layouts.items():
+        results = run_lora(case, layout, tmp_path / name, dropout_rank, dropout=0.4)
+        check_scores(case, results)
+        gradients = [result.gradients for result in results]
+        for one in gradients[1:]:
+            assert_close(one, gradients[0], 0.0)
+        found[name] = sent(results, "exported")
+    for name, gradient in case.expected.gradients.items():
+        assert float((found["single"][name] - gradient).norm()) > 0.05 * float(gradient.norm()), name
+    check_tensors(found["recomputed"], found["single"], GRADIENT_BOUND)
+    check_tensors(found["tp2-recomputed"], found["tp2"], GRADIENT_BOUND)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lora", "code"),
+    [
+        ({"pipeline": 2}, {"targets": "layers.3.self_attn.q_proj"}, "stage-without-factors"),
+        ({}, {"targets": "experts.0.up_proj"}, "factors-of-one-expert"),
+        ({}, {"targets": "experts.0.up_proj,q_proj"}, "factors-of-one-expert"),
+    ],
+)
+def test_targets_that_cannot_be_trained_are_rejected(
+    layout: Settings, lora: dict[str, Any], code: str, lora_cases: Any, rejects: Any, tmp_path: Path
+) -> None:
+    config = lora_cases("qwen3_moe").config(tmp_path, layout, **lora)
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    with alone_as(config.trainer, rank=0, on_meta=True), rejects(ConfigError, code):
+        build_meta_chunks(config.model, config.trainer, dimensions)
+
+
+def test_factors_need_layers_that_return_their_inputs(lora_cases: Any, tmp_path: Path) -> None:
+    """Transformer Engine's layers contain the norm before them."""
+    case = lora_cases("qwen3")
+    auto = case.config(tmp_path, {})
+    assert for_factors(auto).trainer.attention == "ring"
+    assert for_factors(case.config(tmp_path, {"share_prefixes": "tree"})).trainer.attention == "allgather"
+    assert for_factors(case.config(tmp_path, {}, rank=None, alpha=32.0)).trainer.attention == "auto"
+    asked = auto.trainer.model_copy(update={"attention": "transformer_engine"})
+    assert any("does not support model.lora" in problem for problem in machine_problems(asked, auto.model, True))
