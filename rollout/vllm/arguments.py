@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
@@ -56,7 +55,7 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     """Build vLLM's arguments, after ``prepare_environment``.
 
     Raises:
-        EngineError: ``rollout.engine_args`` has an argument that is unknown to vLLM or set by this adapter.
+        EngineError: ``rollout.engine_args`` has an argument that is unknown to vLLM or not supported.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -72,9 +71,8 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     tie with the last of the top k.
     """
     given = {**_defaults(config, cpu), **config.rollout.own_engine_args}
-    overrides = given.get("hf_overrides", {})
-    if (not cpu or config.rollout.bounded_top_k > 0) and isinstance(overrides, Mapping):
-        given["hf_overrides"] = {"head_dtype": "float32", **overrides}
+    if not cpu or config.rollout.bounded_top_k > 0:
+        given["hf_overrides"] = given.get("hf_overrides") or {"head_dtype": "float32"}
     return given
 
 
@@ -111,6 +109,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "weight_transfer_config": {"backend": BACKEND},
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "enable_log_requests": False,
+        "generation_config": "vllm",  # no defaults of the checkpoint
         **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
     }
 
@@ -118,7 +117,6 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
 def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "disable_log_stats": True,
-        "generation_config": "vllm",
         "max_num_seqs": sequences_at_once(config.rollout),
     }
     if not cpu and config.rollout.tensor > 1 and config.cluster.placement == "colocated":

@@ -2,25 +2,27 @@
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 
 
-def _refused(adapter: str, **fields: str) -> dict[str, str]:
+def _owned(adapter: str, **fields: str) -> dict[str, str]:
     """Return the remedy by argument, for arguments that the adapter needs and arguments that fields of ours set."""
     owned = {argument: f"set {field} instead" for argument, field in fields.items()}
     return owned | dict.fromkeys(adapter.split(), "remove it, because the adapter depends on its value")
 
 
-REFUSED: Mapping[str, Mapping[str, str]] = {
-    "vllm": _refused(
+OWNED: Mapping[str, Mapping[str, str]] = {
+    "vllm": _owned(
         "distributed_executor_backend logprobs_mode max_logprobs worker_extension_cls weight_transfer_config "
-        "skip_tokenizer_init enable_log_requests",
+        "skip_tokenizer_init enable_log_requests generation_config",
         model="model.path",
         dtype="model.dtype",
         trust_remote_code="model.trust_remote_code",
@@ -28,7 +30,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         tensor_parallel_size="rollout.tensor",
         seed="seed",
     ),
-    "sglang": _refused(
+    "sglang": _owned(
         "device skip_tokenizer_init sampling_backend weight_version sleep_on_idle custom_sigquit_handler",
         model_path="model.path",
         dtype="model.dtype",
@@ -36,20 +38,40 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         context_length="rollout.max_model_len",
         tp_size="rollout.tensor",
         random_seed="seed",
-        dp_size="rollout.num_engines",
-        pp_size="rollout.tensor",
     )
     | {
-        "nnodes": "an engine's ranks share a host",
-        "tokenizer_worker_num": "prompts are token ids already",
-        "speculative_algorithm": "its logprobs have not been compared",
-        "enable_lora": "weights are updated whole",
-        "quantization": "weights arrive in model.dtype",
         "enable_deterministic_inference": "every request already has a separate seed",
         "rl_on_policy_target": "logprobs already use the scaled logits",
     },
 }
-"""By engine, arguments that its adapter sets or cannot support, with the remedy or the reason."""
+"""By engine, arguments that its adapter sets, whatever the value, with the remedy or the reason."""
+
+CHANGES: Mapping[str, str] = {
+    "the logprobs of drafted tokens have not been compared": "spec_* speculative_* decoupled_spec_* *eagle* *dllm* "
+    "diffusion_config",
+    "adapters are described by model.lora": "*lora*",
+    "weights, activations and caches have the type model.dtype": "*quant* *dtype* *fp4* *fp8* *int8* *tf32* modelopt_* "
+    "*stochastic_rounding *a2a_* kt_*",
+    "the engine must compute what the trainer computes, from the files of model.path": "load_format model_impl "
+    "model_weights hf_config_path hf_overrides json_model_override_args model_class_overrides config_format "
+    "model_config_parser runner convert pooler_config is_embedding *revision custom_weight_loader weight_cache_mode "
+    "checkpoint_engine_* decrypted_* delete_ckpt_* forward_hooks *hisparse* disable_sliding_window "
+    "kv_sharing_fast_prefill",
+    "requests set the sampled distribution": "override_generation_config preferred_sampling_params *logit*_processor* "
+    "watermark_* enable_watermark enable_strict_thinking",
+    "prompts and responses are token ids": "tokenizer tokenizer_mode tokenizer_path *tokenizer_worker_num",
+    "an engine's ranks share a host": "nnodes node_rank master_* dist_init_addr use_ray",
+    "rollout.tensor and rollout.num_engines set the ranks": "pipeline_parallel_size pp_size *context_parallel_size "
+    "data_parallel_* *dp_size *cp_size *dp_attention* enable_prefill_cp",
+    "weight updates need every expert in its place": "*eplb* *elastic_ep* *redundant_experts init_expert_location "
+    "*paged_experts",
+    "its keys and values would outlive a weight update": "*_transfer_config kv_offloading_* disaggregation_mode "
+    "hicache_storage_* enable_lmcache enable_flexkv *external_linker",
+}
+"""By reason, patterns of vLLM's and SGLang's arguments that would change the model, the sampled distribution or the
+layout of ranks. Their values that change nothing (``_changes``) are allowed."""
+
+_UNCHANGED: Collection[Any] = (None, False, "", "auto", "none", "null", "safetensors", "fastsafetensors", "{}", {}, [])
 
 KNOWN: Mapping[str, Collection[str]] = {"transformers": ("attn_implementation", "max_batch_size")}
 """All arguments of the engines that are ours."""
@@ -86,20 +108,37 @@ def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterat
     name."""
     python, engine = None if engine else rollout.python, engine or rollout.engine
     arguments = rollout.engine_args_of(engine)
-    refused = REFUSED.get(engine, {})
+    owned = OWNED.get(engine, {})
     known = KNOWN.get(engine) if python is not None or engine != "vllm" else _vllm_arguments()
-    for name in arguments:
-        if name in refused:
-            yield f"rollout.engine_args.{name} is not supported: {refused[name]}"
+    for name, value in arguments.items():
+        if name in owned:
+            yield f"rollout.engine_args.{name} is not supported: {owned[name]}"
         elif known is not None and name not in known:
             choices = f"use one of: {', '.join(known)}" if engine in KNOWN else "see `vllm serve --help`"
             yield f"rollout.engine_args.{name} is not an argument of {engine}; {choices}"
+        elif engine in OWNED:
+            yield from _changes(name, value)
     for name, most in ((SHARES.get(engine, ""), 1.0), ("kv_cache_memory_bytes" if engine == "vllm" else "", inf)):
         value = arguments.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")
     if engine == "transformers" and rollout.tensor != 1:
         yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"
+
+
+def _changes(name: str, value: Any) -> Iterator[str]:
+    """Yield one sentence per argument, also inside mappings, with a value that changes something (``CHANGES``)."""
+    argument = name.rpartition(".")[2]
+    if value in _UNCHANGED or (value == 1 and argument.endswith(("_size", "nnodes"))):
+        return
+    if name == "hf_overrides" and isinstance(value, Mapping) and set(value) == {"head_dtype"}:
+        return
+    reasons = [why for why, patterns in CHANGES.items() if any(fnmatch(argument, each) for each in patterns.split())]
+    if reasons:
+        yield f"rollout.engine_args.{name}={value} is not supported: {reasons[0]}; remove it"
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _changes(f"{name}.{key}", part)
 
 
 def _vllm_arguments() -> Collection[str] | None:

@@ -166,7 +166,7 @@ class RolloutConfig(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine. `vllm: {max_num_seqs: 64}` is only for vllm."""
+    """Arguments of the engine that do not change the model. `vllm: {max_num_seqs: 64}` is only for vllm."""
     start_timeout_s: float | None = Field(None, gt=0)
     """Timeout of a start; none: 1200 on GPUs, 300 on CPUs."""
     request_timeout_s: float | None = Field(None, gt=0)

@@ -1,17 +1,25 @@
 """Environment and arguments of engines, on a CPU and on a GPU."""
 
+import ast
 import os
+import re
+from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
+from rollout.arguments import check_arguments
 from rollout.vllm import arguments
-from slime_like.checks.engine_arguments import engine_problems
+from slime_like.checks.engine_arguments import CHANGES, OWNED, _vllm_arguments, engine_problems
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.config.rollout import RolloutConfig
+from slime_like.errors import EngineError
+from tests.support.rejections import Rejects
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -72,9 +80,8 @@ def test_masks(
     ("given", "expected"),
     [
         ({}, {"head_dtype": "float32"}),
-        ({"hf_overrides": {"rope_theta": 5.0}}, {"head_dtype": "float32", "rope_theta": 5.0}),
+        ({"hf_overrides": {}}, {"head_dtype": "float32"}),
         ({"hf_overrides": {"head_dtype": "model"}}, {"head_dtype": "model"}),
-        ({"hf_overrides": "own"}, "own"),  # vLLM rejects it
     ],
 )
 def test_head_type(given: dict[str, Any], expected: object) -> None:
@@ -120,3 +127,107 @@ def test_arguments_for_one_engine(engine: str, expected: dict[str, Any]) -> None
 def test_recipes_with_every_engine(recipe: Path, engine: str) -> None:
     config = load_config(recipe, ["--rollout.engine", engine, "--rollout.tensor", "1"])
     assert list(engine_problems(config.rollout)) == []
+
+
+def _cases(text: str, engines: str = "vllm sglang") -> list[tuple[str, str]]:
+    return [(engine, case.strip()) for case in text.replace("\n", " | ").split(" | ") for engine in engines.split()]
+
+
+CHANGING = [
+    *_cases("""quantization: fp8 | kv_cache_dtype: fp8_e5m2 | enable_mamba_cache_stochastic_rounding: true
+        enable_lora: true | max_lora_rank: 16 | nnodes: 2 | node_rank: 1 | load_format: dummy | revision: main
+        model_impl: transformers | tokenizer_mode: slow | watermark_config: {key: 1} | enable_eplb: true"""),
+    *_cases(
+        """quantization_config: {linear: fp8} | kv_cache_dtype_skip_layers: ["0"] | mamba_ssm_cache_dtype: float32
+        attention_config: {indexer_kv_dtype: fp8} | mamba_config: {enable_stochastic_rounding: true}
+        speculative_config: {method: ngram, num_speculative_tokens: 2} | spec_method: ngram | diffusion_config: {a: 1}
+        runner: pooling | convert: embed | pooler_config: {a: 1} | model_class_overrides: {A: "b:C"} | tokenizer: other
+        hf_overrides: {rope_theta: 5} | hf_overrides: {head_dtype: float32, rope_theta: 5} | hf_config_path: other
+        config_format: mistral | disable_sliding_window: true | kv_sharing_fast_prefill: true | model_weights: other
+        generation_config: auto | override_generation_config: {top_k: 1} | logits_processors: ["a:B"]
+        weight_transfer_config: {backend: nccl} | logprobs_mode: raw_logprobs | pipeline_parallel_size: 2
+        data_parallel_size: 2 | prefill_context_parallel_size: 2 | decode_context_parallel_size: 2
+        eplb_config: {num_redundant_experts: 2} | enable_elastic_ep: true | kv_offloading_size: 4
+        kv_transfer_config: {kv_role: kv_both} | master_addr: 10.0.0.1 | lora_target_modules: [q_proj]""",
+        "vllm",
+    ),
+    *_cases(
+        """quantization_param_path: a.json | enable_tf32_matmul: true | modelopt_quant: fp8 | rl_quant_profile: a
+        moe_a2a_backend: deepep | kt_method: AMXINT4 | speculative_algorithm: EAGLE | speculative_num_steps: 2
+        enable_multi_layer_eagle: true | decoupled_spec_role: draft | dllm_algorithm: a | lora_paths: [a]
+        json_model_override_args: '{"rope_theta": 5}' | is_embedding: true | custom_weight_loader: [a.b]
+        forward_hooks: [{a: 1}] | enable_hisparse: true | preferred_sampling_params: {top_k: 1}
+        enable_custom_logit_processor: true | enable_watermark: true | tokenizer_worker_num: 2 | dist_init_addr: "h:1"
+        pp_size: 2 | dp_size: 2 | dcp_size: 2 | attn_cp_size: 2 | enable_dp_attention: true | use_ray: true
+        ep_num_redundant_experts: 2 | init_expert_location: a.json | disaggregation_mode: prefill
+        hicache_storage_backend: file | rl_on_policy_target: fsdp""",
+        "sglang",
+    ),
+]
+UNCHANGED = [
+    *_cases("quantization: null | kv_cache_dtype: auto | enable_lora: false | nnodes: 1 | load_format: safetensors"),
+    *_cases(
+        """hf_overrides: {head_dtype: float32} | speculative_config: null | pipeline_parallel_size: 1 | watermark: 0.1
+        attention_backend: FLASH_ATTN | compilation_config: {mode: 3}""",
+        "vllm",
+    ),
+    *_cases(
+        """json_model_override_args: '{}' | pp_size: 1 | disaggregation_mode: 'null' | attention_backend: fa3
+        moe_a2a_backend: none | enable_fp32_lm_head: true | ep_size: 2""",
+        "sglang",
+    ),
+]
+
+
+@pytest.mark.parametrize(("engine", "argument"), CHANGING)
+def test_arguments_that_change_the_model(engine: str, argument: str, rejects: Rejects) -> None:
+    given = yaml.safe_load(argument)
+    rollout = RolloutConfig(engine=engine, engine_args=given)
+    (problem,) = engine_problems(rollout)
+    assert problem.startswith(f"rollout.engine_args.{next(iter(given))}") and " is not supported: " in problem
+    with rejects(EngineError, "engine-arguments"):
+        check_arguments(engine, rollout)
+
+
+@pytest.mark.parametrize(("engine", "argument"), UNCHANGED)
+def test_arguments_that_leave_the_model_the_same(engine: str, argument: str) -> None:
+    check_arguments(engine, RolloutConfig(engine=engine, engine_args=yaml.safe_load(argument)))
+
+
+NAMED_LIKE_CHANGES = re.compile(
+    "quant|dtype|fp[48]|int8|spec|lora|nodes|override|revision|load_format|eplb|redundant|[dcp]p_size"
+    "|(data|pipeline|context)_parallel_size|tokenizer_(mode|path|worker)|logits?_proc|sampling_p|generation_config"
+)
+HARMLESS = {
+    "num_gpu_blocks_override",
+    "numa_bind_nodes",
+    "per_request_spec_decode_metrics",
+    "enable_linear_replayssm_spec",  # of drafted tokens
+}
+"""Arguments that are named like others that change the model."""
+
+
+def test_installed_arguments_are_covered() -> None:
+    """Every pattern matches an argument of an installed engine. Every argument named like one that changes the model
+    is rejected."""
+    names = {"vllm": _vllm_arguments() or (), "sglang": _sglang_arguments()}
+    if not all(names.values()):
+        pytest.skip("needs vLLM and SGLang")
+    patterns = [pattern for group in CHANGES.values() for pattern in group.split()]
+    everything = {name for each in names.values() for name in each}
+    assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in everything)] == []
+    assert [name for engine, owned in OWNED.items() for name in owned if name not in names[engine]] == []
+    for engine, known in names.items():
+        alike = {name for name in known if NAMED_LIKE_CHANGES.search(name) and not name.startswith(("_", "mm_"))}
+        rollout = RolloutConfig(engine=engine, engine_args=dict.fromkeys(alike, "other"))
+        rejected = {problem.split("=")[0].split(" ")[0].rpartition(".")[2] for problem in engine_problems(rollout)}
+        assert alike - rejected - HARMLESS == set()
+
+
+def _sglang_arguments() -> set[str]:
+    """Read SGLang's arguments from its source, because its import takes seconds."""
+    if (spec := find_spec("sglang")) is None or spec.origin is None:
+        return set()
+    files = Path(spec.origin).parent.joinpath("srt/arg_groups/fields").glob("*.py")
+    classes = [part for file in files for part in ast.parse(file.read_text()).body if isinstance(part, ast.ClassDef)]
+    return {ast.unparse(part.target) for each in classes for part in each.body if isinstance(part, ast.AnnAssign)}
