@@ -166,8 +166,7 @@ def _gathered(value: Any) -> list[Any] | None:
 
 # ----------------------------------------------------------------------------------------------------------- the state
 def model_state(model: LogprobModel) -> dict[str, Tensor]:
-    tensors = model.parameters_by_name() | model.kept_by_name()
-    return {MODEL + name: tensor.detach() for name, tensor in tensors.items()}
+    return {MODEL + name: tensor.detach() for name, tensor in model.stored_by_name().items()}
 
 
 def training_state(model: LogprobModel, optimizer: Optimizer) -> dict[str, Tensor]:

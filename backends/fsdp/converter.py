@@ -1,5 +1,6 @@
 """Converter of ``slime-like convert`` for this backend."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
 from backends.fsdp.model import meta_model
-from backends.fsdp.names import pieces, stored_shapes
+from backends.fsdp.names import Piece, pieces
 from backends.fsdp.weights import checkpoint_shapes
 from slime_like.errors import ConfigError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
@@ -28,16 +29,23 @@ class FsdpConverter(HuggingFaceConverter):
         )
 
     def open_checkpoint(self, checkpoint: Path) -> TensorSource:
-        return FsdpSource(checkpoint)
+        factors = meta_model(self.model, torch.float32).factors.values() if self.model.lora.is_set else ()
+        owners = {name: one for one in factors for name in one.parameters_by_name()}
+
+        def cut(name: str, values: Tensor) -> list[Piece]:
+            return owners[name].pieces(name, values) if name in owners else pieces(name, values)
+
+        return FsdpSource(checkpoint, cut)
 
 
 class FsdpSource:
     """A training checkpoint of this backend. Tensors of one parameter are read together.
 
-    Weights are stored as float32, whatever type they were computed with.
+    Weights are stored as float32, whatever type they were computed with. ``cut`` divides a parameter into tensors.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, cut: Callable[[str, Tensor], list[Piece]]) -> None:
+        self._cut = cut
         self._checkpoint = StoredCheckpoint(checkpoint)
         self._checkpoint.checksums.verify_lengths()
         self._parameters: dict[str, str] = {}
@@ -45,7 +53,8 @@ class FsdpSource:
         self.groups: list[list[str]] = []
         for stored, shape in self._checkpoint.shapes.items():
             if stored.startswith(MODEL):
-                shapes = stored_shapes(stored.removeprefix(MODEL), shape)
+                parts = cut(stored.removeprefix(MODEL), torch.empty(shape, device="meta"))
+                shapes = {piece.name: tuple(piece.view.shape) for piece in parts}
                 dtype = str(self._checkpoint.dtypes[stored]).removeprefix("torch.")
                 self.tensors |= {name: TensorInfo(dtype, shape) for name, shape in shapes.items()}
                 self.groups.append(list(shapes))
@@ -56,4 +65,4 @@ class FsdpSource:
         stored = self._parameters[names[0]]
         values = torch.empty(self._checkpoint.shapes[stored], dtype=self._checkpoint.dtypes[stored])
         self._checkpoint.read({stored: values}, alone=True)
-        return {piece.name: piece.view for piece in pieces(stored.removeprefix(MODEL), values)}
+        return {piece.name: piece.view for piece in self._cut(stored.removeprefix(MODEL), values)}

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.grouped_product import grouped_linear
+from backends.common.trainer.roles import ADDED
 
 NAME = "slime_like_grouped"
 
@@ -41,5 +42,8 @@ def forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
 def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor, chosen: Tensor) -> Tensor:
     weights: Tensor = getattr(experts, name)
-    out = grouped_linear(rows.to(weights.dtype), ends, weights.mT if experts.is_transposed else weights)
+    rows = rows.to(weights.dtype)
+    out = grouped_linear(rows, ends, weights.mT if experts.is_transposed else weights)
+    if name in experts._modules.get(ADDED, ()):
+        out = out + experts.added[name](rows, ends)
     return out + getattr(experts, f"{name}_bias").index_select(0, chosen) if experts.has_bias else out

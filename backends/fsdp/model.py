@@ -34,6 +34,7 @@ class LogprobModel(nn.Module):
 
     Attributes:
         names: its parameters' names in checkpoints, by module name.
+        factors: low-rank factors by their parameter's name in checkpoints. If there are any, only they are trained.
         chunk_tokens: tokens whose logits exist at the same time.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
     """
@@ -44,6 +45,7 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.hugging_face = hugging_face
         self.names = names
+        self.factors: dict[str, Any] = {}
         self.layers_name = _layers_name(hugging_face)
         for layer in self.layers:
             attention.hand_on(layer)
@@ -117,6 +119,13 @@ class LogprobModel(nn.Module):
     def own_by_name(self) -> dict[str, nn.Parameter]:
         """Return the parameters that a Hugging Face checkpoint of the model has."""
         return {name: each for name, each in self.parameters_by_name().items() if not is_added(name)}
+
+    def stored_by_name(self) -> dict[str, Tensor]:
+        """Return the tensors of a training checkpoint, which has no frozen base."""
+        every = self.parameters_by_name()
+        if self.factors:
+            return {name: each for name, each in every.items() if is_added(name)}
+        return every | self.kept_by_name()
 
     def kept_by_name(self) -> dict[str, Tensor]:
         """Return the routers' biases by their names in checkpoints: whole on every rank, float32, never trained.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from backends.fsdp.model import LogprobModel
-from backends.fsdp.weights import shard_of
+from backends.fsdp.parallel import shard_of
 from slime_like.config import OptimizerConfig
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from slime_like.config import TrainerConfig
 from slime_like.interfaces import RankCoordinates
@@ -50,6 +51,26 @@ def rows_of_rank(parameter: Tensor) -> range:
     count = parameter.shape[0]
     each = -(-count // dist.get_world_size())
     return range(min(dist.get_rank() * each, count), min((dist.get_rank() + 1) * each, count))
+
+
+def shard_of(parameter: Tensor) -> Tensor:
+    """Return a view of this rank's rows."""
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"a {type(parameter).__name__} is not a sharded tensor")
+    return parameter.to_local()
+
+
+def joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Gather the tensor of ``shape`` from each rank's rows."""
+    size, shard = dist.get_world_size(), shard.to(device, dtype)
+    if size == 1:
+        return shard
+    rows = -(-shape[0] // size)
+    padded = shard.new_zeros(rows, *shape[1:])
+    padded[: len(shard)] = shard
+    whole = shard.new_empty(size * rows, *shape[1:])
+    dist.all_gather_into_tensor(whole, padded)
+    return whole[: shape[0]]
 
 
 def leave() -> None:

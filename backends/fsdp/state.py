@@ -1,24 +1,29 @@
 """One rank's shard of Hugging Face's model and the optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from backends.common.checkpoint.reading import require_schedule
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
+from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies
+from backends.common.trainer.lora import Initial
 from backends.common.trainer.state import TrainerState
-from backends.fsdp import checkpoint
+from backends.fsdp import checkpoint, lora
 from backends.fsdp.model import LogprobModel, computes_alike
+from backends.fsdp.names import pieces
 from backends.fsdp.optimizer import Optimizer
-from backends.fsdp.parallel import Groups
-from backends.fsdp.weights import checkpoint_shapes, export_buckets, export_manifest, load_hf_weights, shard_of
+from backends.fsdp.parallel import Groups, shard_of
+from backends.fsdp.weights import checkpoint_shapes, export_buckets, export_manifest, load_hf_weights
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import ADAPTER
 
 
 class FsdpState(TrainerState):
@@ -36,8 +41,16 @@ class FsdpState(TrainerState):
         self.model = model
 
     def weights(self) -> list[Tensor]:
-        shards = [shard_of(parameter).detach() for parameter in self.model.parameters_by_name().values()]
-        return [*shards, *self.model.kept_by_name().values()]
+        return _local(self.model.parameters_by_name() | self.model.kept_by_name())
+
+    def factors(self) -> list[Tensor]:
+        return _local(self.model.stored_by_name()) if self.model.factors else []
+
+    def fill_factors(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
+        self.model.shard_weights()
+        opened = source(lora.adapter_shapes(self.model))
+        for factors in self.model.factors.values():
+            factors.fill(opened)
 
     def is_same_model(self, path: Path) -> bool:
         ours, theirs = (ModelDimensions.from_checkpoint(model) for model in (self._config.model.path, path))
@@ -88,15 +101,40 @@ class FsdpState(TrainerState):
         return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
-        buckets = export_buckets(self.model, self._dtype, bucket_bytes, self._device)
-        return WeightExport(export_manifest(self.model, self._dtype), buckets)
+        if self.model.factors and self._config.model.lora.sync == ADAPTER:
+            return self.export_adapter(bucket_bytes)
+        return self._export_model(bucket_bytes)
+
+    def export_adapter(self, bucket_bytes: int) -> WeightExport:
+        """Export only the factors, by PEFT's names."""
+        tensors = self.model.parameters_by_name()
+        buckets = lora.export_factors(
+            self.model, lambda name: shard_of(tensors[name]).detach(), self._dtype, bucket_bytes, self._device
+        )
+        return WeightExport(export_manifest(lora.adapter_shapes(self.model), {}, self._dtype, ADAPTER), buckets)
+
+    def _export_model(self, bucket_bytes: int) -> WeightExport:
+        kept, factors = self.model.kept_by_name(), self.model.factors
+        tensors: dict[str, Tensor] = self.model.own_by_name() | kept
+
+        def rows(name: str) -> Tensor:
+            shard = shard_of(tensors[name]).detach()
+            return factors[name].merge(shard.to(self._device)) if name in factors else shard
+
+        buckets = export_buckets(tensors, rows, pieces, self._dtype, bucket_bytes, self._device)
+        return WeightExport(export_manifest(checkpoint_shapes(self.model), kept, self._dtype), buckets)
 
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        return export_buckets(self.model, torch.float32, bucket_bytes, self._device, self.optimizer.gradients())
+        rows, size = self.optimizer.gradients().__getitem__, bucket_bytes
+        if self.model.factors:
+            return lora.export_factors(self.model, rows, torch.float32, size, self._device)
+        return export_buckets(self.model.own_by_name(), rows, pieces, torch.float32, size, self._device)
 
     def export_hugging_face(self, directory: Path) -> None:
-        buckets, names = self.export_weights(SHARD_BYTES), checkpoint_shapes(self.model)
-        write_hf_directory(buckets, names, self._config.model.path, directory, 0, self._dtype, self._device)
+        model, adapter = self._config.model, self._config.model.lora if self.model.factors else None
+        buckets = self._export_model(SHARD_BYTES) if adapter is None else self.export_adapter(SHARD_BYTES)
+        names = (checkpoint_shapes if adapter is None else lora.adapter_shapes)(self.model)
+        write_hf_directory(buckets, names, model.path, directory, 0, self._dtype, self._device, adapter)
 
     def park(self, keep_weights: bool) -> None:
         self.model.shard_weights()
@@ -106,3 +144,8 @@ class FsdpState(TrainerState):
         self.parking.park(moment for kinds in self.optimizer.moments.values() for moment in kinds.values())
         if not keep_weights:
             self.parking.park(self.weights())
+
+
+def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return this rank's part of every tensor, as the model's memory."""
+    return [shard_of(each).detach() if isinstance(each, DTensor) else each for each in tensors.values()]

@@ -62,6 +62,7 @@ class FsdpTrainer(TrainerBase):
         self.coordinates, self.replicas = self.groups.coordinates, self.groups.replicas
         on_cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        torch.manual_seed(self.config.seed + self.placement.rank)
         self.model = build(self.config, self.groups, self.device)
         self.state = variant_of(FsdpState)(self.config, self.model, self.groups, self.device)
 
@@ -78,7 +79,8 @@ class FsdpTrainer(TrainerBase):
 
     def _require_own_forward(self) -> None:
         if self._role.head == "logprob":
-            require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
+            with self.state.without_factors():  # transformers' experts have none
+                require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -1,6 +1,6 @@
 """Loading and exporting of the ranks' weight shards, under Hugging Face checkpoint names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,19 +11,12 @@ from torch.distributed.tensor import DTensor
 from backends.common.hugging_face.files import HfCheckpoint, Shape
 from backends.common.process.agreement import together
 from backends.fsdp.model import LogprobModel
-from backends.fsdp.names import pieces, stored_shapes
-from backends.fsdp.parallel import rows_of_rank
+from backends.fsdp.names import Piece, pieces, stored_shapes
+from backends.fsdp.parallel import joined, rows_of_rank, shard_of
 from slime_like.interfaces import Manifest, WeightBucket
 from slime_like.interfaces.conversion import TensorInfo
-from slime_like.interfaces.weights import dtype_name
+from slime_like.interfaces.weights import MODEL, dtype_name
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
-
-
-def shard_of(parameter: Tensor) -> Tensor:
-    """Return a view of this rank's rows."""
-    if not isinstance(parameter, DTensor):
-        raise TypeError(f"a {type(parameter).__name__} is not a sharded tensor")
-    return parameter.to_local()
 
 
 def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
@@ -69,59 +62,48 @@ def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
         bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
 
 
-def export_manifest(model: LogprobModel, dtype: torch.dtype) -> Manifest | None:
+def export_manifest(
+    shapes: Mapping[str, Shape], kept: Mapping[str, Tensor], dtype: torch.dtype, updates: str = MODEL
+) -> Manifest | None:
     """Return the tensors that ``export_buckets`` yields on this rank; ``None`` if it yields none."""
     if dist.get_rank() > 0:
         return None
-    types, shapes = {name: bias.dtype for name, bias in model.kept_by_name().items()}, checkpoint_shapes(model)
-    return Manifest({name: TensorInfo(dtype_name(types.get(name, dtype)), shape) for name, shape in shapes.items()})
+    types = {name: bias.dtype for name, bias in kept.items()}
+    described = {name: TensorInfo(dtype_name(types.get(name, dtype)), shape) for name, shape in shapes.items()}
+    return Manifest(described, updates)
 
 
 @torch.no_grad()
 def export_buckets(
-    model: LogprobModel,
+    tensors: Mapping[str, Tensor],
+    rows: Callable[[str], Tensor],
+    cut: Callable[[str, Tensor], list[Piece]],
     dtype: torch.dtype,
     bucket_bytes: int,
     device: torch.device,
-    rows: Mapping[str, Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
-    """Stream all tensors in ``dtype``, at most ``bucket_bytes`` per bucket. A single larger parameter gets its own
-    bucket. Router biases stay in float32: rounding would change the chosen experts.
+    """Stream tensors in ``dtype``, at most ``bucket_bytes`` per bucket. A single larger one gets its own bucket.
+
+    Router biases, which are not sharded, stay in float32: rounding would change the chosen experts.
 
     Collective over the world: the first rank yields the tensors, the others the same number of empty buckets. Besides
     the bucket, only one parameter is whole at a time; no rank ever holds the model.
 
     Args:
-        rows: this rank's rows of other tensors with the parameters' shapes, such as gradients, by model name. Router
-            biases have none.
+        tensors: parameters and router biases by name.
+        rows: returns this rank's rows to export, such as a parameter's, or its gradient's, by name.
+        cut: divides a whole tensor with a name into those to export.
     """
     bucket: list[tuple[str, Tensor]] = []
     nbytes = 0
-    kept = model.kept_by_name() if rows is None else {}
-    for name, tensor in (model.own_by_name() | kept).items():
-        size = tensor.nbytes if name in kept else tensor.numel() * dtype.itemsize
+    for name, tensor in tensors.items():
+        kept = not isinstance(tensor, DTensor)
+        size = tensor.nbytes if kept else tensor.numel() * dtype.itemsize
         if nbytes and nbytes + size > bucket_bytes:
             yield WeightBucket(bucket)
             bucket, nbytes = [], 0
-        if name in kept:
-            whole = tensor.clone()
-        else:
-            shard = shard_of(tensor).detach() if rows is None else rows[name]
-            whole = _joined(shard, tensor.shape, dtype, device)
+        whole = tensor.clone() if kept else joined(rows(name), tensor.shape, dtype, device)
         nbytes += size
         if dist.get_rank() == 0:
-            bucket += [(piece.name, piece.view) for piece in pieces(name, whole)]
+            bucket += [(piece.name, piece.view) for piece in cut(name, whole)]
     yield WeightBucket(bucket)
-
-
-def _joined(shard: Tensor, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Gather the tensor of ``shape`` from each rank's rows."""
-    size, shard = dist.get_world_size(), shard.to(device, dtype)
-    if size == 1:
-        return shard
-    rows = -(-shape[0] // size)
-    padded = shard.new_zeros(rows, *shape[1:])
-    padded[: len(shard)] = shard
-    whole = shard.new_empty(size * rows, *shape[1:])
-    dist.all_gather_into_tensor(whole, padded)
-    return whole[: shape[0]]

@@ -19,7 +19,9 @@ from backends.common.checkpoint.integrity import Checksums, VerifyingReader, dam
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
 from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies
+from backends.common.trainer.roles import is_added
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
+from backends.megatron.factor_state import factor_entries
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.optimizer_state import sharded_optimizer_state
 from backends.megatron.versions import loading_together
@@ -111,7 +113,10 @@ def load_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
 
 def _fill_weights(directory: Path, model_chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(model_chunks):
-        missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+        values = loaded[f"model{index}"]
+        missing, unexpected = chunk.load_state_dict(values, strict=False)
+        if all(map(is_added, values)):  # the base is not on disk
+            missing = [key for key in missing if is_added(key)]
         differing = sorted({key for key in missing if _EXTRA_STATE not in key} | set(unexpected))
         if differing:
             raise _of_another_model(directory, f"names other parameters than the model: {differing[:3]}")
@@ -188,12 +193,14 @@ def _sharded_state(model_chunks: Sequence[GPTModel], optimizer: Optimizer, loadi
 
 
 def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
-    """Return only weights. Outer keys are the modules' names; keys inside the values are common to all layer specs."""
+    """Return only weights, or factors if there are some. Outer keys are the modules' names; keys inside the values are
+    common to all layer specs."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_METADATA}
     states = [chunk.sharded_state_dict(metadata=metadata) for chunk in model_chunks]
     return {
-        f"model{index}": {key: value for key, value in state.items() if _EXTRA_STATE not in key}
-        for index, state in enumerate(states)
+        f"model{index}": factor_entries(chunk, state)
+        or {key: value for key, value in state.items() if _EXTRA_STATE not in key}
+        for index, (chunk, state) in enumerate(zip(model_chunks, states, strict=True))
     }
 
 

@@ -81,7 +81,8 @@ class MegatronState(TrainerState):
         return conversion.export_gradients(self.chunks, self._dimensions, bucket_bytes)
 
     def export_hugging_face(self, directory: Path) -> None:
-        conversion.save_hf(self.chunks, self._dimensions, self._model.path, directory)
+        lora = self._model.lora if self._model.lora.is_set else None
+        conversion.save_hf(self.chunks, self._dimensions, self._model.path, directory, lora=lora)
 
     def park(self, keep_weights: bool) -> None:
         self.parking.discard(buffer.grad_data for chunk in self.wrapped for buffer in _buffers(chunk))

@@ -57,6 +57,7 @@ CHECKS: Sequence[Check] = (
     Check("logging.packages", {"files", "training"}, lambda run: packages.logging_problems(run.logging)),
     Check("debug.load-rollouts", {"files", "training"}, earlier_run.kept_rollout_problems),
     Check("model.weights", {"files", "trainer"}, lambda run: earlier_run.start_weight_problems(run.model, run.trainer)),
+    Check("model.lora", {"files", "model"}, lambda run: model_directories.lora_problems(run.model)),
     Check("model.converted", {"files"}, lambda run: earlier_run.converted_problems(run.model)),
     Check("rollout.engine-installed", {"files", "engine"}, lambda run: names.engine_installation_problems(run.rollout)),
     Check("custom.code", {"files", "engine"}, lambda run: names.custom_code_problems(run.reward, run.rollout)),

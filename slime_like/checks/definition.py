@@ -38,8 +38,8 @@ def training_needs(config: RunConfig) -> Needs:
 
 
 def loading_needs(model: ModelConfig, needs: Needs) -> Needs:
-    """Return ``needs``, and the weight files of ``model.path`` unless ``model.weights`` replaces them."""
-    return needs | {"weights"} if model.weights is None else needs
+    """Return ``needs``, and the weight files of ``model.path`` unless ``model.weights`` replaces all of them."""
+    return needs | {"weights"} if model.weights is None or model.lora.is_set else needs
 
 
 @dataclass(frozen=True, slots=True)

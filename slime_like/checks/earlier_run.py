@@ -10,13 +10,14 @@ from slime_like.config.sections import ModelConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.dump_names import rollouts_name
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
+from slime_like.weights.adapter import ADAPTER, adapter_facts, facts_problem
 
 BACKEND, FINGERPRINT = "backend", "model"
 """Keys of the backend and of the model's ``fingerprint`` in a checkpoint's ``state.json``."""
 
 
-def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
-    """Return one sentence if another backend wrote the checkpoint, or ``None``.
+def checkpoint_problem(checkpoint: Path, model: ModelConfig, backend: str, field: str) -> str | None:
+    """Return one sentence if another backend wrote the checkpoint, or it has other factors than ``model``, or ``None``.
 
     A checkpoint that does not name its backend is accepted. Reading it shows whether it fits.
 
@@ -25,29 +26,35 @@ def backend_problem(checkpoint: Path, backend: str, field: str) -> str | None:
         backend: ``trainer.backend``.
         field: name of the checkpoint's setting.
     """
-    wrote: Any = "megatron"
-    if not (checkpoint / DESCRIPTION).is_file():
-        try:
-            wrote = json.loads((checkpoint / "state.json").read_text(encoding="utf-8")).get(BACKEND)
-        except (OSError, ValueError, AttributeError):
-            return None
+    state = _written(checkpoint)
+    wrote = "megatron" if (checkpoint / DESCRIPTION).is_file() else state.get(BACKEND)
     if wrote in (None, backend):
-        return None
+        problem = facts_problem(state.get(ADAPTER, {}), adapter_facts(model))
+        return problem and f"{field}={checkpoint} {problem}"
     return (
         f"{field}={checkpoint} was written by {wrote}, and trainer.backend={backend} cannot read it; set "
         f"trainer.backend={wrote}, or use its Hugging Face export (`slime-like convert to-hf`)"
     )
 
 
+def _written(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of the checkpoint's ``state.json``, or nothing if there is none."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
 def start_weight_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """Check that ``model.weights`` is a checkpoint of this backend."""
+    """Check that ``model.weights`` is a checkpoint of this backend and of such factors."""
     weights = model.weights
     if weights is not None and not (weights / WEIGHTS).is_dir():
         yield (
             f"model.weights={weights} is not a checkpoint (it has no trainer/); give the output of `slime-like convert "
             "to-megatron`, or a run's checkpoints/step-N"
         )
-    elif weights is not None and (problem := backend_problem(weights, trainer.backend, "model.weights")):
+    elif weights is not None and (problem := checkpoint_problem(weights, model, trainer.backend, "model.weights")):
         yield problem
 
 

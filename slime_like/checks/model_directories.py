@@ -1,17 +1,21 @@
 """Checks of the model directories that a configuration names."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from slime_like.checks.layout import layout_problems
 from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.lora import LoraConfig, read_adapter
 from slime_like.config.run import RunConfig
-from slime_like.config.sections import ReferenceConfig
+from slime_like.config.sections import ModelConfig, ReferenceConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import weight_file_problems
+from slime_like.models.weight_files import WeightFilesError, header_shapes, weight_file_problems
 from slime_like.system.words import from_here
+from slime_like.weights.adapter import is_target, unmatched_targets
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -37,6 +41,27 @@ def _missing(path: Path, field: str) -> list[str]:
 
 def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
     return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions)]
+
+
+def lora_problems(model: ModelConfig) -> Iterator[str]:
+    """Check the adapter to continue from, and that every target is a matrix of the model."""
+    lora = model.lora
+    if lora.path is not None:
+        found, problems = read_adapter(lora.path)
+        yield from (f"model.lora.path={lora.path}: {problem}" for problem in problems)
+        for name, value in found.items():
+            if (ours := sorted(lora.targets) if isinstance(value, list) else getattr(lora, name)) != value:
+                yield f"model.lora.{name}={ours}: the adapter in model.lora.path has {value}; set it to that"
+    with suppress(WeightFilesError):  # another check reports it
+        yield from target_problems(lora, header_shapes(model.path) if lora.is_set else {})
+
+
+def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Check that every target is a matrix of a model with these Hugging Face tensors."""
+    known = {name.split(".")[-2] for name, shape in tensors.items() if is_target(LoraConfig(rank=1), name, shape)}
+    for target in unmatched_targets(lora, tensors.items()) if lora.is_set and tensors else ():
+        near = get_close_matches(target.rpartition(".")[2], known, n=1) or sorted(known)
+        yield f"model.lora.targets: no matrix of the model's layers is named {target}; use {' or '.join(near)}"
 
 
 def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.directories import directory_problem
+from slime_like.checks.earlier_run import checkpoint_problem
 from slime_like.commands.command import Command, at_least_one, given_path, has_flag, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
+from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import DESCRIPTION as CONVERTED
@@ -58,6 +60,11 @@ def _add_writing_options(parser: argparse.ArgumentParser) -> None:
     add("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity")
     _add_force(parser)
     _add_workers(parser)
+
+
+def _add_to_hf_options(parser: argparse.ArgumentParser) -> None:
+    _add_writing_options(parser)
+    parser.add_argument("--merge", action="store_true", help="write the model with its factors merged")
 
 
 def _add_force(parser: argparse.ArgumentParser) -> None:
@@ -107,6 +114,10 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="wrong-checkpoint")
     _require_output(options.checkpoint, options.out, options.force)
     config = _checked(model, flags)
+    if problem := checkpoint_problem(weights.parent, config.model, config.trainer.backend, "CHECKPOINT"):
+        raise ConfigError(problem, code="wrong-checkpoint")
+    if options.merge and not config.model.lora.is_set:
+        raise ConfigError("--merge: the checkpoint has no factors (model.lora); remove it", code="no-factors")
     from slime_like.conversion.convert import converter_of, reported
 
     with reported(config.logging, "MiB converted") as report:
@@ -167,7 +178,8 @@ def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
 def _conversion(options: argparse.Namespace) -> ConversionOptions:
     from slime_like.interfaces.conversion import ConversionOptions
 
-    return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan)
+    merge = getattr(options, "merge", False)
+    return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
 
 
 def _checked(arguments: Sequence[str], flags: Sequence[str]) -> RunConfig:
@@ -190,7 +202,7 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
         if not force:
             code = "output-not-empty"
             problem = "is not empty; give another directory, or --force to replace it"
-        elif not ((output / CONVERTED).is_file() or (output / "config.json").is_file()):
+        elif not any((output / name).is_file() for name in (CONVERTED, "config.json", ADAPTER_CONFIG)):
             problem = "is neither a converted checkpoint nor a model; give another directory"
     if problem:
         raise ConfigError(f"OUT={output} {problem}", code=code)
@@ -225,8 +237,9 @@ COMMANDS = (
         _to_hf,
         "Write safetensors files with an index, configuration, generation configuration and tokenizer,\n"
         "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
-        "OUT appears when it is complete; the same command resumes an interrupted conversion.",
-        _add_writing_options,
+        "OUT appears when it is complete; the same command resumes an interrupted conversion. A checkpoint of\n"
+        "factors (model.lora) becomes a PEFT adapter, or with --merge a whole model.",
+        _add_to_hf_options,
         "[options] [--model.path HF_DIR]",
         {
             "CHECKPOINT": "a run's checkpoints/step-N, or output of `convert to-megatron`. Configuration and "

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime_like.checks.definition import RANKS, loading_needs
-from slime_like.checks.earlier_run import backend_problem
+from slime_like.checks.earlier_run import checkpoint_problem
 from slime_like.commands.command import Command, has_flag, output_problem, temporary_run_dir
 from slime_like.commands.reference import fields_help
 from slime_like.commands.weights_source import find_weights
@@ -48,9 +48,10 @@ def _checked(flags: Sequence[str], weights: Path | None) -> RunConfig:
     from slime_like.checks.check import check
 
     config = load_config(None, flags, temporary_run_dir("score"))
-    problems = check(config, loading_needs(config.model, RANKS) if weights is None else RANKS)
+    loads = weights is None or config.model.lora.is_set
+    problems = check(config, loading_needs(config.model, RANKS) if loads else RANKS)
     if weights is not None:
-        problem = backend_problem(weights.parent, config.trainer.backend, "CHECKPOINT")
+        problem = checkpoint_problem(weights.parent, config.model, config.trainer.backend, "CHECKPOINT")
         problems += [] if problem is None else [Problem("model.weights", problem)]
     if problems:
         raise ConfigError(problems)

@@ -35,7 +35,11 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> tuple[Sequence[str],
     run_config = checkpoint.resolve().parent.parent / "config.yaml"
     if run_config.is_file():
         config = load_config(run_config)
-        model = ("--model.path", str(config.model.path), "--model.dtype", config.model.dtype)
+        lora = config.model.lora
+        model = ["--model.path", str(config.model.path), "--model.dtype", config.model.dtype]
+        if lora.is_set:
+            model += ["--model.lora.rank", str(lora.rank), "--model.lora.alpha", str(lora.alpha)]
+            model += ["--model.lora.targets", *lora.targets]
         return (*model, "--trainer.backend", config.trainer.backend), weights.resolve()
     if not named:
         raise ConfigError(

@@ -1,14 +1,25 @@
 """Settings of low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685)."""
 
+import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from slime_like.config.base import Section
 
 ALL_LINEAR = "all-linear"
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's file of an adapter's settings."""
+
+_HARMLESS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"}
+_HARMLESS |= {"peft_version", "qalora_group_size", "revision", "task_type"}
+"""PEFT's settings that change neither what an adapter computes nor which tensors it has."""
+_SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
+_OFF = (None, False, "none", [], {})  # values with which any other setting has no effect
 
 
 def _names(value: Any) -> Any:
@@ -44,10 +55,39 @@ class LoraConfig(Section):
         assert self.rank is not None
         return self.alpha / self.rank
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, data: Any) -> Any:
+        """Take what is not given from the adapter. Checks compare what is given."""
+        if not isinstance(data, dict) or not isinstance(path := data.get("path"), str | Path):
+            return data
+        return read_adapter(Path(path).expanduser())[0] | {key: one for key, one in data.items() if one is not None}
+
     def conflicts(self) -> Iterator[str]:
         if not self.is_set and (changed := self.changed):
-            yield f"{changed} applies only with factors; set rank, or remove it"
+            problems = [] if self.path is None else read_adapter(self.path)[1]
+            yield from (f"path={self.path}: {problem}" for problem in problems)
+            if not problems:
+                yield f"{changed} applies only with factors; set rank, or remove it"
         if not self.targets or "" in self.targets:
             yield "targets is empty; name modules, or use all-linear"
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
             yield f"targets={list(self.targets)}: all-linear includes the others; remove them"
+
+
+def read_adapter(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return rank, alpha and targets of a PEFT adapter, and its problems, each with a remedy."""
+    try:
+        raw = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        rank, targets = int(raw.pop("r")), raw.pop("target_modules")
+        alpha = raw.pop("lora_alpha") * (math.sqrt(rank) if raw.pop("use_rslora", False) else 1)
+        targets = targets if isinstance(targets, str) else sorted(targets)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return {}, [f"{ADAPTER_CONFIG} cannot be read ({error!r}); give a directory that PEFT wrote"]
+    odd = {key: one for key, one in raw.items() if key not in _HARMLESS and one not in _SUPPORTED.get(key, _OFF)}
+    if isinstance(targets, str) and targets != ALL_LINEAR:  # a regular expression
+        odd["target_modules"] = targets
+    problems = [
+        f"{ADAPTER_CONFIG} has {key}={one}, which is not supported; use another adapter" for key, one in odd.items()
+    ]
+    return {"rank": rank, "alpha": alpha, "targets": targets}, problems

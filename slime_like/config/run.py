@@ -9,6 +9,7 @@ from pydantic import Field
 
 from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES, AlgorithmConfig
 from slime_like.config.base import Section
+from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
@@ -87,9 +88,16 @@ class RunConfig(Section):
         frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
         return Roles({role.name: role for role in (policy, *frozen)})
 
+    def has_same_base(self, role: ModelRole) -> bool:
+        """Whether a role's weights are the policy's first weights, so only trained weights must be swapped for it."""
+        model = self.model
+        return role.path is None or (role.path == model.path and (model.weights is None or model.lora.is_set))
+
     def for_worker(self, role: ModelRole) -> Self:
         """Return the configuration of a worker's ranks, whose modules hold the weights of ``role``."""
-        path = {} if role.path is None else {"path": role.path, "weights": None}
+        path: dict[str, Any] = {} if role.path is None else {"path": role.path, "weights": None}
+        if self.model.lora.is_set:  # the base
+            path |= {"weights": None, "lora": LoraConfig()}
         layout = {"parallel": role.parallel, "rendezvous_port": None}
         sections = {"model": self.model.model_copy(update=path), "trainer": self.trainer.model_copy(update=layout)}
         return self.model_copy(update=sections)
@@ -222,6 +230,11 @@ class RunConfig(Section):
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
+        if self.model.lora.is_set and self.reference.placement == "workers" and self.reference.update_interval:
+            yield (
+                f"reference.update_interval={self.reference.update_interval} copies factors (model.lora), which "
+                "reference.placement=workers does not have; use placement: trainer, or 0"
+            )
         for role in self.roles.with_workers:
             yield from (f"{role.name}.{text}" for text in trainer.layout_conflicts(role.parallel))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":

@@ -22,12 +22,14 @@ class ConversionOptions:
         max_file_bytes: largest data file, unless a single parameter is larger.
         workers: number of threads; each holds one parameter in memory.
         allow_nan: also convert tensors with NaN or infinity.
+        merge: write the model with its factors merged, not the factors.
     """
 
     dtype: DtypeChoice
     max_file_bytes: int
     workers: int
     allow_nan: bool
+    merge: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class Converter(Protocol):
     def to_hugging_face(
         self, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        """Convert a checkpoint of this backend, in any layout, to a Hugging Face directory.
+        """Convert a checkpoint of this backend, in any layout, to a Hugging Face directory, or factors to a PEFT one.
 
         Args:
             checkpoint: written by ``TrainerBackend.save`` or ``to_checkpoint``; ``model.path`` provides dimensions,

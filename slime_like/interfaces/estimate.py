@@ -64,6 +64,7 @@ class TrainerMemory:
     Attributes:
         parameters: number of this rank's parameters, including padding.
         parameter_bytes: parameter storage.
+        trained_bytes: the part of it that training changes: all of it, or the low-rank factors.
         gradient_bytes: gradient storage, for the length of a run (offloading empties it).
         window_gradient_bytes: further gradients at training's peak: whole gradients before the sum over ranks, and
             their messages.
@@ -83,6 +84,7 @@ class TrainerMemory:
 
     parameters: int
     parameter_bytes: int
+    trained_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int

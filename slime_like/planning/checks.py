@@ -7,7 +7,6 @@ from pathlib import Path
 from slime_like.checks.layout import divisors
 from slime_like.config import CheckpointConfig, RunConfig
 from slime_like.config.filling import gpus_needed
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning.units import memory_text, traffic_text
 from slime_like.system.network import is_free
@@ -99,11 +98,14 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
             )
 
 
-def disk_bytes(checkpoint: CheckpointConfig, dtype: str, dimensions: ModelDimensions) -> int:
-    """Return a run's peak disk use: the checkpoints it keeps, one more while it is written, and the exported model."""
+def disk_bytes(checkpoint: CheckpointConfig, dtype: str, trained: int) -> int:
+    """Return a run's peak disk use: the checkpoints it keeps, one more while it is written, and the exported model.
+
+    Args:
+        trained: number of trained parameters.
+    """
     item = 4 if dtype == "float32" else 2
-    per_parameter = (checkpoint.keep + 1) * (item + _OPTIMIZER_BYTES) + item * checkpoint.export_hf
-    return dimensions.num_parameters * per_parameter
+    return trained * ((checkpoint.keep + 1) * (item + _OPTIMIZER_BYTES) + item * checkpoint.export_hf)
 
 
 def preflight_problems(run_dir: Path, needed: int, port: int | None) -> Iterator[str]:

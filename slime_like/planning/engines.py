@@ -42,7 +42,7 @@ class EnginePlan:
 
 def plan_engine(run: PlannedRun) -> EnginePlan:
     rollout = run.config.rollout
-    weights = run.weight_bytes // rollout.tensor
+    weights = run.weight_bytes // rollout.tensor + 2 * run.adapter_bytes  # one slot stays empty
     per_token = run.dimensions.attention.cached(run.dimensions, rollout.tensor) * run.element_bytes
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
     default = DEFAULT_SHARES.get(rollout.engine, _DEFAULT_SHARE)

@@ -65,11 +65,18 @@ def trainer_phases(
     training = replace(memory, gradient_bytes=memory.gradient_bytes + memory.window_gradient_bytes)
     found = {TRAINING: _state(training) | _training(memory) | sleeping}
     if config.roles.scoring:
-        found["scoring"] = _state(memory) | _scoring(memory, bool(config.roles.held)) | sleeping
+        swapped = (
+            memory.trained_bytes if config.has_same_base(one) else memory.parameter_bytes for one in config.roles.held
+        )
+        found["scoring"] = _state(memory) | _scoring(memory, max(swapped, default=0)) | sleeping
     # A bucket, its shards if there are several ranks, and two buckets in flight, at most one of them large. A colocated
     # engine receives one.
     buckets = 2 + (config.trainer.parallel.world_size > 1) + (shared is not None)
     sync = {"sync buffers": buckets * bucket_bytes(run) + config.bucket_bytes(on_gpus=True)}
+    if config.model.lora.is_set and not run.adapter_bytes:
+        # Weight, product and sum of the largest matrix in float32, and a bucket's merged shards.
+        largest = 2 * run.dimensions.ffn_hidden_size * run.dimensions.hidden_size // config.trainer.parallel.tensor
+        sync["merging of factors"] = 12 * largest + config.bucket_bytes(on_gpus=True)
     if shared is not None:
         awake = {"engine weights": shared.weight_bytes, _ENGINE_RESERVE: shared.reserve_bytes}
         found["weight sync"] = {"parameters": memory.parameter_bytes} | sync | awake
@@ -98,6 +105,8 @@ def worker_phase(hardware: Hardware, role: str, kind: RankKind, estimate: RankEs
 
 def bucket_bytes(run: PlannedRun) -> int:
     """Return the size of a bucket, or of the largest tensor, the embedding, if that is larger."""
+    if run.adapter_bytes:
+        return run.config.bucket_bytes(on_gpus=True)
     embedding = run.dimensions.vocab_size * run.dimensions.hidden_size * run.element_bytes
     return max(run.config.bucket_bytes(on_gpus=True), embedding)
 
@@ -127,10 +136,10 @@ def _training(memory: TrainerMemory) -> dict[str, int]:
     }
 
 
-def _scoring(memory: TrainerMemory, swaps_reference: bool = False) -> dict[str, int]:
+def _scoring(memory: TrainerMemory, swapped: int = 0) -> dict[str, int]:
     return {
         ACTIVATIONS: memory.forward_bytes,
-        "policy, swapped out": memory.parameter_bytes if swaps_reference else 0,
+        "policy, swapped out": swapped,
         "communication buffers": memory.communication_bytes,
         "fragmentation (assumed)": int(FRAGMENTATION * memory.forward_bytes),
     }
@@ -200,7 +209,7 @@ def save_bytes(run: PlannedRun, memory: TrainerMemory) -> int:
     saved.
     """
     embedding = run.dimensions.vocab_size * run.dimensions.hidden_size // run.config.trainer.parallel.tensor
-    in_flight = embedding * 4
+    in_flight = 2 * memory.trained_bytes if run.config.model.lora.is_set else embedding * 4
     if not run.config.checkpoint.async_save:
         return in_flight
-    return in_flight + memory.parameter_bytes + memory.optimizer_bytes + 3 * memory.host_optimizer_bytes // 4
+    return in_flight + memory.trained_bytes + memory.optimizer_bytes + 3 * memory.host_optimizer_bytes // 4

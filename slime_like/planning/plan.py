@@ -7,7 +7,7 @@ from math import prod
 from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import layout_problems
-from slime_like.checks.model_directories import reference_problems
+from slime_like.checks.model_directories import reference_problems, target_problems
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
@@ -53,7 +53,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     plan.problems += dict.fromkeys(found)
     plan.notes += [*checks.object_store_notes(config), *checks.idle_engine_notes(config)]
     on_machine = [text for text in map(str, check(config, needs - {"code"})) if text not in plan.problems]
-    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, dimensions)
+    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, run.factors or dimensions.num_parameters)
     if preflight:
         plan.problems += [*on_machine, *checks.preflight_problems(config.run_dir, disk, config.trainer.rendezvous_port)]
     else:
@@ -107,6 +107,7 @@ def _check_tensors(plan: Plan, backend: type[TrainerBackend]) -> None:
             wrong += checks.tensor_problems(path, expected)
         except WeightFilesError as error:
             wrong = [f"model.path={path}: {error}"]
+    wrong += target_problems(config.model.lora, expected)
     plan.problems += wrong
     if not wrong:
         plan.notes.append(f"all {len(expected)} tensors of this architecture map onto the ranks; {weights}")

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Self
 
 from slime_like.algorithms.packing.prefixes import pays
-from slime_like.config import RunConfig
+from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend, load_backend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import Hardware
+from slime_like.weights.adapter import ADAPTER, factor_shapes
 
 Note = Callable[[str], None]
 """Receiver of progress messages."""
@@ -74,12 +75,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A configuration with everything that a plan is computed from."""
+    """A configuration with everything that a plan is computed from.
+
+    Attributes:
+        factors: number of elements of all low-rank factors.
+    """
 
     config: RunConfig
     dimensions: ModelDimensions
     hardware: Hardware
     workload: Workload
+    factors: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, mean_prompt: float | None = None, mean_response: float | None = None) -> Self:
@@ -88,12 +94,22 @@ class PlannedRun:
             ConfigError: the model's ``config.json`` cannot be read.
         """
         dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        return cls(config, dimensions, Hardware.of(config.cluster), Workload.of(config, mean_prompt, mean_response))
+        workload, lora, factors = Workload.of(config, mean_prompt, mean_response), config.model.lora, 0
+        if lora.is_set:
+            one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
+            tensors = plannable_backend(config.trainer.backend).converter(config.model, one_rank).prove()
+            factors = sum(map(math.prod, factor_shapes(lora, tensors).values()))
+        return cls(config, dimensions, Hardware.of(config.cluster), workload, factors)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model in ``model.dtype``."""
         return self.dimensions.num_parameters * self.element_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the factors, if engines get only these."""
+        return self.factors * self.element_bytes if self.config.model.lora.sync == ADAPTER else 0
 
     @property
     def element_bytes(self) -> int:

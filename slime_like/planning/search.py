@@ -136,14 +136,15 @@ def least_bytes(run: PlannedRun) -> tuple[float, float, float]:
     experts = len(dimensions.expert_layers) * dimensions.num_experts * hidden * routed
     parameters = (dimensions.num_parameters - experts) / layout.tensor
     parameters += experts / (layout.expert if layout.expert > 1 else layout.tensor)
-    sharded = 0 if config.trainer.optimizer.offload else 12 / (layout.context * layout.data)
+    trained = 0 if config.model.lora.is_set else 4
+    sharded = 0 if config.trainer.optimizer.offload or not trained else 12 / (layout.context * layout.data)
     attention = hidden + 2 * dimensions.value_dim * (dimensions.num_heads + dimensions.num_kv_heads)
     products = [dimensions.moe_top_k * (hidden + routed)] * bool(dimensions.expert_layers)
     products += [hidden + 3 * dimensions.ffn_hidden_size] * (len(dimensions.expert_layers) < dimensions.num_layers)
     layers = dimensions.num_layers // layout.pipeline
     in_flight = min(Workload.of(config).micro_batches, layout.pipeline)
     tokens = _FILLED * config.trainer.target_tokens_per_batch / (layout.context * layout.tensor) * in_flight
-    state = parameters / layout.pipeline * (2 + 4 + sharded)
+    state = parameters / layout.pipeline * (2 + trained + sharded)
     return state, 2 * tokens * layers * (attention + min(products)), 2 * tokens * layers * hidden
 
 
@@ -161,7 +162,7 @@ def _rough_time(run: PlannedRun) -> float:
     free = hardware.memory_bytes - hardware.process_bytes(_GROUPS) - state
     free -= plan_engine(run).sleeping_bytes if run.colocated and run.has_engines else 0
     # The share of layers that probably must be recomputed adds as many forwards.
-    forwards = 3 + min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
+    forwards = (2 if config.model.lora.is_set else 3) + min(1.0, max(0.0, (kept - free / _TRACED) / (kept - inputs)))
     tokens = config.trainer.target_tokens_per_batch / layout.context
     heads = dimensions.num_heads * dimensions.head_dim / layout.tensor
     cached = max(1.0, dimensions.num_kv_heads / layout.tensor) * 2 * dimensions.head_dim * run.element_bytes * tokens

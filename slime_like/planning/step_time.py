@@ -79,7 +79,8 @@ def predict(
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
     attention = dimensions.num_layers * workload.attention_length * dimensions.num_heads * dimensions.head_dim
-    flops = 6.0 * (dimensions.active_parameters + attention) * workload.tokens * algorithm.epochs
+    per_weight = 4.0 if config.model.lora.is_set else 6.0  # the base has no weight gradients
+    flops = (per_weight * dimensions.active_parameters + 6.0 * attention) * workload.tokens * algorithm.epochs
     ceiling = layout.world_size * hardware.gpu.ceiling_tflops * 1e12
     return StepTime(
         generation=0.0 if engine is None else predict_generation(run, engine).seconds,
@@ -161,7 +162,7 @@ def _sync_seconds(run: PlannedRun, transport: str) -> float:
     ranks = range(run.config.trainer.parallel.world_size)
     if transport == "nccl" or (transport == "colocated" and run.hardware.crosses_nodes(ranks)):
         rate = min(rate, run.hardware.network_gb_per_s * run.hardware.link_efficiency)
-    return run.weight_bytes / (rate * 1e9)
+    return (run.adapter_bytes or run.weight_bytes) / (rate * 1e9)
 
 
 def _moving_seconds(run: PlannedRun, estimates: Sequence[RankEstimate], engine: EnginePlan | None) -> float:

@@ -1,11 +1,17 @@
 """Names and shapes of an adapter's tensors, which are the same for trainers, engines, plans and PEFT directories."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from slime_like.config.lora import ALL_LINEAR, LoraConfig
+from slime_like.config.sections import ModelConfig
+from slime_like.models.weight_files import fingerprint
 
 ADAPTER = "adapter"
 """Name of an adapter in manifests (``Manifest.updates``)."""
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""PEFT's file of an adapter's tensors."""
 
 PREFIX = "base_model.model."
 """PEFT's prefix of module names."""
@@ -50,3 +56,19 @@ def unmatched_targets(settings: LoraConfig, weights: Iterable[tuple[str, Shape]]
     known = list(weights)
     alone = {target: settings.model_copy(update={"targets": (target,)}) for target in settings.targets}
     return [target for target, one in alone.items() if not any(is_target(one, *each) for each in known)]
+
+
+def adapter_facts(model: ModelConfig) -> dict[str, Any]:
+    """Return what a checkpoint of factors must agree with, as JSON values; nothing without factors."""
+    lora = model.lora
+    facts = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "base": fingerprint(model.path)}
+    return facts if lora.is_set else {}
+
+
+def facts_problem(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return how the facts of a checkpoint and of a run differ, with the remedy, or ``None``."""
+    keys = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+    if not keys or (keys == ["base"] and None in (saved["base"], now["base"])):  # its files cannot be read here
+        return None
+    differing = ", ".join(f"{key} {saved.get(key, 'none')} (now {now.get(key, 'none')})" for key in keys)
+    return f"was trained with other factors, or on another model: {differing}; use its model.lora and model.path"

@@ -23,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
 # Number of GPUs that each recipe names.
 RECIPES = {
     "one_gpu": 1, "smolagents_agent": 1, "qwen2.5_0.5b": 8, "qwen2.5_7b": 8, "llama3.1_8b": 8, "qwen3_4b": 8,
-    "qwen3_8b": 8, "qwen3_30b_a3b": 16, "qwen3_32b": 64, "qwen2.5_32b": 32,
+    "qwen3_8b": 8, "qwen3_30b_a3b": 16, "qwen3_32b": 64, "qwen2.5_32b": 32, "one_gpu_lora": 1, "qwen3_32b_lora": 8,
 }  # fmt: skip
 
 
@@ -35,8 +35,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--model.path", str(directory), *sizes]
 
 
-# A dense model on several nodes, and a small one on one node; the acceptance tests cover the others.
-_IN_THE_SUITE = ("qwen2.5_0.5b", "qwen3_32b")
+# A dense model on several nodes, a small one on one node, and factors; the acceptance tests cover the others.
+_IN_THE_SUITE = ("qwen2.5_0.5b", "qwen3_32b", "one_gpu_lora", "qwen3_32b_lora")
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,11 @@ def test_recipe_fits_the_gpus_it_names(name: str) -> None:
     if config.trainer.parallel.expert == 1:  # the first and the last stage hold a tied embedding
         layout = config.trainer.parallel
         held = sum(kind.estimate.memory.parameters * layout.tensor for kind in plan.kinds)
-        assert held == pytest.approx(planned.dimensions.num_parameters, rel=0.01)
+        assert held == pytest.approx(planned.dimensions.num_parameters + planned.factors, rel=0.01)
     if name == "qwen3_32b":
         _matches_a_manual_calculation(plan, config.trainer.parallel)
+    if config.model.lora.is_set:
+        _counts_factors_by_hand(plan, config.trainer.parallel)
 
 
 def _matches_a_manual_calculation(plan: Plan, layout: ParallelConfig) -> None:
@@ -78,6 +80,28 @@ def _matches_a_manual_calculation(plan: Plan, layout: ParallelConfig) -> None:
         assert memory.optimizer_bytes == pytest.approx(12 / sharing * expected, rel=1e-5)
     engine = plan.engine
     assert engine is not None and engine.kv_bytes_per_token * engine.gpus == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
+
+
+def _counts_factors_by_hand(plan: Plan, layout: ParallelConfig) -> None:
+    """Compare with Qwen3's published sizes. A factor's element takes 2 bytes, its gradient 4, and its main weight and
+    both moments 12 / d. A rank holds a whole A if rows are split, and a whole B if columns are split."""
+    hidden, ffn, queries, keys, layers = {1: (4096, 12_288, 4096, 1024, 36), 4: (5120, 25_600, 8192, 1024, 64)}[
+        layout.tensor
+    ]
+    by_rows, by_columns = (
+        [(hidden, queries), *[(hidden, keys)] * 2, *[(hidden, ffn)] * 2],
+        [(queries, hidden), (ffn, hidden)],
+    )
+    here = sum(into + out / layout.tensor for into, out in by_rows)
+    here += sum(into / layout.tensor + out for into, out in by_columns)
+    expected = 32 * layers * here
+    assert plan.run.factors == 32 * layers * sum(into + out for into, out in by_rows + by_columns)
+    for kind in plan.kinds:
+        memory = kind.estimate.memory
+        assert memory.trained_bytes == 2 * expected
+        assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
+        assert memory.optimizer_bytes == pytest.approx(12 / layout.data * expected, rel=1e-5)
+        assert memory.parameter_bytes == 2 * memory.parameters
 
 
 def test_command_writes_what_it_prints(tmp_path: Path, capsys: Capture) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from backends.common.step.worst_batch import worst_packs
+from backends.fsdp.parallel import shard_of
 from backends.fsdp.trainer import FsdpTrainer
-from backends.fsdp.weights import shard_of
 from backends.megatron.attention import context_layout_of
 from backends.megatron.planning.estimate import planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
@@ -49,8 +49,8 @@ def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> 
     so weights matter as much. Shared prompts are half as long as responses."""
     tokens = 600 if backend == "megatron" else 120
     prompt = tokens // 6 if trainer.get("share_prefixes") else 20
-    dtype = trainer.pop("dtype", "bfloat16")
-    return tiny_config(
+    dtype, lora = trainer.pop("dtype", "bfloat16"), trainer.pop("lora", {})
+    config = tiny_config(
         model,
         run_dir,
         dtype=dtype,
@@ -58,6 +58,7 @@ def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> 
         rollout={"max_new_tokens": tokens // 3 - 1, "top_k": trainer.pop("top_k", -1)},
         trainer={"backend": backend, "target_tokens_per_batch": tokens, **trainer},
     )
+    return RunConfig.model_validate({**dict(config), "model": {**dict(config.model), "lora": lora}})
 
 
 def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:

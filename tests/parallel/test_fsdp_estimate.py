@@ -6,8 +6,8 @@ Not compared: memory for messages, which can be measured only on GPUs.
 from pathlib import Path
 from typing import Any
 
+from backends.fsdp.parallel import shard_of
 from backends.fsdp.planning.estimate import estimate, rank_kinds
-from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel.held import storage_bytes

@@ -181,7 +181,7 @@ def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converte
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             direct, loaded = build_chunks(config, dimensions), build_chunks(config, dimensions)
             conversion.load_hf_weights(direct, config.model.path, dimensions)
-            load_weights(checkpoint / "trainer", loaded)
+            load_weights(checkpoint / "trainer", loaded, {})
             found = [parameter for chunk in loaded for parameter in chunk.parameters()]
             wanted = [named for chunk in direct for named in chunk.named_parameters()]
             pairs = zip(wanted, found, strict=True)
@@ -250,7 +250,9 @@ def test_the_proof_finds_lost_and_duplicate_elements(fault: str, tmp_path: Path)
     else:
         kept.append(victim)
     with pytest.raises(CheckpointError, match=r"no place, or two: .*model\.layers\.3\.self_attn\.q_proj\.bias"):
-        require_exactly_once([replace(first, parameters=tuple(kept)), *others], dimensions)
+        require_exactly_once(
+            [replace(first, parameters=tuple(kept)), *others], family_of(dimensions).hf_shapes(dimensions)
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- interruptions

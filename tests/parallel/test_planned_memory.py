@@ -33,6 +33,10 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "pp2 interleaved, one layer recomputed": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "recompute": 1},
     "shared prompts": {"share_prefixes": "prompts", "dtype": "float32"},
     "shared prompts, cp2": {"share_prefixes": "prompts", "parallel": {"context": 2}, "dtype": "float32"},
+    "factors": {"lora": {"rank": 16}, "dtype": "float32"},
+    "factors, full recompute": {"lora": {"rank": 16}, "recompute": "full"},
+    "factors, tp2-sp": {"lora": {"rank": 16}, "parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
+    "factors, pp2": {"lora": {"rank": 16}, "parallel": {"pipeline": 2}},
 }
 FSDP: dict[str, dict[str, Any]] = {
     "single": {},
@@ -45,6 +49,8 @@ FSDP: dict[str, dict[str, Any]] = {
     "cp2": {"parallel": {"context": 2}},
     "shared prompts": {"share_prefixes": "prompts"},
     "shared prompts, cp2": {"share_prefixes": "prompts", "parallel": {"context": 2}},
+    "factors": {"lora": {"rank": 16}},
+    "factors, dp2, one layer recomputed": {"lora": {"rank": 16}, "parallel": {"data": 2}, "recompute": 1},
 }
 NEAR = 0.1
 

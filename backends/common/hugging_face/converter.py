@@ -1,8 +1,9 @@
 """Hugging Face's side of ``slime-like convert``, the same for every backend."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from backends.common.hugging_face.conversion import (
     in_files,
     refused_by_disk,
 )
-from backends.common.hugging_face.directory import copy_companions, file_name, write_index
+from backends.common.hugging_face.directory import copy_companions, file_name, write_adapter_settings, write_index
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.interfaces.conversion import (
@@ -32,6 +33,7 @@ from slime_like.interfaces.conversion import (
 )
 from slime_like.models.dimensions import keeps_type
 from slime_like.system.threads import Tracker
+from slime_like.weights.adapter import ADAPTER_FILE, factor_names
 from slime_like.weights.checksums import as_bytes
 
 
@@ -47,7 +49,10 @@ class HuggingFaceConverter(Converter):
     def to_hugging_face(
         self, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        source = self.open_checkpoint(checkpoint)
+        source, lora = self.open_checkpoint(checkpoint), self.model.lora
+        if options.merge:
+            source = _Merged(self.model, self.prove().keys(), source)
+        is_adapter = lora.is_set and not options.merge
         wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
         groups = [
             _Group({name: source.tensors[name].shape for name in names}, _type_of(source, names[0], wanted))
@@ -56,22 +61,28 @@ class HuggingFaceConverter(Converter):
         for group in groups:
             if group.dtype not in DTYPES.values():
                 raise damaged(checkpoint, f"{next(iter(group.shapes))} has type {group.dtype}, which no weight has")
-        jobs = _jobs(groups, options.max_file_bytes)
+        jobs = _jobs(groups, sys.maxsize if is_adapter else options.max_file_bytes)
+        if is_adapter:
+            jobs = [replace(job, name=ADAPTER_FILE) for job in jobs]
         request = {
             "what": "to-hf",
             "source": str(checkpoint.resolve()),
             "files": fingerprint(checkpoint),
             "dtype": options.dtype,
             "max_file_bytes": options.max_file_bytes,
+            "merge": options.merge,
         }
         with partial_output(output, request) as partial:
             _, reused = _ToHuggingFace(checkpoint, partial, options, source).write_files(jobs, report)
             total = sum(job.nbytes for job in jobs)
             weight_map = {name: job.name for job in jobs for name in job.tensors}
             with refused_by_disk(partial.path):
-                write_index(partial.path, weight_map, total)
                 dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.content])
-                copy_companions(self.model.path, partial.path, dtype)
+                if is_adapter:
+                    write_adapter_settings(partial.path, lora, self.model.path, weight_map)
+                else:
+                    write_index(partial.path, weight_map, total)
+                    copy_companions(self.model.path, partial.path, dtype)
                 partial.commit()
         return ConversionSummary(len(weight_map), total, len(jobs), reused)
 
@@ -92,6 +103,27 @@ class HuggingFaceSource:
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         return {name: self._checkpoint.read_whole(name) for name in names}
+
+
+class _Merged(HuggingFaceSource):
+    """A model's tensors, with factors merged: in float32, so they are rounded once, when they are written."""
+
+    def __init__(self, model: ModelConfig, names: Collection[str], factors: TensorSource) -> None:
+        super().__init__(model.path)
+        self._model, self._factors = model, factors
+        self._groups = {name: group for group in factors.groups for name in group}
+        used = {name: each for name, each in self.tensors.items() if name in names}
+        self.tensors = {n: each if keeps_type(n) else replace(each, dtype=model.dtype) for n, each in used.items()}
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        return {name: self._merged(name, tensor) for name, tensor in super().read(names).items()}
+
+    def _merged(self, name: str, tensor: Tensor) -> Tensor:
+        weight, (a, b) = tensor.to(getattr(torch, self.tensors[name].dtype)), factor_names(name)
+        if a not in self._groups:
+            return weight
+        found = self._factors.read(self._groups[a]) | self._factors.read(self._groups[b])
+        return torch.add(weight.float(), found[b].float() @ found[a].float(), alpha=self._model.lora.scale)
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from backends.common.process.agreement import listed, together
+from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
 from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.weight_files import INDEX
 from slime_like.system.disk import refusal, replace_directory, sync
+from slime_like.weights.adapter import ADAPTER_FILE
 
 SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
@@ -31,6 +33,7 @@ def write_hf_directory(
     stage: int,
     dtype: torch.dtype,
     device: torch.device,
+    lora: LoraConfig | None = None,
 ) -> None:
     """Write all ranks' tensors as sharded safetensors with an index, and ``source_dir``'s configuration and tokenizer.
 
@@ -42,6 +45,7 @@ def write_hf_directory(
             ones. Always exhausted, so that no rank waits in a gather.
         expected: names of the whole model's tensors.
         stage: index of this rank among the senders.
+        lora: settings of an adapter. If given, the tensors are its factors, and the directory is PEFT's.
 
     Raises:
         CheckpointError: the disk rejected a write, or ``directory`` is not a checkpoint. Nothing is left behind.
@@ -50,10 +54,11 @@ def write_hf_directory(
     partial = directory.parent / f".{directory.name}.partial"
     what = f"writing {directory}"
     first = dist.get_rank() == 0
+    final = directory, source_dir, expected, dtype, lora
     try:
         together(lambda: _prepare(partial, directory, source_dir) if first else None, what, device)
         together(lambda: _write_files(buckets, partial, stage), what, device)
-        together(lambda: _finish(partial, directory, source_dir, expected, dtype) if first else None, what, device)
+        together(lambda: _finish(partial, *final) if first else None, what, device)
     except CheckpointError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -61,7 +66,7 @@ def write_hf_directory(
 
 
 def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
-    occupied = directory.exists() and not (directory / "config.json").is_file()
+    occupied = directory.exists() and not any((directory / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     if occupied and any(directory.iterdir()):
         raise _occupied(directory, "exists and is not a Hugging Face checkpoint")
     if directory.resolve() == source_dir.resolve():
@@ -93,7 +98,14 @@ def _write_files(buckets: Iterable[WeightBucket], partial: Path, stage: int) -> 
         raise problem
 
 
-def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collection[str], dtype: torch.dtype) -> None:
+def _finish(
+    partial: Path,
+    directory: Path,
+    source_dir: Path,
+    expected: Collection[str],
+    dtype: torch.dtype,
+    lora: LoraConfig | None,
+) -> None:
     """Number the files, write the index, copy the rest, check completeness, and publish the directory."""
     try:
         weight_map, total = _number_files(partial)
@@ -101,10 +113,15 @@ def _finish(partial: Path, directory: Path, source_dir: Path, expected: Collecti
         if missing:
             problem = f"tensors that no rank wrote: {listed(missing)}"
             raise CheckpointError(problem, code="tensors-not-written", who=str(directory))
-        write_index(partial, weight_map, total)
-        copy_companions(source_dir, partial, dtype)
+        if lora is None:
+            write_index(partial, weight_map, total)
+            copy_companions(source_dir, partial, dtype)
+        else:
+            _join(partial, ADAPTER_FILE)
+            write_adapter_settings(partial, lora, source_dir, weight_map)
+        readable = next(partial.glob("*config.json"))
         for file in partial.glob("*.safetensors"):
-            shutil.copymode(partial / "config.json", file)  # safetensors creates files that only their owner can read
+            shutil.copymode(readable, file)  # safetensors creates files that only their owner can read
         for file in partial.iterdir():
             sync(file)
         replace_directory(partial, directory)
@@ -125,6 +142,24 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
         total += file.stat().st_size - 8 - header
         file.rename(partial / name)
     return weight_map, total
+
+
+def _join(partial: Path, name: str) -> None:
+    """Move the tensors of all files to one file: PEFT reads no index."""
+    files = list(partial.glob("*.safetensors"))
+    save_file({key: one for file in files for key, one in load_file(file).items()}, partial / name, {"format": "pt"})
+    for file in files:
+        file.unlink()
+
+
+def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Iterable[str]) -> None:
+    """Write PEFT's settings of an adapter for the model ``base``. Its all-linear would include routers, so modules are
+    named."""
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in factors}
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
+    settings |= {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    settings["target_modules"] = sorted(modules if ALL_LINEAR in lora.targets else lora.targets)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def file_name(number: int, count: int) -> str:

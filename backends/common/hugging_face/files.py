@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backends.common.process.agreement import listed, listed_by_kind
+from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.errors import CheckpointError
 from slime_like.models.weight_files import WeightFilesError, weight_files
 
@@ -30,6 +31,8 @@ class HfCheckpoint(contextlib.ExitStack):
     Raises:
         CheckpointError: no safetensors file, a listed one missing, one damaged or cut off, or a tensor stored twice.
     """
+
+    _settings = "config.json"
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -81,10 +84,10 @@ class HfCheckpoint(contextlib.ExitStack):
         }
         if any(problems.values()):
             raise CheckpointError(
-                f"the tensors do not fit its config.json; {listed_by_kind(problems)}",
+                f"the tensors do not fit its {self._settings}; {listed_by_kind(problems)}",
                 code="tensors-do-not-fit",
                 who=str(self.directory),
-                remedy="use the config.json and the weights of the same, unquantized model",
+                remedy=f"use the {self._settings} and the weights of the same, unquantized model",
             )
 
     def require_copies(self, copies: Collection[str], original: str) -> None:
@@ -151,6 +154,19 @@ class HfCheckpoint(contextlib.ExitStack):
         """Read a tensor of any type and number of axes, with any values."""
         values: Tensor = self._slices[name][...]
         return values
+
+
+class Adapter(HfCheckpoint):
+    """The factors of a PEFT adapter under the names of ``factor_names``. They must have the names and shapes
+    ``expected``."""
+
+    _settings = ADAPTER_CONFIG
+
+    def __init__(self, directory: Path, expected: Mapping[str, Shape]) -> None:
+        super().__init__(directory)
+        # Training states contain the adapter's name, which PEFT's own files leave out.
+        self._slices = {name.replace(".default.", "."): part for name, part in self._slices.items()}
+        self.require(expected, set())
 
 
 def is_not_finite(values: Tensor) -> bool:

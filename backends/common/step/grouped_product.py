@@ -43,6 +43,8 @@ class _GroupedLinear(torch.autograd.Function):
         x, ends, *weights = ctx.saved_tensors
         grad = grads[0].contiguous()
         of_x = _product(grad, ctx.joined(weights), ends) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[3:]):
+            return of_x, None, None, *(None for _ in weights)
         of_weights = _weight_gradients(grad, x, ends)
         return of_x, None, None, *([of_weights] if ctx.joined is _only else of_weights.unbind())
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.process.agreement import rank_error
+from backends.common.hugging_face.files import Adapter
+from backends.common.process.agreement import rank_error, together
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
@@ -34,7 +35,9 @@ from slime_like.interfaces import (
     WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import header_shapes
 from slime_like.trajectory import GRPOStats, PackedTrajectory
+from slime_like.weights.adapter import factor_shapes
 
 
 class StepOptimizer(Protocol):
@@ -153,10 +156,7 @@ class TrainerBase(TrainerBackend):
     def setup_for_scoring(self, checkpoint: Path | None = None) -> RankCoordinates:
         with self._phase("setup"):
             self._open()
-            if checkpoint is None:
-                self._load_start()
-            else:
-                self.state.load_weights(checkpoint)
+            self._load_start(checkpoint)
             self._prepare_scoring()
         return self.coordinates
 
@@ -174,12 +174,28 @@ class TrainerBase(TrainerBackend):
         self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
         self._build()
 
-    def _load_start(self) -> None:
-        weights = self.config.model.weights
-        if weights is None:
-            self.state.load_hugging_face(self.config.model.path)
-        else:
-            self.state.load_weights(weights / "trainer")
+    def _load_start(self, checkpoint: Path | None = None) -> None:
+        """Load ``checkpoint``, or the configured weights. A checkpoint of factors does not contain their base."""
+        model = self.config.model
+        if checkpoint is None and model.weights is not None:
+            checkpoint = model.weights / "trainer"
+        if checkpoint is None or model.lora.is_set:
+            self.state.load_hugging_face(model.path)
+        if checkpoint is not None:
+            self.state.load_weights(checkpoint)
+        elif model.lora.path is not None:
+            self._load_adapter(model.lora.path)
+
+    def _load_adapter(self, path: Path) -> None:
+        model, what = self.config.model, f"loading {path}"
+
+        def opened() -> Adapter:
+            tensors = {name: shape for name, shape in header_shapes(model.path).items() if not is_draft(name)}
+            return Adapter(path, factor_shapes(model.lora, tensors))
+
+        is_draft = self.dimensions.is_draft
+        with together(opened, what, self.device) as adapter:
+            together(lambda: self.state.fill_factors(lambda _: adapter), what, self.device)
 
     def _freeze(self, role: ModelRole) -> None:
         """Keep the weights of ``role`` for the same modules. It has no factors.
@@ -187,7 +203,7 @@ class TrainerBase(TrainerBackend):
         Raises:
             ConfigError: it is a different model.
         """
-        if role.path is None or (role.path == self.config.model.path and self.config.model.weights is None):
+        if self.config.has_same_base(role):
             with self.state.without_factors():
                 self.state.freeze(role.name)
             return

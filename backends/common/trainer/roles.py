@@ -11,7 +11,10 @@ from slime_like.plugins.resolve import resolve
 OBJECTIVES = {"logprob": "backends.common.step.objective:Objective"}
 """Objective of a trained role, by the name of its head. Its ``add`` method gets the head's outputs in order."""
 
-ADDERS: dict[str, tuple[str, ...]] = {"megatron": ("backends.megatron.lora:add_factors",), "fsdp": ()}
+ADDERS: dict[str, tuple[str, ...]] = {
+    "megatron": ("backends.megatron.lora:add_factors",),
+    "fsdp": ("backends.fsdp.lora:add_factors",),
+}
 """By backend, functions of the section `model` and a new model without weights, which add modules named ``ADDED``."""
 
 ADDED = "added"

@@ -12,9 +12,8 @@ from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import model_input
 from backends.fsdp.model import sharded_meta_model
-from backends.fsdp.parallel import Groups
+from backends.fsdp.parallel import Groups, shard_of
 from backends.fsdp.planning.sharded_shapes import GATHERED, GRADIENTS, ShardedShapes
-from backends.fsdp.weights import shard_of
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.trajectory import PackedTrajectory
@@ -134,15 +133,16 @@ class _Rank:
 
     def _memory(self, worst: _Followed, forward_peak: int) -> TrainerMemory:
         shards = [shard_of(parameter) for parameter in self._model.parameters()]
-        numel = sum(shard.numel() for shard in shards)
         padded = sum(shard.untyped_storage().nbytes() for shard in shards)
-        state, on_host = numel * torch.float32.itemsize, self._config.trainer.optimizer.offload
+        state, on_host = sum(shard.nbytes for shard in shards), self._config.trainer.optimizer.offload
         trained = sum(each.nbytes for each in (shard_of(p) for p in self._model.parameters() if p.requires_grad))
         gradients = 0 if on_host else trained
+        same = [self._config.has_same_base(role) for role in self._config.roles.held]
         gathered, head, whole = (worst.labelled.get(label, 0) for label in (GATHERED, HEAD, GRADIENTS))
         return TrainerMemory(
-            parameters=numel,
+            parameters=sum(shard.numel() for shard in shards),
             parameter_bytes=0 if on_host else padded,
+            trained_bytes=0 if on_host else trained,
             gradient_bytes=gradients,
             window_gradient_bytes=max(0, whole - gradients),
             optimizer_bytes=0 if on_host else 2 * trained,
@@ -154,7 +154,7 @@ class _Rank:
             update_bytes=0,
             communication_bytes=gathered,
             host_optimizer_bytes=state + 3 * trained if on_host else 0,
-            host_frozen_bytes=state * len(self._config.roles.held),
+            host_frozen_bytes=sum(trained if one else state for one in same),
         )
 
 

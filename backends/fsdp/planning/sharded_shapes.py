@@ -78,6 +78,7 @@ class ShardedShapes:
                 hooked.extend(
                     parameter.unsharded_param.register_post_accumulate_grad_hook(self._label_gradient)
                     for parameter in group.fsdp_params
+                    if parameter.sharded_param.requires_grad
                 )
 
         return waited

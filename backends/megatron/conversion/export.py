@@ -17,11 +17,12 @@ from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directo
 from backends.megatron.conversion.placement import Placement, local_experts, place_factors, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Piece, Shape
+from slime_like.config import LoraConfig
 from slime_like.interfaces import Manifest, WeightBucket, WeightExport
 from slime_like.interfaces.conversion import TensorInfo
 from slime_like.interfaces.weights import MODEL, dtype_name
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.adapter import ADAPTER
+from slime_like.weights.adapter import ADAPTER, factor_shapes
 
 _ALIGNMENT = 64
 
@@ -82,21 +83,26 @@ def save_hf(
     source_dir: Path,
     directory: Path,
     shard_bytes: int = SHARD_BYTES,
+    lora: LoraConfig | None = None,
 ) -> None:
     """Write the weights as sharded safetensors with an index, and ``source_dir``'s configuration and tokenizer.
+
+    With the settings ``lora``, write the factors as a PEFT adapter instead.
 
     The directory appears only once it is complete. Collective over the world; ``directory`` must be on a file system
     that all pipeline stages share.
     """
     parameter = next(model_chunks[0].parameters())
+    shapes = family_of(dimensions).hf_shapes(dimensions)
     write_hf_directory(
-        export_buckets(model_chunks, dimensions, shard_bytes),
-        family_of(dimensions).hf_shapes(dimensions).keys(),
+        export_buckets(model_chunks, dimensions, shard_bytes, only_factors=lora is not None),
+        shapes if lora is None else factor_shapes(lora, shapes),
         source_dir,
         directory,
         parallel_state.get_pipeline_model_parallel_rank(),
         parameter.dtype,
         parameter.device,
+        lora,
     )
 
 

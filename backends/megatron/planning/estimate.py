@@ -107,6 +107,7 @@ class _Rank:
         """Sum up the memory. ``per_pack[worst]`` needs most in training; another pack may in scoring."""
         passes = per_pack[worst]
         held = _holdings_of(self._chunks, self._wrapped, self._optimizer)
+        same = [self._config.has_same_base(role) for role in self._config.roles.held]
         return TrainerMemory(
             **held,
             activation_bytes=peak.nbytes - peak.head,
@@ -116,7 +117,7 @@ class _Rank:
             forward_bytes=max(chunk.forward_only for found in per_pack for chunk in found),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            host_frozen_bytes=held["parameter_bytes"] * len(self._config.roles.held),
+            host_frozen_bytes=sum(held["trained_bytes" if one else "parameter_bytes"] for one in same),
             host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )
 
@@ -163,6 +164,7 @@ def _holdings_of(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optim
     return {
         "parameters": sum(parameter.numel() for parameter in weights),
         "parameter_bytes": _storage_bytes(weights),
+        "trained_bytes": _storage_bytes(weight for weight in weights if weight.requires_grad),
         "gradient_bytes": _storage_bytes(gradients),
         "optimizer_bytes": on_device,
         "host_optimizer_bytes": on_host,

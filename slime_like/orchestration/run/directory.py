@@ -6,8 +6,9 @@ from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 
-from slime_like.checks.earlier_run import FINGERPRINT, backend_problem
+from slime_like.checks.earlier_run import FINGERPRINT, checkpoint_problem
 from slime_like.config import RunConfig
+from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
@@ -43,7 +44,7 @@ _WRITTEN = (
 )
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
-_READ = ("model.path", "model.weights", "reference.path", "evaluation.files", "debug.load_rollouts")
+_READ = ("model.path", "model.weights", "model.lora.path", "reference.path", "evaluation.files", "debug.load_rollouts")
 
 
 class RunDirectory:
@@ -134,7 +135,8 @@ class RunDirectory:
     def _require_resumable(self, checkpoint: Checkpoint) -> None:
         if not self._config.debug.load_rollouts:
             checkpoint.data_position()  # raises before anything starts
-        if problem := backend_problem(checkpoint.path, self._config.trainer.backend, "resume"):
+        model, backend = self._config.model, self._config.trainer.backend
+        if problem := checkpoint_problem(checkpoint.path, model, backend, "resume"):
             raise ConfigError(problem)
         wrote = checkpoint.state.get(FINGERPRINT)
         if wrote is not None and fingerprint(self._config.model.path) not in (None, wrote):
@@ -183,7 +185,8 @@ class RunDirectory:
         model there is from an earlier start."""
         export = self._path / EXPORT
         read = export.resolve() == self._config.model.path.resolve()
-        earlier = resumes_here and not read and (export / "config.json").is_file()
+        wrote = any((export / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+        earlier = resumes_here and not read and wrote
         if not os.path.lexists(export) or earlier or _is_empty_directory(export):
             return
         what = "model.path" if read else "not a model that this run wrote"

@@ -16,6 +16,7 @@ from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
+from slime_like.weights.adapter import ADAPTER, adapter_facts
 
 _WRITING = "writing the checkpoint"
 
@@ -51,7 +52,8 @@ class Milestones:
     def __init__(self, run: Run, recorder: StepRecorder) -> None:
         self._run = run
         self._recorder = recorder
-        self._fingerprint = fingerprint(run.config.model.path)
+        model = run.config.model
+        self._facts = {FINGERPRINT: fingerprint(model.path), ADAPTER: adapter_facts(model)}
 
     def before_first(self) -> None:
         """Evaluate the initial weights. A resumed run shows its last measurement if that is still comparable."""
@@ -118,7 +120,7 @@ class Milestones:
         run, config = self._run, self._run.config
         run.devices.training(keep_weights=step < config.steps)
         state = run.rollout.state_dict() | run.reference.state_dict()
-        state |= {BACKEND: config.trainer.backend, FINGERPRINT: self._fingerprint}
+        state |= {BACKEND: config.trainer.backend} | self._facts
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):
                 saved = run.checkpoints.save(step, state)

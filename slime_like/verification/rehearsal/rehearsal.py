@@ -24,11 +24,13 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.examples.tiny_model import without_progress_bar
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import header_shapes
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.small_recipe import layers_of, small_recipe
+from slime_like.weights.adapter import factor_shapes
 
 _START_S, _REST_S, _STOP_S = 900.0, 1800.0, 120.0
 _LOOK_EVERY_S = 0.2
@@ -117,6 +119,9 @@ def _records(config: RunConfig) -> Iterator[Outcome]:
 def _export(path: Path, trained: ModelConfig) -> Outcome:
     """Load the exported model like a user."""
     try:
+        if trained.lora.is_set:
+            found, expected = header_shapes(path), factor_shapes(trained.lora, header_shapes(trained.path))
+            return Outcome(found == expected, "export", f"{path} is a PEFT adapter of {counted(len(found), 'factor')}")
         with without_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(path)
         load_tokenizer(path, trained.trust_remote_code)

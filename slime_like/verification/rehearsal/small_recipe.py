@@ -28,7 +28,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "run_dir": str(run_dir),
         "steps": steps,
         "resume": "auto",
-        "model": {"path": str(model), "weights": None, "dtype": "float32"},
+        "model": {"path": str(model), "weights": None, "dtype": "float32", "lora": {"path": None}},
         "rollout": _rollout(config.rollout, new_tokens, length),
         "reward": {"workers": min(2, config.reward.workers)},
         "sync": {"transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport},

@@ -1,7 +1,9 @@
 """`slime-like convert` before anything is read: arguments, rejections, exit codes."""
 
+import json
 from argparse import ArgumentTypeError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +11,16 @@ from safetensors.torch import save_file
 
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
-from slime_like.checks.earlier_run import backend_problem
+from slime_like.checks.earlier_run import checkpoint_problem
 from slime_like.commands.convert import size_in_bytes
 from slime_like.commands.main import main
 from slime_like.commands.root import run
 from slime_like.commands.weights_source import find_weights
-from slime_like.config import RunConfig
+from slime_like.config import ModelConfig, RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import write_description
+from slime_like.weights.adapter import adapter_facts
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -104,7 +107,36 @@ def test_a_checkpoint_that_does_not_name_its_backend_is_accepted(tmp_path: Path)
     for state in (None, "{", "[]", '{"step": 1}'):
         if state is not None:
             (tmp_path / "state.json").write_text(state)
-        assert backend_problem(tmp_path, "fsdp", "resume") is None
+        assert checkpoint_problem(tmp_path, ModelConfig(path=tmp_path), "fsdp", "resume") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rank": 2}, "rank 4 (now 2)"),
+        ({"alpha": 7.0}, "alpha 6.0 (now 7.0)"),
+        ({"targets": "q_proj"}, "targets ['all-linear'] (now ['q_proj'])"),
+        ({"rank": None, "alpha": 32.0}, "rank 4 (now none)"),
+        ({}, "base"),
+    ],
+)
+def test_a_checkpoint_of_other_factors_or_another_base_is_rejected(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """So is one of factors for a run without, and one of whole weights for a run with factors."""
+    weights = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(9)}, weights)
+    wrote = ModelConfig(path=tmp_path, lora={"rank": 4, "alpha": 6.0})
+    (tmp_path / "state.json").write_text(json.dumps({"backend": "megatron", "adapter": adapter_facts(wrote)}))
+    assert checkpoint_problem(tmp_path, wrote, "megatron", "resume") is None
+    now = ModelConfig(path=tmp_path, lora={"rank": 4, "alpha": 6.0, **changes})
+    if not changes:
+        save_file({"a": torch.ones(9)}, weights)
+    assert named in str(checkpoint_problem(tmp_path, now, "megatron", "resume"))
+    weights.unlink()  # its fingerprint is unknown
+    assert checkpoint_problem(tmp_path, wrote, "megatron", "resume") is None
+    (tmp_path / "state.json").write_text("{}")
+    assert "rank none (now 4)" in str(checkpoint_problem(tmp_path, wrote, "megatron", "resume"))
 
 
 @pytest.mark.parametrize("more", ["", "--evaluation.files rows.jsonl --model.weights meg"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from slime_like.config import RunConfig
+from slime_like.config import LoraConfig, RunConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
@@ -60,7 +60,12 @@ def planned_run(**sections: Any) -> PlannedRun:
 def estimate(**memory: int) -> RankEstimate:
     """Return a rank with round numbers, in five groups. Tensor parallelism's messages stay within a node of eight."""
     sizes = dict.fromkeys(TrainerMemory.__dataclass_fields__, 0)
-    sizes |= {"parameter_bytes": 4 * GIB, "gradient_bytes": 8 * GIB, "optimizer_bytes": 6 * GIB} | memory
+    sizes |= {
+        "parameter_bytes": 4 * GIB,
+        "trained_bytes": 4 * GIB,
+        "gradient_bytes": 8 * GIB,
+        "optimizer_bytes": 6 * GIB,
+    } | memory
     work = Work(4e12, 1e12, (Traffic("tensor", (0, 7), 10**9, 5), Traffic("context", (7, 8), 10**9, 5)))
     update = Work(0.0, 0.0, (Traffic("data", (7, 8), 10**9, 1),))
     return RankEstimate(0, TrainerMemory(**sizes), work, work, update, 4096, 5, "local layers")
@@ -157,6 +162,29 @@ def test_host_memory_of_copies_that_a_run_makes() -> None:
     synchronous = planned_run(trainer={"parallel": layout}, cluster={"address": "auto"}, **sections)
     saved = host_memory(synchronous, [estimate()], None, None).items
     assert saved == {"checkpoint save": 8 * embedding * GIB}
+
+
+@pytest.mark.parametrize(("path", "swapped"), [(None, 0.25), (MODELS / "Qwen3-32B", 0.25), (MODELS / "Qwen3-4B", 4)])
+def test_factors_are_swapped_saved_and_sent_instead_of_weights(path: Path | None, swapped: float) -> None:
+    """A reference with the same base has no factors, which are all that is swapped for it."""
+    sections: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "reference": {"path": path}, "rollout": {"tensor": 8}}
+    sections |= {"checkpoint": {"async_save": True}, "cluster": {"placement": "colocated"}}
+    whole = planned_run(**sections)
+    rank, kind = estimate(trained_bytes=GIB // 4), RankKind("all ranks", (0,))
+    found = {}
+    for sync in ("merged", "adapter"):
+        lora = LoraConfig(rank=16, sync=sync)
+        config = whole.config.model_copy(update={"model": whole.config.model.model_copy(update={"lora": lora})})
+        run = replace(whole, config=config, factors=GIB // 8)
+        engine, phases = plan_engine(run), trainer_phases(run, plan_engine(run), kind, rank)
+        items = {phase.phase: phase.items for phase in phases}
+        assert items["scoring"]["policy, swapped out"] == swapped * GIB
+        assert save_bytes(run, rank.memory) == (2 * 0.25 + 0.25 + 6) * GIB
+        found[sync] = engine.weight_bytes, items["weight sync"], predict(run, [rank], engine, "colocated").sync
+    assert found["merged"][2] / found["adapter"][2] == pytest.approx(whole.weight_bytes / (GIB // 4))
+    assert found["adapter"][0] - found["merged"][0] == 2 * GIB // 4
+    largest = 2 * 5120 * 25_600 * (4 + 4 + 4)
+    assert found["merged"][1]["merging of factors"] == largest + GIB and "merging of factors" not in found["adapter"][1]
 
 
 def test_step_of_known_size() -> None:
@@ -271,9 +299,9 @@ def test_headers_are_compared_by_name_and_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "kept", "exported"), [("float32", 16, 4), ("bfloat16", 14, 2)])
 def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> None:
     """A checkpoint of SmolLM2-135M (134,515,008 parameters) took 2,153,947,633 bytes in float32, else 1,884,919,318."""
-    dimensions = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B")
+    trained = ModelDimensions.from_checkpoint(MODELS / "Qwen3-4B").num_parameters
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path, "dtype": dtype}, checkpoint={"keep": 3})
-    assert checks.disk_bytes(config.checkpoint, dtype, dimensions) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
+    assert checks.disk_bytes(config.checkpoint, dtype, trained) == PUBLISHED["Qwen3-4B"] * (4 * kept + exported)
 
 
 def test_gradients_of_a_window_exist_only_in_training() -> None:

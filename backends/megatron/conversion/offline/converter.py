@@ -11,7 +11,7 @@ from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoi
 from backends.megatron.conversion.offline.plan import plan_ranks
 from backends.megatron.conversion.offline.to_megatron import to_megatron
 from backends.megatron.families import family_of
-from slime_like.config import ModelConfig, ParallelConfig, TrainerConfig
+from slime_like.config import LoraConfig, ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 from slime_like.models.dimensions import ModelDimensions
 
@@ -19,13 +19,18 @@ from slime_like.models.dimensions import ModelDimensions
 class MegatronConverter(HuggingFaceConverter):
     """See ``slime_like.interfaces.conversion.Converter``."""
 
+    @property
+    def _base(self) -> ModelConfig:
+        """The model without factors."""
+        return self.model.model_copy(update={"lora": LoraConfig()})
+
     def prove(self) -> dict[str, tuple[int, ...]]:
         dimensions = ModelDimensions.from_checkpoint(self.model.path)
-        plan_ranks(self.model, _without_replicas(self.trainer), dimensions)
+        plan_ranks(self._base, _without_replicas(self.trainer), dimensions)
         return {name: tuple(shape) for name, shape in family_of(dimensions).hf_shapes(dimensions).items()}
 
     def to_checkpoint(self, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
-        return to_megatron(self.model, self.trainer, output, options, report)
+        return to_megatron(self._base, self.trainer, output, options, report)
 
     def open_checkpoint(self, checkpoint: Path) -> TensorSource:
         return MegatronSource(self.model, self.trainer, checkpoint)
@@ -39,7 +44,7 @@ def _without_replicas(trainer: TrainerConfig) -> TrainerConfig:
 
 
 class MegatronSource:
-    """A Megatron checkpoint. Tensors of one parameter are read together."""
+    """A Megatron checkpoint, of factors if ``model.lora`` is set. Tensors of one parameter are read together."""
 
     def __init__(self, model: ModelConfig, trainer: TrainerConfig, checkpoint: Path) -> None:
         one_rank = trainer.model_copy(update={"parallel": ParallelConfig()})

@@ -1,6 +1,6 @@
 """Stored tensors of every rank of a layout, computed in one process without memory or messages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.megatron.conversion.placement import Placement, named_weights, place_parameters
+from backends.megatron.conversion.placement import Placement, named_weights, place_factors, place_parameters
+from backends.megatron.factor_state import factor_entries
 from backends.megatron.families import family_of
+from backends.megatron.families.transforms import Shape
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.parallel import alone_as
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import factor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class RankPlan:
 
 
 def plan_ranks(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions) -> list[RankPlan]:
-    """Plan every rank of ``trainer.parallel``. The plans provably hold every tensor element exactly once.
+    """Plan every rank of ``trainer.parallel``: weights, or factors if ``model.lora`` is set. The plans provably hold
+    every tensor element exactly once.
 
     Raises:
         CheckpointError: the rules of the model's family do not cover the model.
@@ -77,20 +81,23 @@ def plan_ranks(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDime
     # Local layers have the canonical names, and need neither CUDA nor Transformer Engine.
     local = trainer.model_copy(update={"attention": "ring"})
     plans = [_plan_rank(model, local, dimensions, rank) for rank in range(trainer.parallel.world_size)]
-    require_exactly_once(plans, dimensions)
+    shapes = family_of(dimensions).hf_shapes(dimensions)
+    require_exactly_once(plans, factor_shapes(model.lora, shapes) if model.lora.is_set else shapes)
     return plans
 
 
 def _plan_rank(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions, rank: int) -> RankPlan:
     parameters: list[ParameterPlan] = []
     objects: list[ShardedObject] = []
+    is_adapter = model.lora.is_set
     with alone_as(trainer, rank):
         for chunk in build_meta_chunks(model, trainer, dimensions):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
+            state, place = (factor_entries(chunk, state), place_factors) if is_adapter else (state, place_parameters)
             main = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
             objects += [value for value in main.values() if isinstance(value, ShardedObject)]
-            placements = {id(placed.parameter): placed for placed in place_parameters([chunk], dimensions)}
+            placements = {id(placed.parameter): placed for placed in place([chunk], dimensions)}
             parameters += [
                 ParameterPlan(placements[id(parameter)], main[name])
                 for name, parameter in named_weights(chunk)
@@ -99,9 +106,8 @@ def _plan_rank(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDime
     return RankPlan(rank, tuple(parameters), tuple(objects))
 
 
-def require_exactly_once(plans: Sequence[RankPlan], dimensions: ModelDimensions) -> None:
-    """Require exactly one place for every element of every tensor, on either side."""
-    shapes = family_of(dimensions).hf_shapes(dimensions)
+def require_exactly_once(plans: Sequence[RankPlan], shapes: Mapping[str, Shape]) -> None:
+    """Require exactly one place for every element of every tensor, on either side. ``shapes`` are Hugging Face's."""
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     cut_axis: dict[str, int] = {}
     stored: dict[str, list[tuple[tuple[int, ...], int]]] = {}

@@ -1,0 +1,219 @@
+"""Checkpoints and PEFT directories of low-rank factors: exact in every layout, without the base, and for PEFT.
+
+Factors are trained for two steps, so neither is 0. What another layout or PEFT reads is compared bit for bit with what
+the trainer exported.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slime_like.config import RunConfig
+from slime_like.interfaces import RankPlacement, load_backend
+from slime_like.interfaces.conversion import ConversionOptions
+from slime_like.weights.adapter import factor_names
+from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import assert_close, exported_from, running, same_bits
+from tests.parallel.test_checkpoint import RankRecord, record_of, step_of_four, two_seeded_steps
+from tests.parallel.tiny import save_checkpoint, tiny_config
+
+RANK, ALPHA = 4, 6.0
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "single-distributed": {"distributed": True},
+    "tp2-sp-dp2-distributed": {"tensor": 2, "sequence": True, "data": 2, "distributed": True},
+    "pp2-interleaved-distributed": {"pipeline": 2, "virtual_pipeline": 2, "distributed": True},
+    "ep2-distributed": {"data": 2, "expert": 2, "distributed": True},
+    "tp2": {"tensor": 2},
+    "tp2-sp-distributed": {"tensor": 2, "sequence": True, "distributed": True},
+    "fsdp-dp2": {"data": 2, "backend": "fsdp"},
+    "fsdp": {"backend": "fsdp"},
+}
+
+
+def _config(model: Path, run_dir: Path, layout: str, dtype: str = "float32", **lora: Any) -> RunConfig:
+    parallel = dict(LAYOUTS[layout])
+    trainer: dict[str, Any] = {"backend": parallel.pop("backend", "megatron")}
+    sharded = parallel.pop("distributed", trainer["backend"] == "fsdp")
+    trainer["optimizer"] = {"lr": 1e-2, "distributed": sharded}
+    settings = {"rank": RANK, "alpha": ALPHA, "sync": "adapter", **lora}
+    config = tiny_config(model, run_dir, parallel, dtype, trainer=trainer, steps=20)
+    given = RunConfig.model_validate(
+        {**config.model_dump(), "model": {"path": model, "dtype": dtype, "lora": settings}}
+    )
+    return given
+
+
+def _save(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
+    with running(placement, config) as trainer:
+        two_seeded_steps(trainer, placement)
+        trainer.save(directory / "trainer")
+        trainer.export_hf(directory / "hf")
+        return record_of(trainer)
+
+
+def _load(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
+    """Load into a trainer that has already trained, whose state must not survive."""
+    with running(placement, config) as trainer:
+        step_of_four(trainer)
+        trainer.load(directory / "trainer")
+        return record_of(trainer)
+
+
+def _run(function: Any, config: RunConfig, directory: Path, *arguments: Any) -> list[Any]:
+    return run_ranks(function, config.trainer.parallel.world_size, directory, config, *arguments)
+
+
+def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
+    return {name: tensor for record in records for name, tensor in getattr(record, what).items()}
+
+
+class Saved:
+    """A run's configuration, its checkpoint and PEFT directory, and its factors then and after another step."""
+
+    def __init__(self, root: Path, family: str, layout: str, **settings: Any) -> None:
+        self.model = save_checkpoint(family, root)
+        self.config = _config(self.model, root, layout, **settings)
+        self.directory = root / "checkpoint"
+        records = _run(_save, self.config, root / "ranks", self.directory)
+        self.factors, self.later = (_merged(records, what) for what in ("at_checkpoint", "later"))
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def save(family: str, layout: str, **settings: Any) -> Saved:
+        return Saved(tmp_path_factory.mktemp(f"{family}-{layout}"), family, layout, **settings)
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("family", "wrote", "reads"),
+    [
+        ("qwen3", "tp2-sp-dp2-distributed", "tp2-sp-dp2-distributed"),
+        ("qwen3", "tp2-sp-dp2-distributed", "pp2-interleaved-distributed"),
+        ("qwen3", "tp2-sp-dp2-distributed", "single-distributed"),
+        ("qwen3", "tp2", "single"),
+        ("qwen3_moe", "ep2-distributed", "ep2-distributed"),
+        ("qwen3_moe", "ep2-distributed", "tp2-sp-distributed"),
+        ("qwen3_moe", "ep2-distributed", "single-distributed"),
+        ("qwen3", "fsdp-dp2", "fsdp"),
+        ("qwen3_moe", "fsdp-dp2", "fsdp-dp2"),
+    ],
+)
+def test_every_layout_continues(family: str, wrote: str, reads: str, saved_by: Any, tmp_path: Path) -> None:
+    saved = saved_by(family, wrote)
+    loaded = _run(_load, _config(saved.model, tmp_path, reads), tmp_path / "ranks", saved.directory)
+    same_bits(_merged(loaded, "at_checkpoint"), saved.factors)
+    assert all(float(tensor.abs().max()) > 0 for tensor in saved.factors.values())
+    if reads == wrote:
+        same_bits(_merged(loaded, "later"), saved.later)
+    else:  # Ranks are summed in another order, and AdamW divides by small second moments.
+        assert_close(_merged(loaded, "later"), saved.later, 1e-3)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-dp2-distributed", "fsdp-dp2"])
+def test_the_base_is_not_on_disk(layout: str, saved_by: Any) -> None:
+    """Only factors and their optimizer state are stored: weights, main weights or masters, and two moments."""
+    saved = saved_by("qwen3", layout)
+    stored = json.loads((saved.directory / "trainer" / "checksums.json").read_text())["content"]["pieces"]
+    pieces = [piece for file in stored.values() for piece in file if not piece[0].startswith("random")]
+    assert pieces and all("added" in piece[0] for piece in pieces)
+
+
+@pytest.mark.parametrize("layout", ["pp2-interleaved-distributed", "fsdp-dp2"])
+@pytest.mark.parametrize("source", ["path", "weights"])
+def test_training_starts_from_an_adapter_or_a_checkpoint(
+    source: str, layout: str, saved_by: Any, tmp_path: Path
+) -> None:
+    saved = saved_by("qwen3", "fsdp-dp2" if "fsdp" in layout else "tp2-sp-dp2-distributed")
+    config = _config(saved.model, tmp_path, layout)
+    given = {"lora": {"path": saved.directory / "hf", "sync": "adapter"}}
+    given = given if source == "path" else {"lora": config.model.lora, "weights": saved.directory}
+    model = {"path": saved.model, "dtype": "float32", **given}
+    config = RunConfig.model_validate({**config.model_dump(), "model": model})
+    assert config.model.lora.rank == RANK and config.model.lora.alpha == ALPHA
+    found = {name: one for part in _run(_start, config, tmp_path / "ranks") for name, one in part.items()}
+    same_bits(found, saved.factors)
+
+
+def _start(placement: RankPlacement, config: RunConfig) -> dict[str, Tensor]:
+    with running(placement, config) as trainer:
+        return exported_from(trainer)
+
+
+# ------------------------------------------------------------------------------------------------------- other programs
+def _converted(saved: Saved, output: Path, **options: Any) -> Path:
+    """Convert the run's checkpoint as ``slime-like convert to-hf`` does."""
+    config = saved.config
+    converter = load_backend(config.trainer.backend).converter(config.model, config.trainer)
+    settings = ConversionOptions("auto", 100_000, 2, False, **options)
+    converter.to_hugging_face(saved.directory / "trainer", output, settings, lambda done, total: None)
+    return output
+
+
+def _products(saved: Saved) -> dict[str, Tensor]:
+    """Return the base's weights in float64, with the products of the factors added."""
+    weights = {name: weight.double() for name, weight in load_file(saved.model / "model.safetensors").items()}
+    for name in weights:
+        a, b = factor_names(name)
+        if a in saved.factors:
+            weights[name] += ALPHA / RANK * (saved.factors[b].double() @ saved.factors[a].double())
+    return weights
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-dp2-distributed", "fsdp-dp2"])
+def test_peft_computes_what_was_trained(layout: str, saved_by: Any, tmp_path: Path) -> None:
+    """PEFT loads the exported and the converted adapter; transformers loads the merged model."""
+    saved, tokens = saved_by("qwen3", layout), torch.arange(40).view(2, 20)
+    converted, merged = _converted(saved, tmp_path / "peft"), _converted(saved, tmp_path / "merged", merge=True)
+    written = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
+    written.load_state_dict(_products(saved), strict=False)
+    with torch.no_grad():
+        expected = written(tokens).logits
+        base = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)(tokens).logits
+        assert float((expected - base).abs().max()) > 0.1
+        for adapter in (saved.directory / "hf", converted):
+            model = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
+            model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double()
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-9)
+        whole = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64)
+        torch.testing.assert_close(whole(tokens).logits, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["ep2-distributed", "fsdp-dp2"])
+def test_factors_of_experts_are_exported_and_merged(layout: str, saved_by: Any, tmp_path: Path) -> None:
+    saved = saved_by("qwen3_moe", layout)
+    for adapter in (saved.directory / "hf", _converted(saved, tmp_path / "peft")):
+        same_bits(load_file(adapter / "adapter_model.safetensors"), saved.factors)
+        assert json.loads((adapter / "adapter_config.json").read_text())["target_modules"] == sorted(
+            [f"{name}_proj" for name in ("down", "gate", "k", "o", "q", "up", "v")]
+        )
+    files = _converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
+    merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert_close(merged, _products(saved), 1e-6)
+    assert any(".experts." in name for name in saved.factors)
+
+
+def test_a_merged_weight_is_rounded_once(saved_by: Any, tmp_path: Path) -> None:
+    saved = saved_by("qwen3", "tp2", dtype="bfloat16")
+    files = _converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
+    merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    base = load_file(saved.model / "model.safetensors")
+    for name, weight in base.items():
+        a, b = factor_names(name)
+        expected = weight.bfloat16().double()
+        if a in saved.factors:
+            expected = expected + ALPHA / RANK * (saved.factors[b].double() @ saved.factors[a].double())
+        # A float32 product may fall on the other side of a middle between two numbers.
+        assert merged[name].dtype == torch.bfloat16
+        assert float((merged[name] != expected.bfloat16()).double().mean()) < 1e-3, name
