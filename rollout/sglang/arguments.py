@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rollout.adapter import modules_with_factors
 from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
 from slime_like.checks.environment import expandable_segments
@@ -70,8 +71,18 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "sampling_backend": SAMPLING_BACKEND,
         "weight_version": "0",
         "sleep_on_idle": True,  # engines and trainers may share cores
+        **_lora(config.model),
         **({} if on_cpu() else {SLEEP_ARGUMENT: sleeps, WEIGHTS_BACKUP: sleeps and keeps}),
     }
+
+
+def _lora(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of an adapter. Requests without one count as another."""
+    if not model.lora.sends_factors:
+        return {}
+    arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": model.lora.rank, "max_loras_per_batch": 2}
+    arguments |= {"lora_target_modules": modules_with_factors(model), "lora_strict_loading": True}
+    return arguments | ({"lora_backend": "torch_native"} if on_cpu() else {})
 
 
 def _defaults(model: ModelConfig, rollout: RolloutConfig, longest: int) -> dict[str, Any]:

@@ -7,12 +7,14 @@ from typing import Any
 
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
+from rollout.sglang.adapter import SglangAdapter
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
 from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.weights.adapter import ADAPTER
 
 _MODULE = "rollout.sglang.main"
 _END_S = 3.0
@@ -27,6 +29,8 @@ class SglangEngine(EngineBase[ChildProcess]):
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "SGLang")
         self._process: ChildProcess | None = None
+        if config.model.lora.sends_factors:
+            self.targets = {ADAPTER: SglangAdapter(config.model, self._call)}
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config.rollout)

@@ -17,12 +17,14 @@ from rollout.arguments import check_arguments, on_cpu
 from rollout.base import EngineBase, MemoryPart
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
+from rollout.transformers.adapter import TransformersAdapter
 from rollout.transformers.samples import Sample
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.onednn import use_onednn
+from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.received import WeightReceiver
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self._model: Any = None
         self._destinations: dict[str, Tensor] = {}
         self._scheduler: DecodeScheduler | None = None
+        if config.model.lora.sends_factors:
+            adapter = TransformersAdapter(config.model, self._receiver, lambda: self._model, self._finish_update)
+            self.targets = {ADAPTER: adapter}
 
     async def _start(self) -> None:
         check_arguments("transformers", self._config.rollout)

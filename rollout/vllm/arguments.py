@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from rollout.adapter import modules_with_factors
 from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
 from rollout.vllm.sampling import MOST_TIES
-from slime_like.config import EvaluationConfig, RolloutConfig, RunConfig
+from slime_like.checks.engine_arguments import VLLM_RANKS
+from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.models.dimensions import ModelDimensions
 
@@ -110,8 +112,18 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "enable_log_requests": False,
         "generation_config": "vllm",  # no defaults of the checkpoint
+        **_lora(config.model),
         **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
     }
+
+
+def _lora(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of an adapter. On a CPU, requests without one use the last of ``max_loras`` slots."""
+    if not model.lora.sends_factors:
+        return {}
+    rank = next(rank for rank in VLLM_RANKS if rank >= (model.lora.rank or 0))
+    modules = modules_with_factors(model)
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2, "lora_target_modules": modules}
 
 
 def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import common_checksums
+from rollout.vllm.adapter import VllmAdapter
 from rollout.vllm.arguments import SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
@@ -16,6 +17,7 @@ from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import ADAPTER
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -35,6 +37,10 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         super().__init__(config, engine_index, "vLLM")
         self._core = EngineCore(config.rollout, partial(engine_arguments, config, engine_index), self._faults)
         self._masks = False
+        self._adapter: VllmAdapter | None = None
+        if config.model.lora.sends_factors:
+            self._adapter = VllmAdapter(config.model, self._core, self._flush)
+            self.targets = {ADAPTER: self._adapter}
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
@@ -97,8 +103,11 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         return common_checksums(await self._core.workers("received"))
 
     async def _finish_update(self, version: int) -> None:
-        llm = self._alive()
         await self._core.workers("finish_weight_update")
+        await self._flush(version)
+
+    async def _flush(self, version: int) -> None:
+        llm = self._alive()
         await self._core.while_alive(llm.update_weight_version(str(version)))
         await self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
 
@@ -121,9 +130,10 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt_tokens))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
+            adapter = self._adapter and self._adapter.request()
             if request.sampling.stop:
                 llm.output_processor.tokenizer = self._stop_texts.tokenizer
-            async for output in llm.generate(prompt, parameters, request.request_id):
+            async for output in llm.generate(prompt, parameters, request.request_id, lora_request=adapter):
                 if output.finished:
                     return output
         except EngineDeadError as error:

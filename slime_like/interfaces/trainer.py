@@ -1,6 +1,7 @@
 """The interface of a trainer backend: one rank, and every collective operation on it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -134,6 +135,14 @@ class TrainerBackend(Protocol):
 
         Logprobs and entropies are at each sequence's temperature. By default, the modules' own role scores
         (``RankPlacement.role``). The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
+        """
+
+    def trial(self, size: float) -> AbstractContextManager[None]:
+        """Return a context with other factors (``model.lora``), and with the old ones, bit for bit, after it.
+
+        Args:
+            size: 0 if the model shall compute what its base computes; otherwise the size of the factors' outputs for
+                inputs of size 1.
         """
 
     def export_weights(self) -> WeightExport:

@@ -22,6 +22,8 @@ from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import join_rendezvous, use_delta
 
 _PHASE = "exporting weights"
+_TRIAL_SIZES = (0.1, 0.4, 1.6, 6.4)
+"""Sizes of the trial's factors. The first one that the probe notices is used, since rounding grows with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,33 @@ class WeightSync:
             WeightSyncError: a tensor arrived changed, or an engine's logprobs differ from the trainer's.
         """
         self._version = version
+        if self._verifies and self._probe.trial_due:
+            self._try(version)
+        return self._run(version)
+
+    def _try(self, version: int) -> None:
+        """Sync factors that change the logprobs. An engine that ignored factors with B = 0 would not be noticed.
+
+        Merged weights are compared only with the policy's: a trial would cost a whole transfer.
+        """
+        for size in _TRIAL_SIZES:
+            trial = self._ranks.call("trying factors", RankTraining.begin_trial, self._probe.sequences, size)
+            base, changed = given(trial)[0]
+            if self._probe.notices(base, changed):
+                break
+        else:
+            raise WeightSyncError(
+                f"factors of size {size:g} do not change the logprobs of the probe, so it cannot show whether engines "
+                "apply factors",
+                code="trial-unnoticed",
+                remedy="lower sync.probe_tolerance, or use model.lora.sync=merged",
+            )
+        self._run(version)
+        self._turns.training(keep_weights=True)
+        self._ranks.call("restoring factors", RankTraining.end_trial)
+        self._probe.trial_due, self._probe.baseline = False, None
+
+    def _run(self, version: int) -> SyncReport:
         while True:
             if self._supervisor.has_dead:
                 self._turns.starting_engines()

@@ -18,6 +18,7 @@ _ROUTED_BOUND = 0.3
 _LEAST_BOUND = 0.05
 _LEAST_SPREAD = 0.05
 _NOTED, _FAILS = 2.0, 3.0
+_CLEARLY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,12 @@ class ProbeGap:
     @property
     def is_sound(self) -> bool:
         """True if the gap is within the bound; False for NaN."""
-        return (self.largest if self.in_float32 else self.share) <= self.bound
+        return self.counted <= self.bound
+
+    @property
+    def counted(self) -> float:
+        """The difference that ``bound`` bounds."""
+        return self.largest if self.in_float32 else self.share
 
     def __str__(self) -> str:
         if self.in_float32:
@@ -85,12 +91,14 @@ class Probe:
     Attributes:
         sequences: token ids of each sequence.
         baseline: largest share of any engine at the first sync; ``None`` before it.
+        trial_due: whether engines get factors that may still be 0, and have not yet been given others.
     """
 
     def __init__(self, model: ModelConfig, bound: float | None, longest: int, prompts: Sequence[Sequence[int]]) -> None:
         dimensions = ModelDimensions.from_checkpoint(model.path)
         self.sequences = probe_sequences(longest, dimensions.vocab_size, prompts)
         self.baseline: float | None = None
+        self.trial_due = model.lora.sends_factors
         self._dtype, self._layers = model.dtype, dimensions.num_layers
         self._given = bound
         self._first = _ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
@@ -101,6 +109,11 @@ class Probe:
             GenerationRequest(f"probe-{version}-{index}", tokens, sampling, prompt_logprobs=True)
             for index, tokens in enumerate(self.sequences)
         ]
+
+    def notices(self, got: np.ndarray, expected: np.ndarray) -> bool:
+        """Return whether such logprobs of an engine would clearly exceed the bound."""
+        gap = ProbeGap.between(got, expected, self._dtype, self._layers, self._bound())
+        return gap.counted > _CLEARLY * gap.bound
 
     def judge(self, version: int, answers: Sequence[Sequence[Generation]], expected: np.ndarray) -> tuple[float, str]:
         """Compare each engine's answers to ``requests`` with the trainer's logprobs.
