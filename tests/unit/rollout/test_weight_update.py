@@ -21,13 +21,25 @@ def _entries(dtype: str = "float32") -> list[TensorEntry]:
     return [TensorEntry(name, dtype, tuple(tensor.shape), 0, 0, 7) for name, tensor in TENSORS.items()]
 
 
-def _update(state: WeightUpdateState, manifest: Manifest = WHOLE, version: int = 1) -> None:
+def _update(state: WeightUpdateState, manifest: Manifest = WHOLE, version: int = 1, serves: bool = True) -> None:
     state.begin(version, manifest)
     state.check_bucket(_entries())
     received = {entry.name: entry.checksum for entry in _entries()}
     state.check_complete(version, received)
     state.commit(received)
-    state.require_serving()
+    assert state.is_whole is serves
+
+
+def test_a_failed_part_is_repaired_by_its_next_update(rejects: Rejects) -> None:
+    """An adapter's update needs no new model then."""
+    state = WeightUpdateState("engine", dict.fromkeys((MODEL, "head"), SHAPES))
+    head = replace(WHOLE, updates="head")
+    state.begin(1, head)
+    state.fail("a rank died")
+    for update in (WHOLE, head):
+        with rejects(EngineError, "mixed-weights"):
+            state.require_serving()
+        _update(state, update, serves=update is head)
 
 
 REJECTED: dict[str, tuple[str, Callable[[WeightUpdateState], None]]] = {
