@@ -15,8 +15,7 @@ class WeightUpdateState:
     """Bookkeeping of begin, update and finish. Does not hold weights.
 
     After a failed update, the weights are a mixture of two versions. After a sleep without weights, there are none.
-    Nothing may be sampled until an update of every target that is not whole is finished. A check that raises also fails
-    the open update.
+    Nothing may be sampled until the next update is finished. A check that raises also fails the open update.
 
     Args:
         targets: name and shape of every tensor that the manifest of an update must have, by what it updates.
@@ -28,12 +27,11 @@ class WeightUpdateState:
         self._targets = targets
         self._manifest = Manifest({})
         self._open_version: int | None = None
-        self._failure = ""
-        self._broken: set[str] = set()  # targets that are not whole
+        self._failure: str | None = None
 
     def require_serving(self) -> None:
         """Raise ``EngineError`` unless all weights have the same version."""
-        if self._broken:
+        if self._failure is not None:
             raise EngineError(
                 f"{self._engine} {self._failure}",
                 code="mixed-weights",
@@ -43,30 +41,26 @@ class WeightUpdateState:
     @property
     def is_whole(self) -> bool:
         """True if all weights have the same version, and no update is open."""
-        return not self._broken
+        return self._failure is None
 
     def forget(self) -> None:
         """Record that the engine dropped its weights."""
         self._failure = "dropped its weights when it went to sleep"
-        self._broken.add(MODEL)
         self._open_version = None
 
     def begin(self, version: int, manifest: Manifest) -> None:
         """Open an update, and compare its manifest with its target. A tensor that is missing would stay stale."""
-        self._open_version, updates = version, manifest.updates
+        was_whole, self._open_version = self.is_whole, version
         # An open update counts as failed until it is finished, so nothing is sampled whatever happens in between.
         self._failure = f"{_MIXED} the update to version {version} did not finish"
-        is_blocked = MODEL in self._broken and updates != MODEL
-        if not is_blocked:
-            self._broken.add(updates if updates in self._targets else next(iter(self._targets)))
-        if updates not in self._targets:
+        if manifest.updates not in self._targets:
             known = ", ".join(self._targets)
-            raise self._rejection(f"it cannot update {updates}, only {known}", "update-target")
-        if is_blocked:
-            problem = f"it cannot update {updates} before the {MODEL}, which is not whole"
+            raise self._rejection(f"it cannot update {manifest.updates}, only {known}", "update-target")
+        if manifest.updates != MODEL and MODEL in self._targets and not was_whole:
+            problem = f"it cannot update {manifest.updates} before the {MODEL}, which is not whole"
             raise self._rejection(problem, "update-target")
         with self._failing():
-            require_model(manifest, self._targets[updates], self._engine)
+            require_model(manifest, self._targets[manifest.updates], self._engine)
         self._manifest = manifest
 
     def check_bucket(self, entries: Sequence[TensorEntry]) -> None:
@@ -91,7 +85,7 @@ class WeightUpdateState:
         assert self._open_version is not None
         self.version = self._open_version
         self._open_version = None
-        self._broken.discard(self._manifest.updates)
+        self._failure = None
         return UpdateReceipt(self.version, dict(received), hash_s)
 
     def fail(self, reason: str) -> None:

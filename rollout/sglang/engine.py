@@ -3,11 +3,12 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from rollout.adapter import AdapterTarget
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
-from rollout.sglang.adapter import SglangAdapter
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
 from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
@@ -30,7 +31,8 @@ class SglangEngine(EngineBase[ChildProcess]):
         super().__init__(config, engine_index, "SGLang")
         self._process: ChildProcess | None = None
         if config.model.lora.sends_factors:
-            self.targets = {ADAPTER: SglangAdapter(config.model, self._call)}
+            ranks, flush = partial(self._call, "receive"), partial(self._call, "finish_update")
+            self.targets = {ADAPTER: AdapterTarget(config.model, ranks, "sglang.adapter:serve", flush)}
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config.rollout)

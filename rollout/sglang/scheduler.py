@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,12 @@ def _join_without_nccl() -> None:
 def _unpin() -> None:
     """Ignore pinning, which SGLang's LoRA asks for on every device and torch without CUDA rejects."""
 
-    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *values, **options: make(*values, **{**options, "pin_memory": False})
+    def unpinned(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return make(*arguments, **{**options, "pin_memory": False})
 
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     for name in ("tensor", "zeros", "empty"):
-        setattr(torch, name, unpinned(getattr(torch, name)))
+        setattr(torch, name, partial(unpinned, getattr(torch, name)))
 
 
 def _read_seeds() -> None:

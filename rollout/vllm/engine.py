@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rollout.adapter import AdapterTarget
 from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import common_checksums
-from rollout.vllm.adapter import VllmAdapter
-from rollout.vllm.arguments import SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
+from rollout.vllm.arguments import LORA_ID, SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
@@ -37,10 +37,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         super().__init__(config, engine_index, "vLLM")
         self._core = EngineCore(config.rollout, partial(engine_arguments, config, engine_index), self._faults)
         self._masks = False
-        self._adapter: VllmAdapter | None = None
         if config.model.lora.sends_factors:
-            self._adapter = VllmAdapter(config.model, self._core, self._flush)
-            self.targets = {ADAPTER: self._adapter}
+            self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, "vllm.adapter:serve", self._flush)}
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
@@ -93,6 +91,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         info = {"transport": transport, "rendezvous": rendezvous}
         await self._core.workers("init_weight_transfer_engine", init_info=info)
 
+    async def _receive(self, method: str, *arguments: Any) -> list[Any]:
+        return await self._core.workers("receive", call=(method, *arguments))
+
     async def _begin_update(self) -> None:
         await self._core.workers("begin_update")
 
@@ -100,7 +101,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.workers("update_weights", update_info=bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        return common_checksums(await self._core.workers("received"))
+        return common_checksums(await self._receive("received"))
 
     async def _finish_update(self, version: int) -> None:
         await self._core.workers("finish_weight_update")
@@ -123,6 +124,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
         """Return the final output. Converts vLLM's exceptions."""
         from vllm.inputs.engine import tokens_input
+        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from rollout.vllm.sampling import sampling_params
@@ -130,7 +132,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt_tokens))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
-            adapter = self._adapter and self._adapter.request()
+            # The path is not read, because the adapter is loaded.
+            adapter = LoRARequest(ADAPTER, LORA_ID, ADAPTER) if ADAPTER in self.targets else None
             if request.sampling.stop:
                 llm.output_processor.tokenizer = self._stop_texts.tokenizer
             async for output in llm.generate(prompt, parameters, request.request_id, lora_request=adapter):

@@ -85,9 +85,6 @@ SHARES: Mapping[str, str] = {"vllm": "gpu_memory_utilization", "sglang": "mem_fr
 WEIGHTS_BACKUP = "enable_weights_cpu_backup"
 """SGLang's argument that decides whether a sleeping engine keeps its weights. Its ``sleep`` cannot choose."""
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM can make room for an adapter. Its own rank may be smaller."""
-
 DEFAULT_SHARES: Mapping[str, float] = {"vllm": 0.92, "sglang": 0.8}
 """By engine, the default share. vLLM's is its own default. SGLang's is below its default, because its sampler needs
 memory outside the share for a large batch: logits in float32, and sampling in float64."""
@@ -96,11 +93,10 @@ memory outside the share for a large batch: logits in float32, and sampling in f
 def can_keep_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
     """Return whether an engine must be able to sleep with its weights in host memory.
 
-    Sampling after a checkpoint needs it. So do syncs of factors, and models of which an update does not replace every
-    tensor.
+    Sampling after a checkpoint needs it. So do models of which an update does not replace every tensor.
     """
-    default = config.samples_after_saves or config.model.lora.sends_factors or not dimensions.attention.reloads
-    default = default or config.rollout.engine not in SHARES
+    stays = config.model.lora.sends_factors or not dimensions.attention.reloads
+    default = config.samples_after_saves or stays or config.rollout.engine not in SHARES
     return bool(config.rollout.own_engine_args.get(WEIGHTS_BACKUP, default))
 
 
@@ -139,19 +135,16 @@ def adapter_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator
     lora, engine, remedy = config.model.lora, config.rollout.engine, "use model.lora.sync=merged"
     if not lora.sends_factors:
         return
-    if engine == "vllm" and (lora.rank or 0) > VLLM_RANKS[-1]:
-        yield f"model.lora.rank={lora.rank}: vLLM applies factors of rank {VLLM_RANKS[-1]} at most; {remedy}"
+    if engine == "vllm" and (lora.rank or 0) > 512:
+        yield f"model.lora.rank={lora.rank}: vLLM applies factors of rank 512 at most; lower it, or {remedy}"
     if engine in OWNED and (special := dimensions.attention.special):
-        yield f"model.lora.sync=adapter: {engine} may compute {special} without the factors; use merged"
-    if engine not in (*OWNED, *KNOWN) or not dimensions.num_experts:
-        return
+        yield f"model.lora.sync=adapter: {engine} may compute {special} without the factors; {remedy}"
     with suppress(WeightFilesError):  # another check reports it
         names = factor_shapes(lora, header_shapes(config.model.path))
-        if beside := next((name for name in names if ".self_attn." not in name), None):
-            yield (
-                f"model.lora.targets={list(lora.targets)}: {engine} applies no factors of experts and layers beside "
-                f"them ({beside}); target attention, or {remedy}"
-            )
+        has_others = dimensions.num_experts and any(".self_attn." not in name for name in names)
+        if has_others and engine in (*OWNED, *KNOWN):
+            problem = f"{engine} applies no factors of experts, and of layers beside them"
+            yield f"model.lora.targets={list(lora.targets)}: {problem}; target attention, or {remedy}"
 
 
 def _changes(name: str, value: Any) -> Iterator[str]:

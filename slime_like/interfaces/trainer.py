@@ -1,7 +1,6 @@
 """The interface of a trainer backend: one rank, and every collective operation on it."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -137,13 +136,8 @@ class TrainerBackend(Protocol):
         (``RankPlacement.role``). The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
         """
 
-    def trial(self, size: float) -> AbstractContextManager[None]:
-        """Return a context with other factors (``model.lora``), and with the old ones, bit for bit, after it.
-
-        Args:
-            size: 0 if the model shall compute what its base computes; otherwise the size of the factors' outputs for
-                inputs of size 1.
-        """
+    def trial(self, size: float | None) -> None:
+        """Replace the factors by others, whose outputs have about this size, or with ``None`` restore them exactly."""
 
     def export_weights(self) -> WeightExport:
         """Export buckets with Hugging Face names, each at most ``config.sync.bucket_mb``, and their manifest.

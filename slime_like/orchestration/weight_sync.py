@@ -7,7 +7,7 @@ import numpy as np
 
 from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, TrainerBackend, UpdateReceipt
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
@@ -126,26 +126,25 @@ class WeightSync:
         return self._run(version)
 
     def _try(self, version: int) -> None:
-        """Sync factors that change the logprobs. An engine that ignored factors with B = 0 would not be noticed.
+        """Sync factors that change the logprobs, since an engine that ignores factors with B = 0 would not be noticed.
 
-        Merged weights are compared only with the policy's: a trial would cost a whole transfer.
+        It would serve the same before and after the trial, so it fails the probe of one of both. There is no such trial
+        of merged weights, which would cost a whole transfer.
         """
+        probe, phase = self._probe, "trying factors"
+        before = given(self._ranks.call(phase, RankTraining.probe, probe.sequences))[0]
         for size in _TRIAL_SIZES:
-            trial = self._ranks.call("trying factors", RankTraining.begin_trial, self._probe.sequences, size)
-            base, changed = given(trial)[0]
-            if self._probe.notices(base, changed):
+            self._ranks.call(phase, TrainerBackend.trial, size)
+            after = given(self._ranks.call(phase, RankTraining.probe, probe.sequences))[0]
+            if probe.notices(after, before):
                 break
         else:
-            raise WeightSyncError(
-                f"factors of size {size:g} do not change the logprobs of the probe, so it cannot show whether engines "
-                "apply factors",
-                code="trial-unnoticed",
-                remedy="lower sync.probe_tolerance, or use model.lora.sync=merged",
-            )
+            problem = "no factors change the logprobs of the probe by more than its bound"
+            raise WeightSyncError(problem, code="trial-unnoticed", remedy="lower sync.probe_tolerance")
         self._run(version)
         self._turns.training(keep_weights=True)
-        self._ranks.call("restoring factors", RankTraining.end_trial)
-        self._probe.trial_due, self._probe.baseline = False, None
+        self._ranks.call(phase, TrainerBackend.trial, None)
+        probe.trial_due, probe.baseline = False, None
 
     def _run(self, version: int) -> SyncReport:
         while True:

@@ -116,6 +116,7 @@ class WeightReceiver:
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
+        self.kept.clear()
 
     def _receive(self, bucket: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         return self._receivers[bucket.transport].receive(bucket)

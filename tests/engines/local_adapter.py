@@ -1,7 +1,5 @@
 """``LocalTrainers`` with low-rank factors: Hugging Face's model with hooks, which computes base and product apart."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,6 @@ from torch import Tensor
 from backends.common.trainer.lora import Initial, Trial
 from slime_like.config import LoraConfig
 from slime_like.interfaces import Manifest
-from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.weights.adapter import ADAPTER, factor_names, factor_shapes
 from tests.engines.local_sync import LocalTrainers
 
@@ -25,14 +22,12 @@ class LocalAdapterTrainers(LocalTrainers):
         super().__init__(model, directory)
         self._lora = lora
         self.shapes = factor_shapes(lora, {name: tuple(weight.shape) for name, weight in self.weights.items()})
-        self.factors = _read(Initial(self.shapes))
+        self.factors = self._own = _read(Initial(self.shapes))
         for name in self.weights:
             a, b = factor_names(name)
             if a in self.shapes:
                 layer = self.model.get_submodule(name.removesuffix(".weight"))
                 layer.register_forward_hook(partial(self._add, a, b))
-        # ``RankTraining`` computes trials with these.
-        self._backend, self._trial = self, RankTraining((), None, None)._trial  # type: ignore[arg-type]
 
     def train(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,21 +40,12 @@ class LocalAdapterTrainers(LocalTrainers):
     def begin_export(self) -> list[Manifest]:
         return [replace(part, updates=ADAPTER) for part in super().begin_export()]
 
-    @contextmanager
-    def trial(self, size: float) -> Iterator[None]:
-        before, self.factors = self.factors, _read(Trial(self.shapes, size / self._lora.scale))
-        yield
-        self.factors = before
-
-    def begin_trial(self, sequences: list[list[int]], size: float) -> list[Any]:
-        self.end_trial()
-        with self.trial(0.0):
-            (base,) = self.probe(sequences)
-        self._trial.enter_context(self.trial(size))
-        return [(base, *self.probe(sequences))]
-
-    def end_trial(self) -> list[None]:
-        self._trial.close()
+    def trial(self, size: float | None) -> list[None]:
+        """Like ``TrainerBackend.trial``."""
+        if size is None:
+            self.factors = self._own
+        else:
+            self.factors = _read(Trial(self.shapes, size / self._lora.scale))
         return [None]
 
     def _add(self, a: str, b: str, layer: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:

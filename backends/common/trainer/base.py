@@ -77,7 +77,7 @@ class TrainerBase(TrainerBackend):
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
         self._objective = objective_of(self._role.head)(config.algorithm)
-        self._step = StepSums()
+        self._step, self._trial = StepSums(), contextlib.ExitStack()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
     @abstractmethod
@@ -276,12 +276,12 @@ class TrainerBase(TrainerBackend):
             return _named(self.config.roles[name], self._score(micro_batches))
 
     # ------------------------------------------------------------------------------------------- transfer of the state
-    @contextlib.contextmanager
-    def trial(self, size: float) -> Iterator[None]:
+    def trial(self, size: float | None) -> None:
         self.settle_weights()
-        with self.state.preserved(on_device=True):
+        self._trial.close()
+        if size is not None:
+            self._trial.enter_context(self.state.preserved(on_device=True))
             self.state.fill_factors(partial(Trial, size=size / self.config.model.lora.scale))
-            yield
 
     @property
     def _bucket_bytes(self) -> int:

@@ -45,12 +45,8 @@ class Initial:
 
 
 class Trial(Initial):
-    """Factors that change what the model computes, the same in every layout.
-
-    Args:
-        size: B is uniform within this bound, divided by the root of the rank. So is the product's size, if inputs have
-            size 1.
-    """
+    """Factors that change what the model computes, the same in every layout: B is uniform within ``size`` divided by
+    the root of the rank."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], size: float = 0.1) -> None:
         super().__init__(shapes)

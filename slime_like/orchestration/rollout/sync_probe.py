@@ -1,7 +1,7 @@
 """Probe of a weight sync: text for which the logprobs of engines and trainer must agree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -18,7 +18,6 @@ _ROUTED_BOUND = 0.3
 _LEAST_BOUND = 0.05
 _LEAST_SPREAD = 0.05
 _NOTED, _FAILS = 2.0, 3.0
-_CLEARLY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +67,7 @@ class ProbeGap:
     @property
     def is_sound(self) -> bool:
         """True if the gap is within the bound; False for NaN."""
-        return self.counted <= self.bound
-
-    @property
-    def counted(self) -> float:
-        """The difference that ``bound`` bounds."""
-        return self.largest if self.in_float32 else self.share
+        return (self.largest if self.in_float32 else self.share) <= self.bound
 
     def __str__(self) -> str:
         if self.in_float32:
@@ -111,9 +105,9 @@ class Probe:
         ]
 
     def notices(self, got: np.ndarray, expected: np.ndarray) -> bool:
-        """Return whether such logprobs of an engine would clearly exceed the bound."""
+        """Return whether such logprobs of an engine would exceed the bound, even if it were twice as large."""
         gap = ProbeGap.between(got, expected, self._dtype, self._layers, self._bound())
-        return gap.counted > _CLEARLY * gap.bound
+        return not replace(gap, bound=2 * gap.bound).is_sound
 
     def judge(self, version: int, answers: Sequence[Sequence[Generation]], expected: np.ndarray) -> tuple[float, str]:
         """Compare each engine's answers to ``requests`` with the trainer's logprobs.

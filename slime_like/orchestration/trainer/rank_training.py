@@ -3,7 +3,6 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +42,6 @@ class RankTraining:
         self._minibatches: list[Minibatch] = []
         self._busy_s = 0.0
         self._scoring_s = defaultdict[str, float](float)
-        self._trial = ExitStack()
 
     @property
     def packs(self) -> Iterator[PackedTrajectory]:
@@ -147,20 +145,6 @@ class RankTraining:
         ]
         scored = self._backend.score([pack_sequences(probes)])
         return None if scored is None else scored[0]["old_logprobs"].cpu().numpy()
-
-    def begin_trial(self, sequences: list[list[int]], size: float) -> tuple[np.ndarray, np.ndarray] | None:
-        """Replace the factors by others until ``end_trial``; see ``TrainerBackend.trial``. Return ``probe`` without
-        factors, and with these."""
-        self.end_trial()
-        with self._backend.trial(0.0):
-            base = self.probe(sequences)
-        self._trial.enter_context(self._backend.trial(size))
-        changed = self.probe(sequences)
-        return None if base is None or changed is None else (base, changed)
-
-    def end_trial(self) -> None:
-        """Restore the factors."""
-        self._trial.close()
 
     def _freeze(self, packs: list[PackedTrajectory], role: str) -> None:
         scored = self._backend.score(packs, role)
