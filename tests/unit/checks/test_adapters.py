@@ -53,6 +53,14 @@ def test_factors_that_an_engine_applies(family: str, engine: str, flags: tuple[s
     assert check(load_config(None, given(tmp_path, family, engine, flags))) == []
 
 
+def test_an_adapter_is_no_model(tmp_path: Path, rejects: Rejects) -> None:
+    adapter = tmp_path / "hf"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    with rejects(ConfigError, "model.path"):
+        require_valid(load_config(None, [*sound_flags(tmp_path), "--model.path", str(adapter)]))
+
+
 def test_an_evaluation_needs_factors(tmp_path: Path, rejects: Rejects) -> None:
     flags = [*given(tmp_path, "qwen3", "vllm", ()), "--evaluation.files", str(tmp_path / "train.jsonl")]
     with rejects(ConfigError, "evaluation"):
