@@ -20,8 +20,10 @@ from slime_like.interfaces import RankPlacement
 from tests.parallel.lora import (
     LoraCase,
     LoraResult,
+    check_base,
     check_factor_gradients,
     check_merged,
+    check_norm,
     check_reference,
     lora_rank,
     make_lora_case,
@@ -48,6 +50,16 @@ def replicated_factors_are_not_marked() -> None:
     lora.Factors.__init__ = without_mark  # type: ignore[method-assign]
 
 
+def replicated_factors_count_on_every_rank() -> None:
+    correct = lora.set_tensor_model_parallel_attributes
+    lora.set_tensor_model_parallel_attributes = lambda factor, is_split, *rest: correct(factor, True, *rest)
+
+
+def experts_count_only_on_the_first_rank() -> None:
+    correct = lora.set_tensor_model_parallel_attributes
+    lora.set_tensor_model_parallel_attributes = lambda factor, is_split, *rest: correct(factor, False, *rest)
+
+
 def keys_and_values_are_swapped_in_the_export() -> None:
     correct = export.place_factors
 
@@ -68,6 +80,11 @@ def _without_order(placed: Placement) -> Placement:
 def alpha_is_forgotten_in_the_export() -> None:
     correct = lora.merged
     lora.merged = lambda weight, a, b, owner, scale: correct(weight, a, b, owner, 1.0)
+
+
+def weights_are_merged_in_place() -> None:
+    correct = lora.merged
+    lora.merged = lambda weight, *factors: weight.copy_(correct(weight, *factors))
 
 
 def owners_are_forgotten() -> None:
@@ -103,13 +120,23 @@ class Mutation:
     caught_by: Comparison
 
 
-COMPARISONS: list[Comparison] = [check_scores, check_reference, check_factor_gradients, check_merged]  # type: ignore[list-item]
+COMPARISONS: list[Comparison] = [
+    check_scores,
+    check_reference,
+    check_factor_gradients,
+    check_norm,
+    check_merged,
+    check_base,
+]  # type: ignore[list-item]
 MUTATIONS = [
     Mutation(gradients_of_a_are_not_summed, "qwen3", TP2, check_factor_gradients),
     Mutation(replicated_factors_are_not_marked, "qwen3", TP2_SP, check_factor_gradients),
     Mutation(replicated_factors_are_not_marked, "qwen3_moe", TP2_SP, check_factor_gradients),
+    Mutation(replicated_factors_count_on_every_rank, "qwen3", TP2_SP, check_norm),
+    Mutation(experts_count_only_on_the_first_rank, "qwen3_moe", {**TP2_SP, "expert": 2}, check_norm),
     Mutation(keys_and_values_are_swapped_in_the_export, "qwen3", {}, check_factor_gradients),
     Mutation(alpha_is_forgotten_in_the_export, "qwen3", TP2, check_merged),
+    Mutation(weights_are_merged_in_place, "qwen3", {}, check_base),
     Mutation(owners_are_forgotten, "qwen3", {}, COMPARISONS[0]),
     Mutation(the_reference_keeps_its_factors, "qwen3", {}, check_reference),
     Mutation(recomputed_layers_get_no_gradient, "qwen3", {"recompute": "full"}, check_factor_gradients),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
@@ -138,12 +139,14 @@ def make_lora_case(family: str, directory: Path, steps: int = STEPS, **settings:
 class LoraResult(RankResult):
     """``weights`` and ``exported`` are factors and their gradients by PEFT's name, only on ranks that send them.
 
-    ``base`` and ``merged`` are the weights without factors, and with the updated ones.
+    ``base`` and ``merged`` are the weights without factors, and with the updated ones. ``changed`` are the names of
+    other parameters that changed.
     """
 
     reference: list[Scores] | None = None
     base: Factors = field(default_factory=dict)
     merged: Factors = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
 
 
 class Given(Initial):
@@ -182,16 +185,26 @@ def lora_rank(
         exported = exported_gradients(trainer, denominator)
         stats = optimizer_steps(trainer, STEPS, denominator, lambda: train_windows(trainer, filled, denominator))
         trainer.settle_weights()
-        for name, weight in _untrained(trainer).items():
-            assert torch.equal(weight, frozen[name]), f"{name} changed"
-        assert not any(hasattr(p, "main_grad") for c in trainer.chunks for p in c.parameters() if not p.requires_grad)
         merged = exported_from(trainer)
+        changed = [name for name, weight in _untrained(trainer).items() if not torch.equal(weight, frozen[name])]
+        buffered = [parameter for chunk in trainer.wrapped for parameter in chunk.param_to_bucket_group]
+        assert all(parameter.requires_grad for parameter in buffered)
         adapter = config.model.lora.model_copy(update={"sync": "adapter"})
         trainer.state._model = config.model.model_copy(update={"lora": adapter})
         scored, reference = (part and part[: len(mine)] for part in (scored, reference))
         weights = exported_from(trainer)
         return LoraResult(
-            place, indices, scored, {}, stats, weights, exported, reference=reference, base=base, merged=merged
+            place,
+            indices,
+            scored,
+            {},
+            stats,
+            weights,
+            exported,
+            reference=reference,
+            base=base,
+            merged=merged,
+            changed=changed,
         )
 
 
@@ -210,6 +223,16 @@ def dropout_rank(
             if parameter.requires_grad and not parameter.tensor_model_parallel
         }
         return LoraResult(trainer.coordinates, list(range(len(packs))), scored, replicated, [], {}, exported)
+
+
+def reference_rank(
+    placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], factors: Factors
+) -> tuple[Tensor, ...]:
+    """Return logprobs of the policy, of the reference, and of the policy again."""
+    with running(placement, config) as trainer:
+        fill(trainer, factors)
+        found = [trainer.score(packs, role) for role in (None, "reference", None)]
+        return tuple(torch.cat([next(iter(scores.values())) for scores in one]) for one in found)
 
 
 def _untrained(trainer: Any) -> Factors:
@@ -247,8 +270,10 @@ def check_lora(case: LoraCase, results: list[LoraResult]) -> None:
     check_reference(case, results)
     check_loss(case, results)  # type: ignore[arg-type]
     check_factor_gradients(case, results)
+    check_norm(case, results)
     check_changes(case, sent(results, "weights"))
     check_merged(case, results)
+    check_base(case, results)
 
 
 def check_reference(case: LoraCase, results: list[LoraResult]) -> None:
@@ -263,10 +288,22 @@ def check_reference(case: LoraCase, results: list[LoraResult]) -> None:
         start += pack.num_sequences
 
 
+def check_base(case: LoraCase, results: list[LoraResult]) -> None:
+    """No bit of the other weights may change, in training or by merging."""
+    assert not any(result.changed for result in results)
+
+
 def check_factor_gradients(case: LoraCase, results: list[LoraResult]) -> None:
     gradients = case.expected.gradients
     assert all(gradients[name].norm() > 0 for name in gradients)
     check_tensors(sent(results, "exported"), gradients, GRADIENT_BOUND)
+
+
+def check_norm(case: LoraCase, results: list[LoraResult]) -> None:
+    """Every factor counts once in the norm that clips gradients, however many ranks hold it."""
+    expected = float(torch.stack([gradient.norm() for gradient in case.expected.gradients.values()]).norm())
+    norms = [stats.grad_norm for result in results if (stats := result.stats[0]) is not None]
+    assert norms and all(float(norm) == pytest.approx(expected, rel=1e-4) for norm in norms)
 
 
 def check_merged(case: LoraCase, results: list[LoraResult]) -> None:

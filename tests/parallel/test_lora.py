@@ -9,16 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from backends.megatron.attention import for_factors, machine_problems
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.parallel import alone_as
+from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from tests.parallel.lora import LoraCase, check_lora, check_merged, dropout_rank, make_lora_case, run_lora, sent
-from tests.parallel.parity import GRADIENT_BOUND, Settings, check_scores, check_tensors
+from tests.parallel.lora import (
+    LoraCase,
+    check_lora,
+    check_merged,
+    dropout_rank,
+    make_lora_case,
+    reference_rank,
+    run_lora,
+    sent,
+)
+from tests.parallel.parity import GRADIENT_BOUND, LOGPROB_BOUND, Settings, check_scores, check_tensors
+from tests.parallel.ranks import run_ranks
+from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close
 from tests.parallel.test_parity import LAYOUTS
+from tests.parallel.tiny import save_checkpoint
 
 RECOMPUTED = {"recompute": "full"}
 LAYOUTS_OF_FACTORS = {
@@ -110,6 +124,19 @@ def test_dropout_is_off_in_scores_and_repeats_in_recomputation(lora_cases: Any, 
         assert float((found["single"][name] - gradient).norm()) > 0.05 * float(gradient.norm()), name
     check_tensors(found["recomputed"], found["single"], GRADIENT_BOUND)
     check_tensors(found["tp2-recomputed"], found["tp2"], GRADIENT_BOUND)
+
+
+def test_a_reference_of_another_path_has_no_factors(lora_cases: Any, tmp_path: Path) -> None:
+    case, other = lora_cases("qwen3"), save_checkpoint("qwen3", tmp_path / "other", seed=1)
+    config = case.config(tmp_path, {"tensor": 2})
+    config = RunConfig(**{**dict(config), "reference": {"path": other}})
+    arguments = config, case.packs(), case.factors
+    reference = Reference(other, config.algorithm)
+    with torch.no_grad():
+        of_other = [reference.score(sequence)[0] for sequence in case.sequences]
+    for before, scored, after in run_ranks(reference_rank, 2, tmp_path / "ranks", *arguments):
+        assert torch.equal(before, after)
+        torch.testing.assert_close(scored.double(), torch.cat(of_other), rtol=0, atol=LOGPROB_BOUND)
 
 
 @pytest.mark.parametrize(
