@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,9 @@ class Factors(nn.Module):
         self.name, self.weight, self._settings = name, weight, settings
         *experts, out, width = parameter.shape
         self._matrices = len(stored_shapes(weight, tuple(parameter.shape))) // math.prod(experts)
-        rank, like = settings.rank or 0, {"dtype": torch.float32, "device": parameter.device}
-        self.a = nn.Parameter(torch.empty(*experts, self._matrices * rank, width, **like))
-        self.b = nn.Parameter(torch.empty(*experts, out, rank, **like))
+        rank, empty = settings.rank or 0, partial(parameter.new_empty, dtype=torch.float32)
+        self.a = nn.Parameter(empty((*experts, self._matrices * rank, width)))
+        self.b = nn.Parameter(empty((*experts, out, rank)))
 
     def forward(self, x: Tensor, ends: Tensor | None = None) -> Tensor:
         """Return the scaled product, (..., out), for (..., in) rows.
@@ -108,6 +109,7 @@ class _OfStacks(nn.ModuleDict):
 
     def reset_parameters(self) -> None:
         for factors in self.values():
+            assert isinstance(factors, Factors)
             factors.reset_parameters()
 
 

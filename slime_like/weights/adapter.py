@@ -1,5 +1,6 @@
 """Names and shapes of an adapter's tensors, which are the same for trainers, engines, plans and PEFT directories."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ PREFIX = "base_model.model."
 """PEFT's prefix of module names."""
 
 _WEIGHT = ".weight"
-_LAYERS = "model.layers."
+_LAYERS = re.compile(r"(model|gpt_neox|transformer)\.(layers|h)\.")
 _ROUTER = ".mlp.gate.weight"
 
 Shape = tuple[int, ...]
@@ -25,7 +26,7 @@ Shape = tuple[int, ...]
 
 def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
     """Return whether the Hugging Face tensor is a matrix with factors."""
-    if len(shape) != 2 or not name.startswith(_LAYERS) or not name.endswith(_WEIGHT) or name.endswith(_ROUTER):
+    if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or name.endswith(_ROUTER):
         return False
     module = name.removesuffix(_WEIGHT)
     return ALL_LINEAR in settings.targets or any(f".{module}".endswith(f".{target}") for target in settings.targets)

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from backends.common.trainer.lora import Initial
-from backends.megatron.families import family_of
 from slime_like.algorithms.packing.pack import zero_weight_pack
 from slime_like.config import AlgorithmConfig, LoraConfig, RunConfig
 from slime_like.interfaces import RankPlacement, Scores
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import header_shapes
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.adapter import factor_names, factor_shapes
 from tests.parallel.parity import (
@@ -91,9 +90,8 @@ class LoraReference(Reference):
 
 def random_factors(checkpoint: Path, settings: LoraConfig) -> Factors:
     """Return factors of which neither is 0, in float32."""
-    dimensions = ModelDimensions.from_checkpoint(checkpoint)
     generator = torch.Generator().manual_seed(1)
-    shapes = factor_shapes(settings, family_of(dimensions).hf_shapes(dimensions))
+    shapes = factor_shapes(settings, header_shapes(checkpoint))
     return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

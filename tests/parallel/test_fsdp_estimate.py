@@ -8,7 +8,7 @@ from typing import Any
 
 from backends.fsdp.parallel import shard_of
 from backends.fsdp.planning.estimate import estimate, rank_kinds
-from slime_like.config import RunConfig
+from slime_like.config import LoraConfig, RunConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel.held import storage_bytes
 from tests.parallel.ranks import run_each
@@ -29,6 +29,8 @@ def test_weights_and_moments_are_as_planned(tmp_path: Path) -> None:
     sections["trainer"] = {"backend": "fsdp", "target_tokens_per_batch": 96}
     models = [save_checkpoint(family, tmp_path / family) for family in ("qwen2", "qwen3_moe", "deepseek_v3")]
     configs = [tiny_config(model, tmp_path, {"context": 3}, "bfloat16", **sections) for model in models]
+    lora = configs[1].model.model_copy(update={"lora": LoraConfig(rank=4)})
+    configs.append(configs[1].model_copy(update={"model": lora}))
     held = run_each(_held, 3, tmp_path / "ranks", [(config,) for config in configs])
     for config, found in zip(configs, held, strict=True):
         (kind,) = rank_kinds(config.trainer)
