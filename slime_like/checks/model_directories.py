@@ -50,7 +50,7 @@ def lora_problems(model: ModelConfig) -> Iterator[str]:
     lora = model.lora
     if lora.path is not None:
         found, problems = read_adapter(lora.path)
-        yield from (f"model.lora.path={lora.path}: {problem}" for problem in problems)
+        yield from (f"model.lora.{problem}" for problem in problems)
         for name, value in found.items():
             if (ours := sorted(lora.targets) if isinstance(value, list) else getattr(lora, name)) != value:
                 yield f"model.lora.{name}={ours}: the adapter in model.lora.path has {value}; set it to that"

@@ -114,8 +114,8 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="wrong-checkpoint")
     _require_output(options.checkpoint, options.out, options.force)
     config = _checked(model, flags)
-    if problem := checkpoint_problem(weights.parent, config.model, config.trainer.backend, "CHECKPOINT"):
-        raise ConfigError(problem, code="wrong-checkpoint")
+    if differs := checkpoint_problem(weights.parent, config.model, config.trainer.backend, "CHECKPOINT"):
+        raise ConfigError(differs, code="wrong-checkpoint")
     if options.merge and not config.model.lora.is_set:
         raise ConfigError("--merge: the checkpoint has no factors (model.lora); remove it", code="no-factors")
     from slime_like.conversion.convert import converter_of, reported

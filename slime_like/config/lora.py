@@ -19,7 +19,7 @@ _HARMLESS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_
 _HARMLESS |= {"peft_version", "qalora_group_size", "revision", "task_type"}
 """PEFT's settings that change neither what an adapter computes nor which tensors it has."""
 _SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
-_OFF = (None, False, "none", [], {})  # values with which any other setting has no effect
+_OFF: tuple[Any, ...] = (None, False, "none", [], {})  # values with which any other setting has no effect
 
 
 def _names(value: Any) -> Any:
@@ -71,9 +71,7 @@ class LoraConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if not self.is_set and (changed := self.changed):
             problems = [] if self.path is None else read_adapter(self.path)[1]
-            yield from (f"path={self.path}: {problem}" for problem in problems)
-            if not problems:
-                yield f"{changed} applies only with factors; set rank, or remove it"
+            yield from problems or [f"{changed} applies only with factors; set rank, or remove it"]
         if not self.targets or "" in self.targets:
             yield "targets is empty; name modules, or use all-linear"
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
@@ -81,18 +79,16 @@ class LoraConfig(Section):
 
 
 def read_adapter(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return rank, alpha and targets of a PEFT adapter, and its problems, each with a remedy."""
+    """Return rank, alpha and targets of a PEFT adapter, and problems of the field ``path``, each with a remedy."""
     try:
         raw = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         rank, targets = int(raw.pop("r")), raw.pop("target_modules")
         alpha = raw.pop("lora_alpha") * (math.sqrt(rank) if raw.pop("use_rslora", False) else 1)
         targets = targets if isinstance(targets, str) else sorted(targets)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        return {}, [f"{ADAPTER_CONFIG} cannot be read ({error!r}); give a directory that PEFT wrote"]
+        return {}, [f"path={path}: {ADAPTER_CONFIG} cannot be read ({error!r}); give a directory that PEFT wrote"]
     odd = {key: one for key, one in raw.items() if key not in _HARMLESS and one not in _SUPPORTED.get(key, _OFF)}
     if isinstance(targets, str) and targets != ALL_LINEAR:  # a regular expression
         odd["target_modules"] = targets
-    problems = [
-        f"{ADAPTER_CONFIG} has {key}={one}, which is not supported; use another adapter" for key, one in odd.items()
-    ]
-    return {"rank": rank, "alpha": alpha, "targets": targets}, problems
+    found = {"rank": rank, "alpha": alpha, "targets": targets}
+    return found, [f"path={path}: {key}={one} is not supported; use another adapter" for key, one in odd.items()]

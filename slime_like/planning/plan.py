@@ -7,7 +7,7 @@ from math import prod
 from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import layout_problems
-from slime_like.checks.model_directories import reference_problems, target_problems
+from slime_like.checks.model_directories import reference_problems
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
@@ -107,7 +107,6 @@ def _check_tensors(plan: Plan, backend: type[TrainerBackend]) -> None:
             wrong += checks.tensor_problems(path, expected)
         except WeightFilesError as error:
             wrong = [f"model.path={path}: {error}"]
-    wrong += target_problems(config.model.lora, expected)
     plan.problems += wrong
     if not wrong:
         plan.notes.append(f"all {len(expected)} tensors of this architecture map onto the ranks; {weights}")

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from slime_like.algorithms.packing.prefixes import pays
+from slime_like.checks.model_directories import target_problems
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend, load_backend
@@ -75,11 +76,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A configuration with everything that a plan is computed from.
-
-    Attributes:
-        factors: number of elements of all low-rank factors.
-    """
+    """A configuration with everything that a plan is computed from. ``factors`` counts elements of low-rank factors."""
 
     config: RunConfig
     dimensions: ModelDimensions
@@ -91,13 +88,16 @@ class PlannedRun:
     def of(cls, config: RunConfig, mean_prompt: float | None = None, mean_response: float | None = None) -> Self:
         """
         Raises:
-            ConfigError: the model's ``config.json`` cannot be read.
+            ConfigError: the model's ``config.json`` cannot be read, or it has no matrix of a name in ``lora.targets``.
         """
         dimensions = ModelDimensions.from_checkpoint(config.model.path)
         workload, lora, factors = Workload.of(config, mean_prompt, mean_response), config.model.lora, 0
         if lora.is_set:
             one_rank = config.trainer.model_copy(update={"parallel": ParallelConfig()})
-            tensors = plannable_backend(config.trainer.backend).converter(config.model, one_rank).prove()
+            backend: Any = plannable_backend(config.trainer.backend)
+            tensors = backend.converter(config.model, one_rank).prove()
+            if wrong := list(target_problems(lora, tensors)):
+                raise ConfigError(wrong, code="model.lora")
             factors = sum(map(math.prod, factor_shapes(lora, tensors).values()))
         return cls(config, dimensions, Hardware.of(config.cluster), workload, factors)
 

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from slime_like.commands.main import main
+from slime_like.commands.root import run
+from slime_like.errors import ConfigError
 from tests.conftest import Tiny
+from tests.end_to_end.test_score import assert_scored_as_by, write_rows
 from tests.support.processes import succeed
+from tests.support.rejections import Rejects
 
 
 def test_from_hugging_face_through_a_run_and_back(
@@ -27,3 +31,26 @@ def test_from_hugging_face_through_a_run_and_back(
     assert "values:" in capsys.readouterr().out
     files = {file.name for file in back.iterdir()}
     assert files == {file.name for file in tiny.model.iterdir()} and "tokenizer.json" in files
+
+
+def test_factors_through_a_run_and_back(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], rejects: Rejects
+) -> None:
+    """The converted adapter is the exported one, and the merged model's logprobs are the checkpoint's scores."""
+    run_dir, adapter, merged = tmp_path / "run", tmp_path / "adapter", tmp_path / "merged"
+    flags = ["--model.lora.rank", "4", "--steps", "2", "--trainer.optimizer.lr", "0.01"]
+    succeed(tiny.sft_flags(run_dir, *flags, "--trainer.parallel.tensor", "2"), tmp_path / "log")
+    checkpoint = str(run_dir / "checkpoints" / "latest")
+    with rejects(ConfigError, "wrong-checkpoint"):
+        run(["convert", "to-hf", checkpoint, str(adapter), "--model.lora.alpha", "7"])
+    assert main(["convert", "to-hf", checkpoint, str(adapter)]) == 0
+    assert main(["convert", "check", str(adapter), str(run_dir / "hf")]) == 0
+    assert main(["convert", "check", str(adapter), checkpoint]) == 0
+    assert capsys.readouterr().out.count("bit for bit") == 2
+    assert (adapter / "adapter_config.json").read_text() == (run_dir / "hf" / "adapter_config.json").read_text()
+    assert main(["convert", "to-hf", checkpoint, str(merged), "--merge"]) == 0
+    assert main(["convert", "check", str(merged), str(tiny.model)]) == 1
+    rows = write_rows(tmp_path / "in.jsonl")
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    succeed(["score", checkpoint, *files, "--trainer.parallel.pipeline", "2"], tmp_path / "score", 270.0)
+    assert_scored_as_by(merged, rows, tmp_path / "out.jsonl")

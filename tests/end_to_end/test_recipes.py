@@ -171,6 +171,13 @@ def test_contradicting_options_are_rejected(flags: str, code: str, rejects: Reje
         run(["plan", "configs/qwen2.5_0.5b.yaml", *flags.split()])
 
 
+def test_targets_must_be_matrices_of_the_model(small: list[str], rejects: Rejects) -> None:
+    """The model has no weight files here."""
+    with rejects(ConfigError, "model.lora") as caught:
+        run(["plan", "configs/qwen2.5_0.5b.yaml", *small, "--model.lora.rank", "8", "--model.lora.targets", "v_prj"])
+    assert "v_prj; use v_proj" in str(caught.value.problems[0])
+
+
 def test_search_and_preflight_exclude_each_other() -> None:
     with pytest.raises(SystemExit, match="2"):
         run(["plan", "configs/qwen2.5_0.5b.yaml", "--search", "--preflight"])

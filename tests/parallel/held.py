@@ -36,7 +36,7 @@ def held_by(trainer: Any) -> Held:
     return Held(
         parameters=sum(weight.numel() for weight in weights),
         parameter_bytes=sum(of_weights.values()),
-        gradient_bytes=storage_bytes(weight.main_grad for weight in weights),
+        gradient_bytes=storage_bytes(weight.main_grad for weight in weights if weight.requires_grad),
         optimizer_bytes=sum(extra.values()),
     )
 

@@ -152,7 +152,7 @@ def _start(placement: RankPlacement, config: RunConfig) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------- other programs
-def _converted(saved: Saved, output: Path, **options: Any) -> Path:
+def converted(saved: Saved, output: Path, **options: Any) -> Path:
     """Convert the run's checkpoint as ``slime-like convert to-hf`` does."""
     config = saved.config
     converter = load_backend(config.trainer.backend).converter(config.model, config.trainer)
@@ -171,34 +171,63 @@ def _products(saved: Saved) -> dict[str, Tensor]:
     return weights
 
 
+TOKENS = torch.arange(40).view(2, 20)
+
+
+@torch.no_grad()
+def expected_logits(saved: Saved) -> Tensor:
+    """Return the logits of transformers' model with the products written into its weights, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
+    base = model(TOKENS).logits
+    model.load_state_dict(_products(saved), strict=False)
+    assert float((model(TOKENS).logits - base).abs().max()) > 0.1
+    return model(TOKENS).logits
+
+
+@torch.no_grad()
+def check_adapter(saved: Saved, adapter: Path, expected: Tensor) -> None:
+    """Compare what PEFT computes with the adapter."""
+    model = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
+    model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double()
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def check_whole(merged: Path, expected: Tensor) -> None:
+    """Compare what transformers computes with the merged model, whose sums are rounded to float32."""
+    model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64)
+    torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["tp2-sp-dp2-distributed", "fsdp-dp2"])
 def test_peft_computes_what_was_trained(layout: str, saved_by: Any, tmp_path: Path) -> None:
     """PEFT loads the exported and the converted adapter; transformers loads the merged model."""
-    saved, tokens = saved_by("qwen3", layout), torch.arange(40).view(2, 20)
-    converted, merged = _converted(saved, tmp_path / "peft"), _converted(saved, tmp_path / "merged", merge=True)
-    written = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
-    written.load_state_dict(_products(saved), strict=False)
-    with torch.no_grad():
-        expected = written(tokens).logits
-        base = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)(tokens).logits
-        assert float((expected - base).abs().max()) > 0.1
-        for adapter in (saved.directory / "hf", converted):
-            model = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
-            model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double()
-            torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=1e-9)
-        whole = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64)
-        torch.testing.assert_close(whole(tokens).logits, expected, rtol=0, atol=1e-5)
+    saved = saved_by("qwen3", layout)
+    expected = expected_logits(saved)
+    check_adapter(saved, saved.directory / "hf", expected)
+    check_adapter(saved, converted(saved, tmp_path / "peft"), expected)
+    check_whole(converted(saved, tmp_path / "merged", merge=True), expected)
+
+
+def test_layers_may_have_different_targets(saved_by: Any, tmp_path: Path) -> None:
+    targets = "layers.1.mlp.up_proj,q_proj"
+    saved = saved_by("qwen3", "tp2", targets=targets)
+    assert len(saved.factors) == 2 * (4 + 1)
+    config = _config(saved.model, tmp_path, "single", targets=targets)
+    same_bits(_merged(_run(_load, config, tmp_path / "ranks", saved.directory), "at_checkpoint"), saved.factors)
+    check_adapter(saved, saved.directory / "hf", expected_logits(saved))
+    check_whole(converted(saved, tmp_path / "merged", merge=True), expected_logits(saved))
 
 
 @pytest.mark.parametrize("layout", ["ep2-distributed", "fsdp-dp2"])
 def test_factors_of_experts_are_exported_and_merged(layout: str, saved_by: Any, tmp_path: Path) -> None:
     saved = saved_by("qwen3_moe", layout)
-    for adapter in (saved.directory / "hf", _converted(saved, tmp_path / "peft")):
+    for adapter in (saved.directory / "hf", converted(saved, tmp_path / "peft")):
         same_bits(load_file(adapter / "adapter_model.safetensors"), saved.factors)
         assert json.loads((adapter / "adapter_config.json").read_text())["target_modules"] == sorted(
             [f"{name}_proj" for name in ("down", "gate", "k", "o", "q", "up", "v")]
         )
-    files = _converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
+    files = converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     assert_close(merged, _products(saved), 1e-6)
     assert any(".experts." in name for name in saved.factors)
@@ -206,7 +235,7 @@ def test_factors_of_experts_are_exported_and_merged(layout: str, saved_by: Any, 
 
 def test_a_merged_weight_is_rounded_once(saved_by: Any, tmp_path: Path) -> None:
     saved = saved_by("qwen3", "tp2", dtype="bfloat16")
-    files = _converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
+    files = converted(saved, tmp_path / "merged", merge=True).glob("*.safetensors")
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     base = load_file(saved.model / "model.safetensors")
     for name, weight in base.items():

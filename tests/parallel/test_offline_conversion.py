@@ -181,7 +181,7 @@ def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converte
             dimensions = ModelDimensions.from_checkpoint(config.model.path)
             direct, loaded = build_chunks(config, dimensions), build_chunks(config, dimensions)
             conversion.load_hf_weights(direct, config.model.path, dimensions)
-            load_weights(checkpoint / "trainer", loaded, {})
+            load_weights(checkpoint / "trainer", loaded)
             found = [parameter for chunk in loaded for parameter in chunk.parameters()]
             wanted = [named for chunk in direct for named in chunk.named_parameters()]
             pairs = zip(wanted, found, strict=True)

@@ -155,10 +155,10 @@ def _join(partial: Path, name: str) -> None:
 def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Iterable[str]) -> None:
     """Write PEFT's settings of an adapter for the model ``base``. Its all-linear would include routers, so modules are
     named."""
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
-    settings |= {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
-    settings["target_modules"] = module_ends(factors) if ALL_LINEAR in lora.targets else sorted(lora.targets)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    targets = module_ends(factors) if ALL_LINEAR in lora.targets else sorted(lora.targets)
+    named = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
+    sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    (directory / ADAPTER_CONFIG).write_text(json.dumps({**named, **sizes}, indent=2) + "\n", encoding="utf-8")
 
 
 def file_name(number: int, count: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -189,13 +189,12 @@ class TrainerBase(TrainerBackend):
             self._load_adapter(model.lora.path)
 
     def _load_adapter(self, path: Path) -> None:
-        model, what = self.config.model, f"loading {path}"
+        model, is_draft, what = self.config.model, self.dimensions.is_draft, f"loading {path}"
 
-        def opened() -> Adapter:
+        def opened() -> Any:
             tensors = {name: shape for name, shape in header_shapes(model.path).items() if not is_draft(name)}
             return Adapter(path, factor_shapes(model.lora, tensors))
 
-        is_draft = self.dimensions.is_draft
         with together(opened, what, self.device) as adapter:
             together(lambda: self.state.fill_factors(lambda _: adapter), what, self.device)
 
@@ -205,7 +204,7 @@ class TrainerBase(TrainerBackend):
         Raises:
             ConfigError: it is a different model.
         """
-        if self.config.has_same_base(role):
+        if role.path is None or self.config.has_same_base(role):
             with self.state.without_factors():
                 self.state.freeze(role.name)
             return

@@ -127,6 +127,8 @@ class _Rank:
         trace.restart()
         with trace, torch.no_grad():
             finalize_model_grads(self._wrapped, None)
+            summed = trace.peak - trace.live
+            trace.restart_peak()
             for chunk in self._wrapped:
                 chunk.zero_grad_buffer()
             if self._config.trainer.optimizer.offload:
@@ -139,7 +141,7 @@ class _Rank:
             self._optimizer.megatron.prepare_grads()
             self._optimizer.megatron.step_with_ready_grads()
             self._communication.settle_weights()
-        return trace.counted, trace.peak - trace.live
+        return trace.counted, max(summed, trace.peak - trace.live)
 
     def _handed_on(self, tokens: int) -> tuple[Traffic, ...]:
         """Return hidden states sent to the next stage and gradients to the previous one. The schedule, which sends
