@@ -118,7 +118,7 @@ def endpoint_s(config: RunConfig, waves: int) -> float:
             requests = [
                 GenerationRequest(
                     f"{number}-{index}",
-                    prompt.tokens,
+                    prompt.input,
                     SamplingParams(max_new_tokens=config.rollout.max_new_tokens),
                     num_samples=_SAMPLES,
                     seed=prompt.group_id,

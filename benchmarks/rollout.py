@@ -140,7 +140,7 @@ async def _start_vllm(config: RunConfig):  # type: ignore[no-untyped-def]
 
     async def ask(request: GenerationRequest) -> object:
         parameters = sampling_params(request, dimensions)
-        async for output in llm.generate(tokens_input(list(request.prompt_tokens)), parameters, request.request_id):
+        async for output in llm.generate(tokens_input(list(request.prompt.token_ids)), parameters, request.request_id):
             last = output
         return last
 

@@ -103,11 +103,13 @@ class EngineBase(EngineHooks[Running]):
 
     Attributes:
         returns_supports: generations for training include the support of each token.
+        prompt_fields: fields of prompts that the engine uses. It rejects others.
         targets: what an update can replace, by ``Manifest.updates``: the model, which the engine itself loads, or
             only an adapter.
     """
 
     returns_supports = False
+    prompt_fields: Collection[str] = ()
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
         self._config = config
@@ -166,7 +168,8 @@ class EngineBase(EngineHooks[Running]):
     @asynccontextmanager
     async def _promising(self, request: GenerationRequest) -> AsyncIterator[Running]:
         """Check and register the request. ``rollout.request_timeout_s`` bounds the block."""
-        check_request(request, self._dimensions, self._config.max_model_len, self.returns_supports)
+        longest = self._config.max_model_len
+        check_request(request, self._dimensions, longest, self.returns_supports, self.prompt_fields)
         running = self._serving()
         name, timeout = request.request_id, self._config.request_timeout_s
         self._promised[name] = request.num_samples * request.sampling.max_new_tokens

@@ -1,6 +1,6 @@
 """Requests and responses as all engines handle them: checks, seeds, finish reasons, versions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
@@ -19,12 +19,17 @@ _MASS_ROUNDING = 1e-3
 
 
 def check_request(
-    request: GenerationRequest, dimensions: ModelDimensions, max_model_len: int, returns_supports: bool = False
+    request: GenerationRequest,
+    dimensions: ModelDimensions,
+    max_model_len: int,
+    returns_supports: bool = False,
+    prompt_fields: Collection[str] = (),
 ) -> None:
     """Check that the request can be served as asked.
 
     Args:
         returns_supports: the engine returns the support of each token for training.
+        prompt_fields: fields of prompts that the engine uses.
 
     Raises:
         EngineError: names the field and the remedy.
@@ -33,10 +38,12 @@ def check_request(
     def rejection(problem: str, remedy: str = "") -> EngineError:
         return EngineError(problem, code="bad-request", who=f"request {request.request_id}", remedy=remedy)
 
-    sampling, prompt = request.sampling, request.prompt_tokens
+    sampling, prompt = request.sampling, request.prompt.token_ids
     new_tokens, vocab_size = sampling.max_new_tokens, dimensions.vocab_size
     if len(prompt) == 0:
         raise rejection("the prompt is empty", "give at least one token")
+    if others := sorted(request.prompt.fields.keys() - set(prompt_fields)):
+        raise rejection(f"the engine does not use the prompt's {', '.join(others)}", "choose another rollout.engine")
     if any(not 0 <= token < vocab_size for token in (min(prompt), max(prompt), *sampling.stop_token_ids)):
         raise rejection(f"a prompt token or stop token is outside the vocabulary of {vocab_size}")
     if request.num_samples < 1 or new_tokens < 1:

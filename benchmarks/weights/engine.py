@@ -24,6 +24,7 @@ from slime_like.interfaces import (
     BucketMetadata,
     GenerationRequest,
     Manifest,
+    PromptInput,
     RolloutEngine,
     SamplingParams,
     load_engine,
@@ -134,7 +135,7 @@ async def _probe(engine: RolloutEngine, version: int) -> None:
     sampling: Any = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)
     prompts = [[(7919 * (index + 1) * place) % VOCAB for place in range(_PROBE_TOKENS)] for index in range(2)]
     requests = [
-        GenerationRequest(f"p{version}-{index}", tokens, sampling, prompt_logprobs=True)
+        GenerationRequest(f"p{version}-{index}", PromptInput(tokens), sampling, prompt_logprobs=True)
         for index, tokens in enumerate(prompts)
     ]
     await asyncio.gather(*(engine.generate(request) for request in requests))

@@ -56,7 +56,7 @@ class PlainEngine(EngineBase[Any]):
         stops = frozenset(stop_ids(request.sampling, self._dimensions))
         stream = random.Random(seed)
         texts = self._stop_texts if request.sampling.stop else None
-        sample = Sample(list(request.prompt_tokens), request.sampling, stops, stream, request.prompt_logprobs, texts)
+        sample = Sample(list(request.prompt.token_ids), request.sampling, stops, stream, request.prompt_logprobs, texts)
         while sample.finish_reason is None:
             await asyncio.sleep(0.001 if self._frozen else 0)  # other requests and calls take their turn
             if request.request_id in self._aborted:

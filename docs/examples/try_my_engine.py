@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import GenerationRequest, Manifest, SamplingParams, WeightBucket, load_engine
+from slime_like.interfaces import GenerationRequest, Manifest, PromptInput, SamplingParams, WeightBucket, load_engine
 from slime_like.weights.transports.registry import open_sender
 
 
@@ -34,7 +34,7 @@ async def main(root: Path) -> None:
     assert receipt.checksums == {entry.name: entry.checksum for entry in bucket.entries}
 
     # Its samples now have the logprobs of that model.
-    request = GenerationRequest("r", [9, 8, 7], SamplingParams(temperature=0.7, max_new_tokens=5))
+    request = GenerationRequest("r", PromptInput([9, 8, 7]), SamplingParams(temperature=0.7, max_new_tokens=5))
     (sample,) = await engine.generate(request)
     model = AutoModelForCausalLM.from_pretrained(root / "model1", dtype=torch.float32)
     ids = torch.tensor([9, 8, 7, *sample.token_ids])

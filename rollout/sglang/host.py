@@ -137,7 +137,7 @@ class Host:
         seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)
         submission = GenerateReqInput(
             rid=f"{running.prefix}{index}.",
-            input_ids=list(request.prompt_tokens),
+            input_ids=list(request.prompt.token_ids),
             sampling_params=sampling_params(request, self._dimensions, seed),
             return_logprob=True,
             logprob_start_len=0 if request.prompt_logprobs else -1,

@@ -175,7 +175,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     def _sample(self, request: GenerationRequest, index: int) -> Sample:
         seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)
         return Sample(
-            prompt=list(request.prompt_tokens),
+            prompt=list(request.prompt.token_ids),
             sampling=request.sampling,
             stop_ids=frozenset(stop_ids(request.sampling, self._dimensions)),
             stream=random.Random(seed),

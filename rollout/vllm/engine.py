@@ -129,7 +129,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
         from rollout.vllm.sampling import sampling_params
 
-        prompt = tokens_input(list(request.prompt_tokens))
+        prompt = tokens_input(list(request.prompt.token_ids))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
             # The path is not read, because the adapter is loaded.

@@ -137,7 +137,7 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
         "content": content,
         "stop_reason": "tool_use" if reply.tool_calls else ended,
         "stop_sequence": stopped,
-        "usage": {"input_tokens": len(turn.prompt.token_ids), "output_tokens": len(turn.generation.token_ids)},
+        "usage": {"input_tokens": len(turn.prompt.input.token_ids), "output_tokens": len(turn.generation.token_ids)},
     }
 
 

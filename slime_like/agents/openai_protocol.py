@@ -103,7 +103,7 @@ def arguments(text: str) -> dict[str, Any] | str:
 
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
     """Build the non-streaming answer."""
-    prompt, sampled = len(turn.prompt.token_ids), len(turn.generation.token_ids)
+    prompt, sampled = len(turn.prompt.input.token_ids), len(turn.generation.token_ids)
     reason = "tool_calls" if turn.forms[0].tool_calls else turn.generation.finish_reason
     return {
         "id": f"chatcmpl-{call.id}",

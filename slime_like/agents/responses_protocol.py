@@ -101,7 +101,7 @@ def _messages(items: Iterable[Any]) -> list[Message]:
 
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
     """Build the non-streaming answer."""
-    prompt, sampled = len(turn.prompt.token_ids), len(turn.generation.token_ids)
+    prompt, sampled = len(turn.prompt.input.token_ids), len(turn.generation.token_ids)
     usage = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
     details = {"cached_tokens": 0, "cache_write_tokens": 0}
     cut = turn.generation.finish_reason == "length"

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from slime_like.agents.turns import Prompt, Row, Turn, TurnTree
 from slime_like.agents.untrained import untrained_turns
 from slime_like.config.rollout import Untrained
 from slime_like.errors import SlimeLikeError
-from slime_like.interfaces import Generation
+from slime_like.interfaces import Generation, PromptInput
 from slime_like.models.chat_turns import TemplateFault
 
 _CONCURRENT_CALLS = 16
@@ -34,7 +34,7 @@ class SampleCall:
         stop: texts that end the turn, besides the run's.
     """
 
-    token_ids: list[int]
+    prompt: PromptInput
     max_new_tokens: int
     number: int
     turn: int
@@ -82,7 +82,7 @@ class Session:
         self._sample = sample
         self._form = form
         self._limits = limits
-        self._prompts: list[list[int]] = []
+        self._prompts: list[Sequence[int]] = []
         self._running: set[asyncio.Future[Generation]] = set()
         self._places = asyncio.Semaphore(_CONCURRENT_CALLS)
         self._others: set[Turn] = set()
@@ -100,7 +100,7 @@ class Session:
 
     def count_tokens(self, call: Call) -> int:
         """Return the length of the call's prompt in tokens. Raises ``CallRejected``."""
-        return len(self._prompt(call).token_ids)
+        return len(self._prompt(call).input.token_ids)
 
     async def call(self, call: Call) -> Turn:
         """Sample and record one turn. A cancelled call is not recorded. Raises ``CallRejected``."""
@@ -113,7 +113,7 @@ class Session:
         async with self._places:
             generation = await self._generate(asked)
         text = self.tree.sampled_text(prompt, generation)
-        stop = self._chat.continuation(prompt.token_ids, generation.token_ids.tolist()).removeprefix(text)
+        stop = self._chat.continuation(prompt.input.token_ids, generation.token_ids.tolist()).removeprefix(text)
         text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
         turn = self.tree.record(prompt, generation, self._form.message(prompt.text, text, call.tools, stop))
         if call.model not in ("", MODEL):
@@ -149,17 +149,17 @@ class Session:
 
     def _asked(self, prompt: Prompt) -> SampleCall:
         """Build the engine request. Raises ``CallRejected`` if the prompt leaves no room for a token."""
-        longest = self._limits.max_model_len
-        room = longest - len(prompt.token_ids)
+        longest, tokens = self._limits.max_model_len, prompt.input.token_ids
+        room = longest - len(tokens)
         if room < 1:
             # Harnesses look for this wording.
-            problem = f"prompt is too long: {len(prompt.token_ids)} tokens > {longest - 1} maximum"
+            problem = f"prompt is too long: {len(tokens)} tokens > {longest - 1} maximum"
             limit = f"the maximum context length is rollout.max_model_len={longest}"
             raise CallRejected(400, "context_length_exceeded", f"{problem}; {limit}")
-        number, repeat = len(self._prompts), self._prompts.count(prompt.token_ids)
-        self._prompts.append(prompt.token_ids)
+        number, repeat = len(self._prompts), self._prompts.count(tokens)
+        self._prompts.append(tokens)
         turn = sum(message.role == "assistant" for message in prompt.messages)
-        return SampleCall(prompt.token_ids, min(room, self._limits.max_new_tokens), number, turn, repeat)
+        return SampleCall(prompt.input, min(room, self._limits.max_new_tokens), number, turn, repeat)
 
     async def _generate(self, asked: SampleCall) -> Generation:
         if self._closed:  # while the call waited for its place

@@ -7,14 +7,14 @@ the prompt of another row. Sampled ids are never encoded again.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from slime_like.agents.messages import Message, Tool
 from slime_like.agents.rendering import ChatFormat, Rendering
-from slime_like.interfaces import Generation, Segment, Supports
+from slime_like.interfaces import Generation, PromptInput, Segment, Supports
 from slime_like.models.chat_turns import TemplateFault
 
 
@@ -23,14 +23,14 @@ class Prompt:
     """Input of one call.
 
     Attributes:
-        text: text that the ids decode to.
+        text: text that the input's ids decode to.
         messages: messages as rendered.
         keys: keys of the messages that the client sent.
         rendered: the template's text of the messages. Sampled turns may be written otherwise in ``text``.
         parent: turn whose ids the prompt starts with.
     """
 
-    token_ids: list[int]
+    input: PromptInput
     text: str
     messages: tuple[Message, ...]
     keys: tuple[str, ...]
@@ -95,7 +95,7 @@ class TurnTree:
                     if (extended := extend(chat, turn, shown, keys, tools)) is not None:
                         return extended
         rendering = chat.render(messages, tools)
-        return Prompt(chat.encode(rendering), rendering.text, tuple(messages), keys, rendering.text)
+        return Prompt(PromptInput(chat.encode(rendering)), rendering.text, tuple(messages), keys, rendering.text)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
         """Add a turn. The client receives ``reply``."""
@@ -104,8 +104,8 @@ class TurnTree:
         turn = Turn(
             prompt,
             generation,
-            [*prompt.token_ids, *tokens],
-            prompt.text + self._chat.continuation(prompt.token_ids, tokens),
+            [*prompt.input.token_ids, *tokens],
+            prompt.text + self._chat.continuation(prompt.input.token_ids, tokens),
             (*prompt.keys, reply.key),
             (reply, Message("assistant", sampled, is_sampled=True)),
         )
@@ -115,7 +115,7 @@ class TurnTree:
     def sampled_text(self, prompt: Prompt, generation: Generation) -> str:
         """Decode a turn without the stop token that ended it, if one did."""
         stops = self._stops if generation.finish_reason == "stop" else ()
-        return self._chat.turn_text(prompt.token_ids, generation.token_ids.tolist(), stops)
+        return self._chat.turn_text(prompt.input.token_ids, generation.token_ids.tolist(), stops)
 
     def rows(self, untrained: Collection[Turn] = ()) -> list[Row]:
         """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row.
@@ -137,8 +137,8 @@ class TurnTree:
         self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
     ) -> Prompt | None:
         rendering = chat.render(shown, tools)
-        tokens = chat.extend(turn.token_ids, turn.text, rendering)
-        return None if tokens is None else Prompt(tokens, rendering.text, shown, keys, rendering.text, turn)
+        given = _extend(chat, turn, rendering)
+        return None if given is None else Prompt(given, rendering.text, shown, keys, rendering.text, turn)
 
     def _continued(
         self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
@@ -150,21 +150,26 @@ class TurnTree:
         if found is None:
             return None
         whole = Rendering([turn.text, *found[0].pieces])
-        tokens = chat.extend(turn.token_ids, turn.text, whole)
-        return None if tokens is None else Prompt(tokens, whole.text, shown, keys, found[1], turn)
+        given = _extend(chat, turn, whole)
+        return None if given is None else Prompt(given, whole.text, shown, keys, found[1], turn)
+
+
+def _extend(chat: ChatFormat, turn: Turn, rendering: Rendering) -> PromptInput | None:
+    tokens = chat.extend(turn.token_ids, turn.text, rendering)
+    return None if tokens is None else replace(turn.prompt.input, token_ids=tokens)
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Row:
     """Build the row of a leaf, and add its turns to ``trained``."""
     branch = list(_branch(leaf))[::-1]
-    start = len(branch[0].prompt.token_ids)
+    start = len(branch[0].prompt.input.token_ids)
     tokens = np.array(leaf.token_ids[start:], np.int64)
     logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
     versions, turns = np.zeros(len(tokens), np.int64), []
     supports, covered, fields = list[Supports](), 0, dict[str, np.ndarray]()
     for turn in branch:
         fields = turn.generation.extending(fields)
-        first, end = len(turn.prompt.token_ids) - start, len(turn.token_ids) - start
+        first, end = len(turn.prompt.input.token_ids) - start, len(turn.token_ids) - start
         versions[first:end] = turn.generation.weight_versions
         versions[end:] = turn.generation.weight_versions[-1]  # tokens up to the next turn
         turns.append((first, end))
@@ -174,7 +179,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
                 supports += [Supports.whole(first - covered), turn.generation.supports]
                 covered = end
     trained.update(branch)
-    prompt, joined = np.array(leaf.token_ids[:start], np.int64), None
+    prompt, joined = branch[0].prompt.input, None
     if leaf.generation.supports is not None:
         joined = Supports.joined([*supports, Supports.whole(len(tokens) - covered)])
     reason = leaf.generation.finish_reason

@@ -19,8 +19,8 @@ def untrained_turns(turns: Sequence[Turn], kinds: Collection[Untrained], others:
     excluded = set(others) if "other_models" in kinds else set()
     if "discarded" in kinds:
         continued = {turn for chain in chains.values() for turn in chain[:-1]}
-        last = {tuple(turn.prompt.token_ids): at for at, turn in enumerate(turns) if turn in continued}
-        left = (turn for at, turn in enumerate(turns) if at < last.get(tuple(turn.prompt.token_ids), 0))
+        last = {tuple(turn.prompt.input.token_ids): at for at, turn in enumerate(turns) if turn in continued}
+        left = (turn for at, turn in enumerate(turns) if at < last.get(tuple(turn.prompt.input.token_ids), 0))
         excluded |= {turn for turn in left if turn not in continued}
     if "side_chains" in kinds:
         number = {turn: at for at, turn in enumerate(turns)}

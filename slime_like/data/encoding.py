@@ -15,6 +15,7 @@ from slime_like.data.formats import fitting_format, in_format
 from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row
 from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
+from slime_like.interfaces.prompt import PromptInput
 from slime_like.models.chat_turns import with_template_variables
 from slime_like.models.special_tokens import special_token_pattern
 
@@ -25,8 +26,8 @@ _TEMPLATE_REMEDY = "set data.apply_chat_template: true"
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of a prompt, with its answer, settings for an environment, and, if they are kept, its chat messages and
-    its whole row as JSON. Ids are machine integers: Python integers for a million prompts would fill the memory.
+    """A prompt, with its answer, settings for an environment, and, if they are kept, its chat messages and whole row as
+    JSON. Ids are machine integers: Python integers for a million prompts would fill the memory.
 
     Attributes:
         response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
@@ -35,7 +36,7 @@ class EncodedRow:
         has_tools: whether the prompt shows tools.
     """
 
-    tokens: Sequence[int]
+    prompt: PromptInput
     answer: str
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
@@ -48,7 +49,7 @@ class EncodedRow:
     @property
     def total_len(self) -> int:
         """Number of tokens of the longest training row."""
-        borders = pairwise((-len(self.tokens), *self.forks, len(self.response_tokens or ())))
+        borders = pairwise((-len(self.prompt.token_ids), *self.forks, len(self.response_tokens or ())))
         return max(end - start for start, end in borders)
 
 
@@ -102,7 +103,7 @@ class RowEncoder:
         answer, response = self._answer(row), self._response_tokens(row)
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
         given = (answer, response and array("i", response), self._environment(row))
-        return EncodedRow(array("i", tokens), *given, messages=messages, row=whole, has_tools=bool(tools))
+        return EncodedRow(PromptInput(array("i", tokens)), *given, messages=messages, row=whole, has_tools=bool(tools))
 
     def _read_prompt(self, row: Row) -> str | Messages:
         """Return the prompt: a text for the tokenizer, or messages for the chat template, the system prompt first."""
@@ -137,7 +138,7 @@ class RowEncoder:
         except SpanFault as fault:
             raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
         first = rows[0][1][0][0]
-        prompt, response = array("i", rows[0][0][:first]), array("i")
+        prompt, response = PromptInput(array("i", rows[0][0][:first])), array("i")
         spans, starts = list[tuple[int, int]](), list[int]()
         for tokens, found in rows:
             starts.append(len(response) - (0 if starts else first))

@@ -15,6 +15,7 @@ from slime_like.config import DataConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder
 from slime_like.data.rows import BadRows, data_files, read_rows
 from slime_like.errors import DataError
+from slime_like.interfaces.prompt import PromptInput
 
 _DIGEST_DIGITS = 12
 """Hexadecimal digits of a file's SHA-256."""
@@ -34,7 +35,7 @@ class Prompt:
         messages, whole_row: the row's chat messages, and the row as JSON, if they are kept.
     """
 
-    tokens: tuple[int, ...]
+    input: PromptInput
     answer: str
     group_id: int
     epoch: int
@@ -143,13 +144,12 @@ class PromptSource:
 
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
         """Count the distinct ``prompts`` that are also a row."""
-        known = {prompt.tokens for prompt in prompts}
-        rows = {tokens for source in self._sources for row in source if (tokens := tuple(row.tokens)) in known}
-        return len(rows)
+        known = {tuple(prompt.input.token_ids) for prompt in prompts}
+        return len(known.intersection(tuple(row.prompt.token_ids) for source in self._sources for row in source))
 
     def longest(self, n: int) -> list[Sequence[int]]:
         """Return the token ids of the ``n`` longest prompts, or of all if there are fewer."""
-        return heapq.nlargest(n, (row.tokens for source in self._sources for row in source), key=len)
+        return heapq.nlargest(n, (row.prompt.token_ids for source in self._sources for row in source), key=len)
 
     def source_of(self, group_id: int) -> str | None:
         """Return the name of the source of an issued prompt; ``None`` without a mixture."""
@@ -209,7 +209,7 @@ class PromptSource:
     def _issue(self) -> Prompt:
         epoch, index, row = self._choose().next()
         return Prompt(
-            tokens=tuple(row.tokens),
+            input=row.prompt,
             answer=row.answer,
             group_id=len(self._issued) - 1,
             epoch=epoch,
@@ -228,7 +228,7 @@ class PromptSource:
             for row in read_rows(file, bad):
                 with bad.collect():
                     encoded = encoder.encode(row)
-                    if len(encoded.tokens) > self._max_tokens:
+                    if len(encoded.prompt.token_ids) > self._max_tokens:
                         dropped += 1
                     elif encoded.response_tokens is not None and (problem := self._excess(encoded.total_len)):
                         raise row.fault("over-token-budget", problem)

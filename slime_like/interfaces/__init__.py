@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from slime_like.interfaces.environment import Environment as Environment
     from slime_like.interfaces.environment import Step as Step
     from slime_like.interfaces.environment import Task as Task
+    from slime_like.interfaces.prompt import PromptInput as PromptInput
     from slime_like.interfaces.reward import RewardResult as RewardResult
     from slime_like.interfaces.reward import group_reward as group_reward
     from slime_like.interfaces.supports import Supports as Supports
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from slime_like.plugins.entry_points import ENGINE_GROUP as ENGINE_GROUP
     from slime_like.trajectory import Conversation as Conversation
 
-_MODULES = ("agent", "environment", "reward", "supports", "weights", "engine", "trainer")
+_MODULES = ("agent", "environment", "prompt", "reward", "supports", "weights", "engine", "trainer")
 """Modules to search for a name, the ones without torch first."""
 
 

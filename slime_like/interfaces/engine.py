@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from slime_like.config import RunConfig
+from slime_like.interfaces.prompt import PromptInput
 from slime_like.interfaces.supports import Supports
 from slime_like.interfaces.weights import BucketMetadata, Manifest, UpdateReceipt
 from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
@@ -69,11 +70,11 @@ class ConversationTask:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt's token ids and how to sample ``num_samples`` generations from them.
+    """A prompt and how to sample ``num_samples`` generations from it.
 
     Attributes:
         request_id: unique within the run; names the request in the engine.
-        prompt_tokens: the prompt's ids.
+        prompt: the prompt; an engine rejects fields that it does not use.
         sampling: sampling parameters.
         num_samples: number of responses.
         seed: sample i uses a seed derived from ``(seed, i)``; the same seed gives the same ids on the same engine.
@@ -83,7 +84,7 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_tokens: Sequence[int]
+    prompt: PromptInput
     sampling: SamplingParams
     num_samples: int = 1
     seed: int | None = None
@@ -96,7 +97,7 @@ class Segment:
     """One training row of a rollout: a prompt as the model saw it, and the tokens that followed.
 
     Attributes:
-        prompt_tokens: (p,) int64.
+        prompt: the prompt.
         token_ids: (n,) int64.
         logprobs: (n,) float32, 0 where ``loss_mask`` is False.
         weight_versions: (n,) int64.
@@ -106,7 +107,7 @@ class Segment:
         fields: as in ``Generation``.
     """
 
-    prompt_tokens: np.ndarray
+    prompt: PromptInput
     token_ids: np.ndarray
     logprobs: np.ndarray
     weight_versions: np.ndarray

@@ -168,6 +168,19 @@ def test_rejected_requests(engine: EngineUnderTest, rejects: Rejects) -> None:
             engine.generate(**{"prompt": [3, 4, 5], "max_new_tokens": 4, **fields})
 
 
+def test_fields_of_a_prompt_are_named(
+    engine: EngineUnderTest, rejects: Rejects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are rejected unless the engine uses them."""
+    fields: dict[str, Any] = {"max_new_tokens": 1, "prompt_fields": {"depth": np.arange(3), "shade": np.arange(3)}}
+    monkeypatch.setattr(type(engine.engine), "prompt_fields", ("shade",))
+    with rejects(EngineError, "bad-request") as caught:
+        engine.generate([3, 4, 5], **fields)
+    assert "depth" in str(caught.value) and "shade" not in str(caught.value)
+    monkeypatch.setattr(type(engine.engine), "prompt_fields", ("depth", "shade"))
+    assert len(engine.generate([3, 4, 5], **fields)) == 1
+
+
 # ----------------------------------------------------------------------------------------------------- abort and pause
 HALFWAY_S = 0.1
 """Time after which a ``long`` response is interrupted."""
@@ -456,7 +469,7 @@ def test_conversations_during_a_weight_update(
             assert generation.conversation is not None and generation.conversation.failure is None
             ids, versions = generation.token_ids, generation.weight_versions
             for (segment,) in [generation.segments] if kind == "agent" else ():  # after the agent's own prompt
-                prompt = segment.prompt_tokens.tolist()
+                prompt = list(segment.prompt.token_ids)
             sampled = np.zeros(len(ids), bool)
             for start, end in generation.conversation.turns:
                 sampled[start:end] = True

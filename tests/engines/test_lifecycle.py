@@ -12,7 +12,7 @@ from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.checks.engine_arguments import _vllm_arguments
 from slime_like.errors import CheckpointError, ConfigError, EngineError
-from slime_like.interfaces import GenerationRequest, RolloutEngine, SamplingParams
+from slime_like.interfaces import GenerationRequest, PromptInput, RolloutEngine, SamplingParams
 from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import run_config
 
@@ -58,10 +58,10 @@ def test_request_timeout(models: list[Path], tmp_path: Path) -> None:
         await engine.start()
         await engine.pause("keep")
         with pytest.raises(EngineError, match=r"request slow took longer than rollout.request_timeout_s=3 s"):
-            await engine.generate(GenerationRequest("slow", [3, 4], LONG))
+            await engine.generate(GenerationRequest("slow", PromptInput([3, 4]), LONG))
         await engine.resume()
         assert (await engine.health()).running_requests == 0
-        assert await engine.generate(GenerationRequest("quick", [3, 4], SamplingParams(max_new_tokens=1)))
+        assert await engine.generate(GenerationRequest("quick", PromptInput([3, 4]), SamplingParams(max_new_tokens=1)))
         await engine.stop()
 
     asyncio.run(scenario())

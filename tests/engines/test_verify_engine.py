@@ -19,7 +19,7 @@ from rollout.transformers.samples import Sample
 from slime_like.commands.main import main
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import Generation, GenerationRequest, Supports
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Supports
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine import claims
 from slime_like.verification.engine.claims import every_tensor, truncated_sampling
@@ -137,6 +137,7 @@ def test_old_weights_are_detected(claim: claims.Claim, subject: Subject, monkeyp
         (claims.seeds, {"seed": 5}),
         (claims.seeds, {"seed": None}),
         (claims.stop_tokens, {"stop_token_ids": (263,)}),
+        (claims.unknown_fields, {"prompt": PromptInput([3, 4])}),
     ],
 )
 def test_ignored_settings_are_detected(
@@ -146,7 +147,9 @@ def test_ignored_settings_are_detected(
     usual = TransformersEngine.generate
 
     async def ignoring(engine: TransformersEngine, request: GenerationRequest) -> list[Generation]:
-        changed = fault if "seed" in fault else {"sampling": dataclasses.replace(request.sampling, **fault)}
+        changed = (
+            fault if fault.keys() & {"seed", "prompt"} else {"sampling": dataclasses.replace(request.sampling, **fault)}
+        )
         return await usual(engine, dataclasses.replace(request, **changed))
 
     monkeypatch.setattr(TransformersEngine, "generate", ignoring)

@@ -8,7 +8,7 @@ import torch
 
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import GenerationRequest, SamplingParams
+from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
 from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
 
@@ -51,7 +51,7 @@ def generation(sample: Any, sampling: SamplingParams) -> Any:
     from rollout.vllm.sampling import generations
 
     output = RequestOutput("a", None, [1], None, [sample], finished=True)
-    (found,) = generations(GenerationRequest("a", [1], sampling), output, version=4, masks=True)
+    (found,) = generations(GenerationRequest("a", PromptInput([1]), sampling), output, version=4, masks=True)
     return found
 
 
@@ -91,9 +91,9 @@ def test_requests_with_masks(tmp_path: Any, sampling: SamplingParams, temperatur
 
     make_tiny_model(tmp_path)
     dimensions = ModelDimensions.from_checkpoint(tmp_path)
-    found = sampling_params(GenerationRequest("a", [1], sampling, num_samples=3), dimensions, masks=True)
+    found = sampling_params(GenerationRequest("a", PromptInput([1]), sampling, num_samples=3), dimensions, masks=True)
     assert (found.temperature, found.top_k, found.logprobs) == (temperature, top_k, 0)
     assert found.n == (3 if sampling.temperature else 1)
-    unmasked = sampling_params(GenerationRequest("a", [1], sampling), dimensions)
+    unmasked = sampling_params(GenerationRequest("a", PromptInput([1]), sampling), dimensions)
     assert unmasked.logprobs == (66 if sampling.training else 0)
     assert unmasked.temperature == sampling.temperature

@@ -11,7 +11,7 @@ import torch
 
 from rollout.transformers.engine import TransformersEngine
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, GenerationRequest, SamplingParams
+from slime_like.interfaces import BucketMetadata, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.transports.leftovers import cleanup
 from tests.engines.harness import run_config
@@ -51,12 +51,14 @@ class Setting:
         for name, parameter in model.named_parameters():
             ours, theirs = self.trainers.weights[name].view(torch.int32), parameter.data.view(torch.int32)
             assert np.array_equal(ours.numpy(), theirs.numpy()), name
-        (generation,) = self.engines.run(self.engines.engine.generate(GenerationRequest(f"g{version}", [3, 4], GREEDY)))
+        (generation,) = self.engines.run(
+            self.engines.engine.generate(GenerationRequest(f"g{version}", PromptInput([3, 4]), GREEDY))
+        )
         assert set(generation.weight_versions.tolist()) == {version}
 
     def refuses(self) -> None:
         with pytest.raises(EngineError, match="mixed weights"):
-            self.engines.run(self.engines.engine.generate(GenerationRequest("refused", [3, 4], GREEDY)))
+            self.engines.run(self.engines.engine.generate(GenerationRequest("refused", PromptInput([3, 4]), GREEDY)))
 
     def close(self) -> None:
         self.trainers.close()

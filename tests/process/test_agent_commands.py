@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime_like.errors import AgentFailure
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams
 from slime_like.system.processes import is_alive
 from tests.process.test_agents import MESSAGES, PROMPT, TOKENIZER, Engine, config, failure, made, request, rollouts
 from tests.support.rejections import Rejects
@@ -59,7 +59,7 @@ def test_the_example_program_solves_a_task() -> None:
     program = Path(__file__).parents[2] / "docs" / "examples" / "agents" / "calculator_program.py"
     command = [sys.executable, str(program), "{task_file}", "{result_file}"]
     asked = GenerationRequest(
-        "r", PROMPT, SamplingParams(max_new_tokens=50), 1, task=ConversationTask("408", {}, MESSAGES)
+        "r", PromptInput(PROMPT), SamplingParams(max_new_tokens=50), 1, task=ConversationTask("408", {}, MESSAGES)
     )
     engine = Engine(["[12*34]", "408"])
     (generation,) = rollouts(engine, asked, name=None, command=command, workers=1)
@@ -108,7 +108,7 @@ end(reward=1.0, metadata=found)
     asked = request(2)
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say {key} or {model}."})
     task = ConversationTask("x", {}, messages)
-    asked = GenerationRequest("r", PROMPT, asked.sampling, 2, seed=5, task=task)
+    asked = GenerationRequest("r", PromptInput(PROMPT), asked.sampling, 2, seed=5, task=task)
     found = rollouts(Engine([], []), asked, name=None, command=[*command, "{model}: {prompt}", "{x}"], workers=1)
     told = [metadata(generation) for generation in found]
     for one in told:

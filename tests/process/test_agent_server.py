@@ -126,7 +126,7 @@ async def test_openai_streamed_equals_unstreamed(said: str) -> None:
         expected = [("add", {"a": 1, "b": "\u00e9"})] * said.count("<tool_call>")
         assert [(call.name, json.loads(call.arguments)) for call in calls] == expected
         assert whole.usage is not None and usage is not None and whole.usage == usage
-        assert whole.usage.prompt_tokens == len(here.model.asked[0].token_ids)
+        assert whole.usage.prompt_tokens == len(here.model.asked[0].prompt.token_ids)
         wanted = "tool_calls" if "<tool_call>" in said else "length" if said.endswith("...") else "stop"
         assert first.finish_reason == wanted
         wished: Any = {"temperature": "0.3", "tool_choice": "required"}
@@ -153,9 +153,9 @@ async def test_anthropic_streamed_equals_unstreamed(said: str) -> None:
         assert whole.stop_reason == streamed.stop_reason
         wanted = "tool_use" if "<tool_call>" in said else "max_tokens" if said.endswith("...") else "end_turn"
         assert whole.stop_reason == wanted
-        assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[0].token_ids)
+        assert whole.usage.input_tokens == streamed.usage.input_tokens == len(here.model.asked[0].prompt.token_ids)
         assert whole.usage.output_tokens == streamed.usage.output_tokens > 0
-        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("add<system>be<user>hi")
+        assert TOKENIZER.decode(here.model.asked[0].prompt.token_ids).startswith("add<system>be<user>hi")
 
 
 @pytest.mark.parametrize("said", ["hello \u00e9", f"so\n{CALL}{CALL}", CALL, "cut off...", ""])
@@ -181,8 +181,8 @@ async def test_responses_streamed_equals_unstreamed(said: str) -> None:
         deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
         assert deltas == whole.output_text
         assert whole.usage == streamed.usage and whole.usage is not None
-        assert whole.usage.input_tokens == len(here.model.asked[0].token_ids)
-        assert TOKENIZER.decode(here.model.asked[0].token_ids).startswith("add<system>be<user>hi")
+        assert whole.usage.input_tokens == len(here.model.asked[0].prompt.token_ids)
+        assert TOKENIZER.decode(here.model.asked[0].prompt.token_ids).startswith("add<system>be<user>hi")
         assert here.session.ignored.keys() == {"hosted_tools", "text"}
 
 
@@ -204,8 +204,8 @@ async def test_stop_strings_of_a_call_end_its_turn_and_are_not_in_the_answer() -
         assert (plain.stop_reason, plain.stop_sequence) == ("end_turn", None)
         assert [each.stop for each in here.model.asked] == [("</a>",), ("</b>",), *[("stop", "</c>")] * 2]
         assert not here.session.ignored.keys() & {"stop", "stop_sequences"}
-        sampled = [*here.model.asked[0].token_ids, *ids("see </a>")]
-        assert here.model.asked[1].token_ids[: len(sampled)] == sampled
+        sampled = [*here.model.asked[0].prompt.token_ids, *ids("see </a>")]
+        assert here.model.asked[1].prompt.token_ids[: len(sampled)] == sampled
 
 
 @bounded
@@ -231,7 +231,7 @@ async def test_both_protocols_continue_one_branch() -> None:
         )  # fmt: skip
         second, third = here.session.tree.turns[1:]
         assert second.prompt.parent is third.prompt.parent is here.session.tree.turns[0]
-        assert second.prompt.token_ids == third.prompt.token_ids
+        assert second.prompt.input == third.prompt.input
         assert [asked.repeat for asked in here.model.asked] == [0, 0, 1]
         assert [asked.turn for asked in here.model.asked] == [0, 1, 1]
         first_row, second_row = (row.segment for row in here.session.tree.rows())
@@ -386,7 +386,7 @@ async def test_tokens_are_counted_without_a_call() -> None:
     async with endpoint(max_calls=1) as here, here.anthropic() as client:
         counted = await client.messages.count_tokens(model="m", system="be", messages=[USER])
         await client.messages.create(model="m", max_tokens=1, system="be", messages=[USER])
-        assert counted.input_tokens == len(here.model.asked[0].token_ids)
+        assert counted.input_tokens == len(here.model.asked[0].prompt.token_ids)
 
 
 @bounded

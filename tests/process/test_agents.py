@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import AgentFailure, EngineError
 from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.scoring import Scorer
@@ -137,7 +138,9 @@ def config(data: Any = None, **agent: Any) -> RunConfig:
 
 def request(samples: int, **fields: Any) -> GenerationRequest:
     sampling = SamplingParams(temperature=0.7, max_new_tokens=50, stop_token_ids=(EOS,))
-    return GenerationRequest("r", PROMPT, sampling, samples, seed=5, task=ConversationTask("bye", fields, MESSAGES))
+    return GenerationRequest(
+        "r", PromptInput(PROMPT), sampling, samples, seed=5, task=ConversationTask("bye", fields, MESSAGES)
+    )
 
 
 Scenario = Callable[[AgentRollouts], Awaitable[list[Generation]]]
@@ -208,6 +211,25 @@ def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
 
 
 @pytest.mark.usefixtures("agents")
+def test_fields_of_tokens_are_kept_and_fields_of_the_prompt_rejected(rejects: Rejects) -> None:
+    """Prompts of an agent's calls come from its messages, so they would lack fields of the row's prompt."""
+
+    class Recording(Engine):
+        async def generate(self, request: GenerationRequest) -> list[Generation]:
+            (found,) = await super().generate(request)
+            before = len(request.prompt.token_ids)
+            return [replace(found, fields={"layers": np.arange(before + len(found.token_ids) - 1)})]
+
+    (generation,) = rollouts(Recording(["more"]), request(1))
+    assert generation.segments == ()
+    assert generation.fields["layers"].tolist() == [*range(len(PROMPT) + len(generation.token_ids) - 1)]
+    asked = replace(request(1), prompt=PromptInput(PROMPT, {"depth": np.arange(len(PROMPT))}))
+    with rejects(AgentFailure, "bad-request") as caught:
+        rollouts(Engine(["ok"]), asked)
+    assert "depth" in str(caught.value)
+
+
+@pytest.mark.usefixtures("agents")
 def test_a_call_may_give_template_variables_and_stop_strings() -> None:
     engine = Engine(["own"])
     (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": {"a": 2}})
@@ -220,7 +242,7 @@ def test_a_call_may_give_template_variables_and_stop_strings() -> None:
 def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
     engine = Engine(["more"], ["fork"], ["raise"])
     generations = rollouts(engine, request(3))
-    group = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), generations, 1.0)
+    group = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), generations, 1.0)
     settings = config()
     with RewardPool(settings.reward) as pool:
         scorer = Scorer(settings, pool, TOKENIZER)
@@ -238,7 +260,7 @@ def test_an_agent_without_calls_has_a_reward_and_no_loss(rejects: Rejects) -> No
     assert generation.conversation is not None and generation.conversation.turns == ()
     assert (generation.conversation.reward, generation.token_ids.tolist()) == (2.0, [EOS])
     assert generation.weight_versions.tolist() == [7]
-    (row,) = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), [generation], 1.0).trajectories
+    (row,) = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), [generation], 1.0).trajectories
     assert not row.loss_mask.any()
     with rejects(AgentFailure, "agent-silent"):
         rollouts(Engine([]), request(8), name="agents_of_test:silent")

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from slime_like.config.rollout import RewardConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, EnvironmentFailure
 from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.rollout.conversations import Conversations
 from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.scoring import Scorer
@@ -112,7 +113,7 @@ def config(**environment: Any) -> RunConfig:
 
 def request(samples: int = 1, limit: int = 200, **fields: Any) -> GenerationRequest:
     sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(EOS,))
-    return GenerationRequest("r", PROMPT, sampling, samples, seed=5, task=ConversationTask("bye", fields))
+    return GenerationRequest("r", PromptInput(PROMPT), sampling, samples, seed=5, task=ConversationTask("bye", fields))
 
 
 def talk(
@@ -136,11 +137,13 @@ def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEvent
     odd = [*ids("h"), ids("\u00e9")[0], TOKENIZER.convert_tokens_to_ids("<user>"), EOS]
     assert ids(TOKENIZER.decode(odd, skip_special_tokens=False)) != odd
     engine = Engine([made(odd, version=3), turn("on", version=3), turn("bye", version=4)])
-    (generation,) = talk(loop, engine, request(extra="<eos>"))
+    fields = {"depth": np.arange(len(PROMPT))}
+    (generation,) = talk(loop, engine, replace(request(extra="<eos>"), prompt=PromptInput(PROMPT, fields)))
     tokens = generation.token_ids.tolist()
     first, second = ids("<tool>"), ids("<assistant>")
     assert tokens[: len(odd)] == odd
-    assert [r.prompt_tokens for r in engine.requests] == [PROMPT, PROMPT + tokens[:22], PROMPT + tokens[:35]]
+    assert [r.prompt.token_ids for r in engine.requests] == [PROMPT, PROMPT + tokens[:22], PROMPT + tokens[:35]]
+    assert all(r.prompt.fields == fields for r in engine.requests)
     assert tokens[4:22] == [*first, *ids("H\ufffd<USER> "), *tokens[16:21], *second]  # the mark is text for the tool
     assert tokens.count(EOS) == 3  # only sampled ones: the tool's "<eos>" is five letters
     assert TOKENIZER.decode(tokens[25:35]) == "<tool>ON <eos><assistant>"
@@ -291,7 +294,7 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asynci
     functions = ({"name": "format", "options": {"pattern": "bye"}}, {"name": "environment", "weight": 2.0})
     reward = RewardConfig.model_validate({"functions": functions})
     settings = config().model_copy(update={"reward": reward})
-    group = to_group(Prompt(tuple(PROMPT), "bye", 7, 0, 0), generations, 1.0)
+    group = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), generations, 1.0)
     first = group.trajectories[0]
     assert first.sampled_len == len(ids("bye now")) + 1 + len(ids("bye")) + 1 < first.response_len
     assert first.loss_mask.tolist() == [value != 0 for value in first.logprobs.tolist()]

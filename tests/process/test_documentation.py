@@ -130,7 +130,7 @@ def test_getting_started_accepts_published_rows(tmp_path: Path, monkeypatch: pyt
     prompts = PromptSource(config.data.train, tokenizer, config.data, config.seed)
     assert prompts.num_rows == 2 and prompts.dropped_prompts == 0
     first = next(prompt for prompt in prompts.next(2) if prompt.answer == "1104")
-    text = tokenizer.decode(list(first.tokens))
+    text = tokenizer.decode(list(first.input.token_ids))
     assert text.startswith("<system>Solve the problem") and "<user>A shop sells" in text
     correct = runpy.run_path("my_rewards.py")["correct"]
     answers = ("so it is\n#### 1,104", "#### 1104.", "1104", "#### 1105")

@@ -15,7 +15,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, EngineError, SlimeLikeError, WeightSyncError
 from slime_like.hosting.calls import portable
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
-from slime_like.interfaces import GenerationRequest, SamplingParams
+from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
 from tests.unit.checks.checkpoint import sound_flags
 
 FIELDS = {
@@ -117,7 +117,7 @@ def test_errors_keep_class_and_fields(play: Callable[[Scenario], None]) -> None:
 def test_a_request_that_is_given_up_is_aborted_and_a_death_ends_every_call(play: Callable[[Scenario], None]) -> None:
     async def scenario(process: ChildProcess) -> None:
         await process.start()
-        request = GenerationRequest("r7", [1], SamplingParams())
+        request = GenerationRequest("r7", PromptInput([1]), SamplingParams())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(process.generate(request), 0.1)
         assert await process.call("so_far") == ["r7"]

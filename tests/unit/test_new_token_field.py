@@ -1,18 +1,20 @@
-"""A new tensor per response token is one line: the packages are copied, the line is added, and everything carries it.
+"""A new tensor per token is one line: the packages are copied, the line is added, and everything carries it.
 
 What this does not cover: the engine or trainer that would fill the field, and the loss that would read it.
 """
 
 import importlib
+import json
 import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -54,8 +56,12 @@ _FIELDS = [
     ),
     NewField(
         "SampledFields", "layers", 'torch.int64, optional=True, over="inputs", entry_ndim=1',
-        lambda n: torch.arange(2 * n + 2).view(n + 1, 2),
-        (lambda n: torch.zeros(n + 1, 2), lambda n: torch.zeros(n, 2, dtype=torch.int64)),
+        lambda n: torch.arange(4 * n).view(2 * n, 2),
+        (lambda n: torch.zeros(2 * n, 2), lambda n: torch.zeros(n, 2, dtype=torch.int64)),
+    ),
+    NewField(
+        "SampledFields", "marks", 'torch.int64, optional=True, over="prompt"',
+        lambda n: torch.arange(n + 1), (lambda n: torch.zeros(n + 1), lambda n: torch.arange(n)),
     ),
 ]  # fmt: skip
 FIELDS = {each.name: each for each in _FIELDS}
@@ -76,7 +82,7 @@ class Copy:
         for i, n in enumerate(LENGTHS):
             given = {self.field.name: self.field.of_length(n)} if with_field else {}
             new = self.trajectory.ScoredTrajectory.unrewarded
-            made.append(replace(new(f"s{i}", torch.tensor([1, 2]), torch.arange(n)), **given))
+            made.append(replace(new(f"s{i}", torch.arange(1, n + 2), torch.arange(n)), **given))
         return made
 
     def of(self, carrier: object) -> Any:
@@ -105,7 +111,7 @@ def copy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _loaded() -> list[str]:
-    return [name for name in sys.modules if name.partition(".")[0] in ("slime_like", "backends")]
+    return [name for name in sys.modules if name.partition(".")[0] in ("slime_like", "backends", "rollout")]
 
 
 def test_the_field_goes_all_the_way(copy: Copy, tmp_path: Path) -> None:
@@ -120,13 +126,60 @@ def test_the_field_goes_all_the_way(copy: Copy, tmp_path: Path) -> None:
     filler = copy.algorithms.zero_weight_pack(pack)
     assert torch.equal(copy.of(filler), copy.of(sequences[0]))
 
-    if "inputs" not in copy.field.description:
+    if "over=" not in copy.field.description:
         require_split(copy, pack, whole)
 
     path = tmp_path / "rollouts.pt"
     copy.dump.save_trajectories(path, copy.algorithms.unpack_sequences(received))
     for loaded, sequence in zip(copy.dump.load_trajectories(path), sequences, strict=True):
         assert torch.equal(copy.of(loaded), copy.of(sequence))
+
+
+@pytest.mark.parametrize("copy", [FIELDS["marks"]], indirect=True)
+def test_a_field_of_a_prompt_goes_from_its_row_to_the_pack(
+    copy: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also through a checkpoint, and for demonstrations. An engine that does not use it rejects the request."""
+    encoding, data, interfaces = (_slime_like(name) for name in ("data.encoding", "data.prompts", "interfaces"))
+    store, requests, sources = (
+        _slime_like(f"orchestration.{name}") for name in ("rollout.group_store", "rollout.requests", "run.sources")
+    )
+    check = importlib.import_module("rollout.requests").check_request
+    usual = encoding.RowEncoder.encode
+
+    def marked(encoder: Any, row: Any) -> Any:
+        found = usual(encoder, row)
+        marks = 7 * np.arange(len(found.prompt.token_ids), dtype=np.int32)
+        return replace(found, prompt=replace(found.prompt, fields={"marks": marks}))
+
+    monkeypatch.setattr(encoding.RowEncoder, "encode", marked)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "response": "x"}) + "\n" for p in ("a", "bcd"))
+    )
+    config = _slime_like("config").DataConfig(shuffle=False, apply_chat_template=False)
+    source = data.PromptSource(
+        [tmp_path / "rows.jsonl"], _slime_like("examples.tiny_model").byte_tokenizer(), config, 0
+    )
+    rows = sources.DemonstrationSource(source, 2).next_batch(1, _slime_like("observability.phases").PhaseClock())
+    expected = [0, 0, 7, 14]
+    assert copy.algorithms.pack_sequences(rows).marks.tolist() == expected
+
+    prompts = [store._prompt(fields) for fields in json.loads(json.dumps(list(map(store._fields, source.next(2)))))]
+    assert [prompt.input.fields["marks"].dtype for prompt in prompts] == [np.int32] * 2
+    asked = requests.build_requests(prompts, interfaces.SamplingParams(max_new_tokens=1), 1, seed=0, label="r")
+    for request in asked:
+        check(request, SimpleNamespace(vocab_size=264), 8, prompt_fields=("marks",))
+        with pytest.raises(_slime_like("errors").EngineError, match="does not use the prompt's marks") as caught:
+            check(request, SimpleNamespace(vocab_size=264), 8)
+        assert caught.value.code == "bad-request"
+    answer = interfaces.Generation(np.array([5]), np.zeros(1), np.zeros(1), "length")
+    groups = [requests.to_group(prompt, [answer], 1.0) for prompt in prompts]
+    pack = copy.algorithms.pack_sequences([row for group in groups for row in group.trajectories])
+    assert pack.marks.dtype == torch.int64 and pack.marks.tolist() == expected
+
+
+def _slime_like(name: str) -> ModuleType:
+    return importlib.import_module(f"slime_like.{name}")
 
 
 def require_split(copy: Copy, pack: Any, whole: Tensor) -> None:

@@ -16,7 +16,7 @@ from slime_like.algorithms.packing.layout import Array, PackLengths, layout, mas
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, TensorField, Trajectory, tensor_fields
 
 RESPONSE_FIELDS = tensor_fields(PackedTrajectory)
-"""Tensors of a pack and its trajectories with one entry per response token."""
+"""Tensors of a pack that join those of its trajectories, most with one entry per response token."""
 
 _dtype_of = attrgetter("dtype")
 
@@ -36,7 +36,7 @@ def pack_tensors(
         tensors |= _loss_tensors(sequences, lengths, tensors, ignore_index)
         for name, described in _present(sequences).items():
             tensors[name] = _per_response(sequences, lengths, name, described)
-            if described.over != "inputs":
+            if described.over not in ("inputs", "prompt"):
                 _require_finite(sequences, lengths, name, tensors[name], tensors["loss_mask"])
         if isinstance(sequences[0], ScoredTrajectory):
             tensors |= _reward_tensors(sequences)
@@ -96,6 +96,8 @@ def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: s
             counts = [int(sequence.support_sizes.sum()) for sequence in sequences]  # type: ignore[union-attr]
         elif described.over == "inputs":
             counts = [sequence.total_len - 1 for sequence in sequences]
+        elif described.over == "prompt":
+            counts = lengths.prompt_list
         values = _gathered(sequences, name, counts, len if described.entry_ndim else Tensor.numel)
         entry = values[0].shape[1:] if described.entry_ndim else ()
         return _joined(values, torch.empty(sum(counts), *entry, dtype=described.dtype))

@@ -130,7 +130,7 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     response_lens = packed.response_lens.tolist()
     columns = _token_columns(packed, response_lens)
     inputs = (packed.prompt_lens + packed.response_lens - 1).tolist()
-    lengths = {"supports": _support_totals(packed), "inputs": inputs}
+    lengths = {"supports": _support_totals(packed), "inputs": inputs, "prompt": packed.prompt_lens.tolist()}
     for name, described in tensor_fields(cls).items():
         if name in RESPONSE_FIELDS:
             columns[name] = _split_owned(getattr(packed, name), lengths.get(described.over, response_lens))

@@ -89,8 +89,11 @@ class AgentRollouts:
 
         Raises:
             EngineError: see the engine's ``generate``.
-            AgentFailure: the agent has failed.
+            AgentFailure: the agent has failed, or the prompt has fields, which the agent's own prompts would lack.
         """
+        if request.prompt.fields:
+            problem = f"the prompt has {', '.join(request.prompt.fields)}, which an agent's calls do not pass on"
+            raise AgentFailure(problem, code="bad-request", who="rollout.agent", remedy="use rollout.environment")
         return await all_or_none([self._rollout(request, index) for index in range(request.num_samples)])
 
     async def _rollout(self, request: GenerationRequest, index: int) -> Generation:
@@ -130,7 +133,7 @@ class AgentRollouts:
 
     def _task(self, request: GenerationRequest, key: str) -> AgentTask:
         assert request.task is not None
-        prompt = decoded(self._tokenizer, request.prompt_tokens)
+        prompt = decoded(self._tokenizer, request.prompt.token_ids)
         task = request.task
         return AgentTask(prompt, task.messages, task.answer, dict(task.fields), self._server.base_url, key)
 
@@ -155,9 +158,7 @@ class AgentRollouts:
             name = f"{index}/{asked.number}"
             stop = (*request.sampling.stop, *asked.stop)
             stopping = replace(request, sampling=replace(request.sampling, stop=stop))
-            (generation,) = await self._generate(
-                turn_request(stopping, name, asked.token_ids, asked.max_new_tokens, turn)
-            )
+            (generation,) = await self._generate(turn_request(stopping, name, asked.prompt, asked.max_new_tokens, turn))
             return generation
 
         return sample
@@ -167,12 +168,13 @@ def _generation(request: GenerationRequest, session: Session, rows: list[Row], o
     """Build the rollout's result from its rows. A single row with the request's own prompt is a plain response."""
     last = rows[-1].segment
     assert last.finish_reason is not None  # each row ends with a turn
-    is_plain = len(rows) == 1 and last.prompt_tokens.tolist() == list(request.prompt_tokens)
+    is_plain = len(rows) == 1 and [*last.prompt.token_ids] == [*request.prompt.token_ids]
     return Generation(
         token_ids=last.token_ids,
         logprobs=last.logprobs,
         weight_versions=last.weight_versions,
         supports=last.supports,
+        fields=last.fields,
         finish_reason=last.finish_reason,
         conversation=_conversation(rows[-1].turns, outcome, session, len(rows)),
         segments=() if is_plain else tuple(row.segment for row in rows),

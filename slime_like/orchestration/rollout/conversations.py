@@ -1,6 +1,7 @@
 """Responses of several turns, sampled by the engine and answered by the environment. Runs in the engine's actor."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,14 @@ class Conversations:
 
     async def _converse(self, request: GenerationRequest, index: int) -> Generation:
         assert request.task is not None
-        prompt = decoded(self._tokenizer, request.prompt_tokens)
-        task = Task(prompt, request.task.answer, dict(request.task.fields))
+        prompt = request.prompt
+        task = Task(decoded(self._tokenizer, prompt.token_ids), request.task.answer, dict(request.task.fields))
         response, step = _Response(), Step()
         for turn in range(self._limits.max_turns):
             room = request.sampling.max_new_tokens - response.length
-            limit, tokens = min(room, self._limits.max_turn_tokens or room), [*request.prompt_tokens, *response.tokens]
-            (generation,) = await self._generate(turn_request(request, f"{index}/{turn}", tokens, limit, (index, turn)))
+            limit, tokens = min(room, self._limits.max_turn_tokens or room), [*prompt.token_ids, *response.tokens]
+            given = replace(prompt, token_ids=tokens)
+            (generation,) = await self._generate(turn_request(request, f"{index}/{turn}", given, limit, (index, turn)))
             response.sampled(generation)
             if generation.finish_reason == "abort":
                 return response.finished("abort")

@@ -35,7 +35,7 @@ class EngineCall:
     @property
     def tokens(self) -> int:
         """Largest number of tokens that it needs."""
-        return len(self.request.prompt_tokens) + self.request.num_samples * self.request.sampling.max_new_tokens
+        return len(self.request.prompt.token_ids) + self.request.num_samples * self.request.sampling.max_new_tokens
 
 
 Call = TypeVar("Call", bound=EngineCall)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from slime_like.config.rollout import RolloutConfig
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import RewardError
-from slime_like.interfaces import GenerationRequest
+from slime_like.interfaces import GenerationRequest, PromptInput
 from slime_like.orchestration.rollout.engine_client import EngineCall
 from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.orchestration.rollout.staleness import StalenessGate
@@ -216,12 +218,16 @@ def _ids(tasks: Sequence[GroupTask]) -> list[int]:
 
 
 def _fields(prompt: Prompt) -> dict[str, Any]:
-    """Convert a prompt for JSON, without unset fields of agents and demonstrated conversations."""
-    fields = asdict(prompt)
-    optional = ("messages", "spans", "forks", "whole_row")
+    """Convert a prompt for JSON, without unset fields of agents, demonstrated conversations and inputs."""
+    arrays = {name: (str(each.dtype), each.tolist()) for name, each in prompt.input.fields.items()}
+    fields = asdict(prompt) | {"tokens": list(prompt.input.token_ids), "inputs": arrays or None}
+    del fields["input"]
+    optional = ("messages", "spans", "forks", "whole_row", "inputs")
     return {name: value for name, value in fields.items() if name not in optional or value is not None}
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:
     """Build a prompt without a demonstration from JSON."""
-    return Prompt(**{**fields, "tokens": tuple(fields["tokens"])})
+    others = {name: value for name, value in fields.items() if name not in ("tokens", "inputs")}
+    arrays = {name: np.array(values, dtype) for name, (dtype, values) in fields.get("inputs", {}).items()}
+    return Prompt(PromptInput(fields["tokens"], arrays), **others)

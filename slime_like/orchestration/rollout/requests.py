@@ -8,7 +8,7 @@ import torch
 from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, SamplingParams, Segment
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams, Segment
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 
@@ -54,7 +54,7 @@ def build_requests(
     return [
         GenerationRequest(
             request_id=f"{label}-{prompt.group_id}",
-            prompt_tokens=prompt.tokens,
+            prompt=prompt.input,
             sampling=sampling,
             num_samples=num_samples,
             seed=int(np.random.SeedSequence([seed, prompt.group_id]).generate_state(1)[0]),
@@ -71,22 +71,19 @@ def to_group(prompt: Prompt, generations: Sequence[Generation], temperature: flo
         EngineError: a response is empty, its logprobs or versions do not cover every token, or the last segment is not
             the generation's response.
     """
-    prompt_tokens = np.asarray(prompt.tokens, np.int64)
     rows = [
         row
         for index, generation in enumerate(generations)
-        for row in _rows(prompt, prompt_tokens, generation, f"{prompt.group_id}-{index}", temperature)
+        for row in _rows(prompt, generation, f"{prompt.group_id}-{index}", temperature)
     ]
     tokens = sum(row.total_len for row in rows)
-    ids = torch.from_numpy(prompt_tokens)
+    ids = _copy(prompt.input.token_ids, np.int64)
     return GroupedUnscoredTrajectories(rows, prompt.group_id, tokens, ids, prompt.whole_row)
 
 
-def _rows(
-    prompt: Prompt, prompt_tokens: np.ndarray, generation: Generation, rollout_id: str, temperature: float
-) -> Iterator[UnscoredTrajectory]:
+def _rows(prompt: Prompt, generation: Generation, rollout_id: str, temperature: float) -> Iterator[UnscoredTrajectory]:
     """Yield the rows of one sample. The last row has the conversation, which indexes the generation's response."""
-    segments = generation.segments or (_whole(prompt_tokens, generation),)
+    segments = generation.segments or (_whole(prompt.input, generation),)
     if not np.array_equal(segments[-1].token_ids, generation.token_ids):
         raise EngineError(
             "the last segment of a generation differs from its token_ids",
@@ -98,9 +95,9 @@ def _rows(
         _require_complete(segment, sequence_id)
         versions = _copy(segment.weight_versions, np.int64)
         yield UnscoredTrajectory(
-            prompt_tokens=_copy(segment.prompt_tokens, np.int64),
+            prompt_tokens=_copy(segment.prompt.token_ids, np.int64),
             response_tokens=_copy(segment.token_ids, np.int64),
-            prompt_len=len(segment.prompt_tokens),
+            prompt_len=len(segment.prompt.token_ids),
             response_len=len(segment.token_ids),
             logprobs=_copy(segment.logprobs, np.float32),
             answer=prompt.answer,
@@ -115,17 +112,18 @@ def _rows(
             temperature=temperature,
             finish_reason=(segment is not segments[-1] and segment.finish_reason) or generation.finish_reason,
             conversation=generation.conversation if segment is segments[-1] else None,
-            **{name: torch.from_numpy(np.array(values)) for name, values in segment.fields.items()},
+            **{name: _copy(values) for name, values in segment.prompt.fields.items()},
+            **{name: _copy(values) for name, values in segment.fields.items()},
         )
 
 
-def _whole(prompt_tokens: np.ndarray, generation: Generation) -> Segment:
+def _whole(prompt: PromptInput, generation: Generation) -> Segment:
     """Build the row of a response without segments. All tokens carry loss; in a conversation, only turns do."""
     loss_mask = np.full(len(generation.token_ids), generation.conversation is None)
     for start, end in generation.conversation.turns if generation.conversation is not None else ():
         loss_mask[start:end] = True
     return Segment(
-        prompt_tokens,
+        prompt,
         generation.token_ids,
         generation.logprobs,
         generation.weight_versions,
@@ -138,10 +136,10 @@ def _whole(prompt_tokens: np.ndarray, generation: Generation) -> Segment:
 def _require_complete(segment: Segment, sequence_id: str) -> None:
     length, logprobs = len(segment.token_ids), len(segment.logprobs)
     versions, mask = len(segment.weight_versions), len(segment.loss_mask)
-    if min(length, len(segment.prompt_tokens)) == 0 or {logprobs, versions, mask} != {length}:
+    if min(length, len(segment.prompt.token_ids)) == 0 or {logprobs, versions, mask} != {length}:
         raise EngineError(
             f"the engine returned {length} tokens, {logprobs} logprobs, {versions} versions and {mask} mask entries "
-            f"after a prompt of {len(segment.prompt_tokens)}; a row has a prompt and at least one token, and one of "
+            f"after a prompt of {len(segment.prompt.token_ids)}; a row has a prompt and at least one token, and one of "
             "each per token",
             code="bad-response",
             who=f"sequence {sequence_id}",
@@ -156,6 +154,6 @@ def _require_complete(segment: Segment, sequence_id: str) -> None:
         )
 
 
-def _copy(values: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+def _copy(values: np.ndarray | Sequence[int], dtype: type[np.generic] | None = None) -> torch.Tensor:
     """Copy to a tensor. Ray's arrays are read-only."""
     return torch.from_numpy(np.array(values, dtype=dtype))

@@ -9,7 +9,7 @@ import numpy as np
 
 from slime_like.agents.responses import ResponseForm, response_form
 from slime_like.config import RunConfig
-from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput
 from slime_like.models.chat_turns import with_template_variables
 
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
@@ -23,13 +23,13 @@ def turn_form(config: RunConfig, tokenizer: Any) -> ResponseForm:
 
 
 def turn_request(
-    request: GenerationRequest, name: str, tokens: Sequence[int], limit: int, turn: tuple[int, ...]
+    request: GenerationRequest, name: str, prompt: PromptInput, limit: int, turn: tuple[int, ...]
 ) -> GenerationRequest:
     """Build the engine's request for one turn of one sample of ``request``.
 
     Args:
         name: the turn's name within ``request``.
-        tokens: everything before the turn.
+        prompt: everything before the turn.
         limit: limit on the turn's new tokens.
         turn: numbers of the sample and the turn. They alone determine the turn's seed, so a repeated rollout is the
             same in whatever order turns arrive.
@@ -38,7 +38,7 @@ def turn_request(
     return replace(
         request,
         request_id=f"{request.request_id}/{name}",
-        prompt_tokens=tokens,
+        prompt=prompt,
         sampling=replace(request.sampling, max_new_tokens=limit),
         num_samples=1,
         seed=seed,

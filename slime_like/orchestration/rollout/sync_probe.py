@@ -8,7 +8,7 @@ import numpy as np
 
 from slime_like.config import ModelConfig
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams
 from slime_like.models.dimensions import ModelDimensions
 
 _FLOAT32_BOUND = 1e-4
@@ -100,7 +100,7 @@ class Probe:
     def requests(self, version: int) -> list[GenerationRequest]:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)
         return [
-            GenerationRequest(f"probe-{version}-{index}", tokens, sampling, prompt_logprobs=True)
+            GenerationRequest(f"probe-{version}-{index}", PromptInput(tokens), sampling, prompt_logprobs=True)
             for index, tokens in enumerate(self.sequences)
         ]
 

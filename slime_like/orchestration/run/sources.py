@@ -81,9 +81,9 @@ def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:
             code="no-demonstration",
             remedy="give every row the key data.response_key",
         )
-    tokens = torch.tensor((*prompt.tokens, *prompt.response_tokens), dtype=torch.int64)
+    tokens = torch.tensor((*prompt.input.token_ids, *prompt.response_tokens), dtype=torch.int64)
     mask = torch.zeros(len(tokens), dtype=torch.bool)
-    offset, rollout = len(prompt.tokens), f"{prompt.group_id}-0"
+    offset, rollout = len(prompt.input.token_ids), f"{prompt.group_id}-0"
     for start, end in prompt.spans or ((0, len(prompt.response_tokens)),):
         mask[offset + start : offset + end] = True
     for row, (start, end) in enumerate(pairwise((0, *(offset + fork for fork in prompt.forks or ()), len(tokens)))):
@@ -96,4 +96,5 @@ def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:
             rollout_id=rollout,
             answer=prompt.answer,
             loss_mask=mask[first:end],
+            **{name: torch.tensor(values) for name, values in prompt.input.fields.items()},
         )

@@ -24,7 +24,7 @@ def data_notes(
         yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
     for name, held_out in (datasets or {}).items():
         if shared := prompts.num_shared(held_out):
-            different = len({prompt.tokens for prompt in held_out})
+            different = len({tuple(prompt.input.token_ids) for prompt in held_out})
             yield (
                 f"{shared} of {counted(different, 'held-out prompt')} of {name} are also in the training data, so the "
                 "accuracy is not measured on unseen prompts"

@@ -80,6 +80,13 @@ def seeds(subject: Subject) -> None:
         raise Refuted("two samples of a request, of two seeds, or of requests without a seed are equal")
 
 
+def unknown_fields(subject: Subject) -> None:
+    """A prompt with a field that the engine does not use is rejected."""
+    prompt = subject.prompts[0]
+    with _rejected(EngineError, "a prompt with the field no_such_field was accepted"):
+        subject.engine.generate(prompt, max_new_tokens=1, prompt_fields={"no_such_field": np.zeros(len(prompt))})
+
+
 def stop_tokens(subject: Subject) -> None:
     """A stop token ends a response and is part of it."""
     prompt = subject.prompts[2]
@@ -325,6 +332,7 @@ CLAIMS: Sequence[Claim] = (
     greedy,
     seeds,
     stop_tokens,
+    unknown_fields,
     truncated_sampling,
     abort_and_pause,
     idle_update,

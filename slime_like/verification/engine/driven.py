@@ -15,6 +15,7 @@ from slime_like.interfaces import (
     Generation,
     GenerationRequest,
     Manifest,
+    PromptInput,
     RolloutEngine,
     SamplingParams,
     UpdateReceipt,
@@ -45,11 +46,12 @@ class DrivenEngine:
         return self._loop.run_until_complete(asyncio.wait_for(call, timeout_s))
 
     def request(self, prompt: Sequence[int], **fields: Any) -> GenerationRequest:
-        """Return a request with a new id; ``fields`` are fields of ``GenerationRequest`` and ``SamplingParams``."""
+        """Return a request with a new id. ``fields`` are sampling parameters, request options and ``prompt_fields``."""
         options = {"num_samples", "seed", "prompt_logprobs", "request_id"}
         request = {name: fields.pop(name) for name in options & set(fields)}
         request.setdefault("request_id", f"request-{next(self._ids)}")
-        return GenerationRequest(prompt_tokens=list(prompt), sampling=SamplingParams(**fields), **request)
+        given = PromptInput(list(prompt), fields.pop("prompt_fields", {}))
+        return GenerationRequest(prompt=given, sampling=SamplingParams(**fields), **request)
 
     def generate(self, prompt: Sequence[int], **fields: Any) -> list[Generation]:
         return self.run(self.engine.generate(self.request(prompt, **fields)))

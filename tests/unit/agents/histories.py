@@ -130,8 +130,8 @@ def random_rollout(draw: random.Random, template: str, chat_tokenizer: Any) -> R
         history = _next_history(draw, histories)
         tools = [TOOL] if draw.random() < 0.9 else []
         prompt = rollout.tree.prompt(history, tools)
-        generation = rollout.model.sample(prompt.token_ids)
-        text = chat.turn_text(prompt.token_ids, generation.token_ids.tolist())
+        generation = rollout.model.sample(prompt.input.token_ids)
+        text = chat.turn_text(prompt.input.token_ids, generation.token_ids.tolist())
         reply = form.message(prompt.text, text, tools)
         rollout.tree.record(prompt, generation, reply)
         rollout.prompts.append((prompt, history))

@@ -30,8 +30,8 @@ def require_truth(rollout: Rollout) -> None:
     calls = rollout.model.calls
     for row in rollout.tree.rows():
         segment = row.segment
-        ids = [*segment.prompt_tokens.tolist(), *segment.token_ids.tolist()]
-        start = len(segment.prompt_tokens)
+        ids = [*segment.prompt.token_ids, *segment.token_ids.tolist()]
+        start = len(segment.prompt.token_ids)
         assert len(segment.token_ids) == len(segment.logprobs) == len(segment.weight_versions) == len(segment.loss_mask)
         assert row.turns[-1][1] == len(segment.token_ids) and row.turns[0][0] == 0
         sampled = np.zeros(len(segment.token_ids), bool)
@@ -56,7 +56,7 @@ def require_truth(rollout: Rollout) -> None:
 def require_seen(rollout: Rollout) -> None:
     """A prompt's ids decode to the template's text of its messages, which mean what the agent sent."""
     for (prompt, history), (ids, _) in zip(rollout.prompts, rollout.model.calls, strict=True):
-        assert prompt.token_ids == ids
+        assert prompt.input.token_ids == ids
         assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == prompt.text
         assert prompt.keys == tuple(message.key for message in history)
         texts = [message.content for message in prompt.messages if message.role != "assistant"]
@@ -135,7 +135,7 @@ def test_a_turn_that_branches_share_carries_loss_in_the_first() -> None:
     answer(turns, [*history, user("e")], "f")
     answer(turns, [user("a")], "b")  # a retry: the same messages are sampled again, and are another row
     first, second, retry = (row.segment for row in turns.rows())
-    assert first.prompt_tokens.tolist() == second.prompt_tokens.tolist() == retry.prompt_tokens.tolist()
+    assert first.prompt == second.prompt == retry.prompt
     assert first.loss_mask[:2].all() and not second.loss_mask[:2].any() and retry.loss_mask.all()
     assert first.loss_mask.sum() == 4 and second.loss_mask.sum() == 2
 
@@ -143,9 +143,9 @@ def test_a_turn_that_branches_share_carries_loss_in_the_first() -> None:
 def test_text_of_a_client_never_becomes_a_special_token() -> None:
     turns = tree()
     prompt = turns.prompt([user("x<eos><assistant>y")], [])
-    special = [token for token in prompt.token_ids if token < 7]
+    special = [token for token in prompt.input.token_ids if token < 7]
     assert [TOKENIZER.decode([token]) for token in special] == ["<user>", "<assistant>"]
-    assert TOKENIZER.decode(prompt.token_ids) == "<user>x<eos><assistant>y<assistant>"
+    assert TOKENIZER.decode(prompt.input.token_ids) == "<user>x<eos><assistant>y<assistant>"
 
 
 def test_a_tool_call_spelled_otherwise_than_the_template_does_stays_as_sampled() -> None:
@@ -158,7 +158,7 @@ def test_a_tool_call_spelled_otherwise_than_the_template_does_stays_as_sampled()
     echoed = Message("assistant", "so", (ToolCall("add", {"a": [2], "b": 1}),))
     second = turns.prompt([user("a"), echoed, Message("tool", "3")], [TOOL])
     assert second.parent is turns.turns[0]
-    assert TOKENIZER.decode(second.token_ids) == f"<user>a<assistant>{text}<eos>\n<tool>3<assistant>"
+    assert TOKENIZER.decode(second.input.token_ids) == f"<user>a<assistant>{text}<eos>\n<tool>3<assistant>"
 
 
 _THINKING = (
@@ -190,8 +190,8 @@ def test_a_turn_in_other_words_continues_as_the_template_does_unless_it_drops_th
         assert second.parent is None
     else:
         ended = stop or "<eos>"
-        assert second.token_ids[: len(prompt.token_ids) + len(ids)] == [*prompt.token_ids, *ids]
-        assert made.decode(second.token_ids) == second.text
+        assert second.input.token_ids[: len(prompt.input.token_ids) + len(ids)] == [*prompt.input.token_ids, *ids]
+        assert made.decode(second.input.token_ids) == second.text
         assert second.text == f"<user>a<assistant><think>{text}{ended}<tool>3functions.add:0<assistant><think>"
 
 
@@ -238,7 +238,7 @@ def test_further_fields_keep_what_each_turn_recorded() -> None:
     for value, text in enumerate("bc"):
         prompt = turns.prompt(history, [])
         tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
-        read.append(len(prompt.token_ids) + len(tokens) - 1)
+        read.append(len(prompt.input.token_ids) + len(tokens) - 1)
         turns.record(prompt, replace(generation(tokens), fields={"layers": np.full(read[-1], value)}), said(text))
         history = [*history, said(text), user("d")]
     (row,) = turns.rows()

@@ -88,4 +88,4 @@ def test_an_excluded_call_in_the_middle_stays_in_the_prompt() -> None:
     (row,) = session.tree.rows({middle})
     trained = [*first.generation.token_ids, *last.generation.token_ids]
     assert row.segment.token_ids[row.segment.loss_mask].tolist() == trained
-    assert row.segment.token_ids.tolist() == last.token_ids[len(first.prompt.token_ids) :]
+    assert row.segment.token_ids.tolist() == last.token_ids[len(first.prompt.input.token_ids) :]

@@ -48,7 +48,7 @@ def encoded(row: dict[str, Any], template: str = TOOLS + TURNS + PROMPT, supervi
 
 
 def text(found: EncodedRow) -> str:
-    return str(byte_tokenizer().decode([*found.tokens, *(found.response_tokens or ())]))
+    return str(byte_tokenizer().decode([*found.prompt.token_ids, *(found.response_tokens or ())]))
 
 
 @pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])])
@@ -305,8 +305,8 @@ def test_a_prompt_does_not_end_with_eos(single: str, front: int) -> None:
     plain = [*[eos] * front, *tokenizer.encode("Hi", add_special_tokens=False)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[("<eos>", eos)])
     encoder = RowEncoder(tokenizer, DataConfig(apply_chat_template=False, allow_special_tokens=True), False)
-    assert list(encoder.encode(Row(Path("a"), 1, {"prompt": "Hi"})).tokens) == plain
-    written = encoder.encode(Row(Path("a"), 1, {"prompt": "Hi<eos>"})).tokens
+    assert list(encoder.encode(Row(Path("a"), 1, {"prompt": "Hi"})).prompt.token_ids) == plain
+    written = encoder.encode(Row(Path("a"), 1, {"prompt": "Hi<eos>"})).prompt.token_ids
     assert list(written) == [*plain, eos]
 
 

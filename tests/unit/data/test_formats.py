@@ -68,7 +68,7 @@ def test_published_rows_are_read(tmp_path: Path, name: str, suffix: str) -> None
     (led,) = prompts(path, format=name, system_prompt="Be brief.")
     assert led.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
     text = TOKENIZER.apply_chat_template(led.messages, tokenize=False, add_generation_prompt=True)
-    assert list(led.tokens) == TOKENIZER.encode(text, add_special_tokens=False)
+    assert list(led.input.token_ids) == TOKENIZER.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(

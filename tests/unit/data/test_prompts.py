@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import AutoTokenizer
 from backends.common.hugging_face.directory import copy_companions
 from slime_like.config import DataConfig
 from slime_like.data.encoding import RowEncoder
-from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.data.prompts import PromptSource
 from slime_like.data.rows import Row
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import ConfigError, DataError
@@ -48,7 +47,7 @@ def file(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "sums.jsonl", SUMS)
 
 
-def text(tokens: tuple[int, ...]) -> str:
+def text(tokens: Sequence[int]) -> str:
     return TOKENIZER.decode(list(tokens))
 
 
@@ -77,8 +76,7 @@ def test_a_row_may_have_settings_for_an_environment(tmp_path: Path) -> None:
     source = source_of(tmp_path / "games.jsonl", rows, environment_key="game", shuffle=False)
     first, second = source.next(2)
     assert first.environment == {"size": 3, "moves": ["a"]} and second.environment is None
-    again = json.loads(json.dumps(asdict(first)))
-    assert Prompt(**{**again, "tokens": tuple(again["tokens"])}) == first
+    assert json.loads(json.dumps(first.environment)) == first.environment
     assert source_of(tmp_path / "plain.jsonl", rows, shuffle=False).next(1)[0].environment is None
 
 
@@ -116,7 +114,7 @@ def test_other_text_is_encoded_by_the_tokenizer(template: bool, content: str) ->
         with pytest.raises(DataError):
             encoder.encode(row)
     else:
-        assert list(encoder.encode(row).tokens) == expected
+        assert list(encoder.encode(row).prompt.token_ids) == expected
 
 
 def test_a_template_written_by_hand_is_encoded_if_allowed(tmp_path: Path) -> None:
@@ -124,7 +122,7 @@ def test_a_template_written_by_hand_is_encoded_if_allowed(tmp_path: Path) -> Non
     changes = {"apply_chat_template": False, "allow_special_tokens": True}
     [by_hand] = source_of(tmp_path / "hand.jsonl", [written], **changes).next(1)
     [rendered] = source_of(tmp_path / "rendered.jsonl", [{**written, "prompt": "1+1="}]).next(1)
-    assert by_hand.tokens == rendered.tokens
+    assert by_hand.input == rendered.input
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -133,7 +131,7 @@ def test_rows_become_prompts(
     tmp_path: Path, suffix: str, row: dict[str, Any], changes: dict[str, Any], prompt: str, answer: str
 ) -> None:
     [found] = source_of(tmp_path / f"rows{suffix}", [row], **changes).next(1)
-    assert (text(found.tokens), found.answer, found.response_tokens) == (prompt, answer, None)
+    assert (text(found.input.token_ids), found.answer, found.response_tokens) == (prompt, answer, None)
 
 
 def test_files_are_read_in_order_and_empty_lines_skipped(tmp_path: Path) -> None:
@@ -214,7 +212,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 def test_the_longest_prompts_of_all_sources(mixture: DataConfig) -> None:
     source = PromptSource((), TOKENIZER, mixture, seed=3)
-    lengths = sorted((len(prompt.tokens) for prompt in {p.tokens: p for p in source.next(150)}.values()), reverse=True)
+    lengths = sorted(map(len, {tuple(prompt.input.token_ids) for prompt in source.next(150)}), reverse=True)
     assert [len(tokens) for tokens in source.longest(2)] == lengths[:2]
     assert text(source.longest(1)[0]).endswith("apples?<assistant>") and len(source.longest(100)) == 18
 
@@ -233,7 +231,9 @@ def test_a_mixture_has_its_shares_after_any_number_of_prompts(mixture: DataConfi
     apples = own["gsm8k"]
     assert [prompt.epoch for prompt in apples] == [i // 3 for i in range(45)]
     assert len({tuple(p.row for p in apples[i : i + 3]) for i in range(0, 45, 3)}) > 3  # newly shuffled
-    assert all(text(p.tokens) == f"<user>{p.answer} apples?<assistant>" and int(p.answer) == p.row for p in apples)
+    assert all(
+        text(p.input.token_ids) == f"<user>{p.answer} apples?<assistant>" and int(p.answer) == p.row for p in apples
+    )
     assert [p.row for p in own["sums"][:10]] != [p.row for p in own["sums"][10:20]]
 
 
@@ -274,7 +274,7 @@ def test_a_prompt_over_the_limit_is_dropped_whole_and_counted(tmp_path: Path) ->
     rows = [{"prompt": "x" * length, "answer": "1"} for length in (5, 14, 15, 200)]
     source = source_of(tmp_path / "rows.jsonl", rows, shuffle=False)
     assert (source.dropped_prompts, source.num_rows) == (2, 2)
-    assert [len(prompt.tokens) for prompt in source.next(2)] == [7, 16]
+    assert [len(prompt.input.token_ids) for prompt in source.next(2)] == [7, 16]
 
 
 MESSAGE = '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}'

@@ -267,8 +267,8 @@ def test_a_row_becomes_a_demonstration_whose_answers_carry_loss(tmp_path: Path, 
     plain = [said("user", "1+1="), said("assistant", "", tool_calls=calls("add")), said("tool", "2"),
              said("assistant", "2")]  # fmt: skip
     whole = tokenizer.apply_chat_template(plain, tools=[TOOL], tokenize=False)
-    assert tokenizer.decode([*prompt.tokens, *(prompt.response_tokens or ())]) == whole.removesuffix("\n")
-    assert tokenizer.decode(list(prompt.tokens)).endswith("1+1=<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode([*prompt.input.token_ids, *(prompt.response_tokens or ())]) == whole.removesuffix("\n")
+    assert tokenizer.decode(list(prompt.input.token_ids)).endswith("1+1=<|im_end|>\n<|im_start|>assistant\n")
     carrying = [tokenizer.decode(list(prompt.response_tokens or ())[start:end]) for start, end in prompt.spans or ()]
     assert carrying == [_CALL % "add" + END, f"2{END}"]
     assert prompt.answer == "2"
@@ -297,7 +297,7 @@ def test_a_message_may_carry_no_loss(tmp_path: Path, switch: dict[str, Any], tra
     [prompt] = source_of(tmp_path / "rows.jsonl", rows).next(1)
     tokens, response = tokenizer_of(templates.SOUND), list(prompt.response_tokens or ())
     assert [tokens.decode(response[start:end]) for start, end in prompt.spans or ()] == [f"{t}{END}" for t in trained]
-    assert f"b{END}" in tokens.decode([*prompt.tokens, *response])
+    assert f"b{END}" in tokens.decode([*prompt.input.token_ids, *response])
 
 
 def test_a_conversation_may_become_several_rows(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
-from slime_like.interfaces import Generation, GenerationRequest, SamplingParams
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.rollout import engine_client
 from slime_like.orchestration.rollout.engine_client import EngineCall, EngineClient
 from slime_like.orchestration.rollout.routing import LeastLoaded
@@ -18,7 +18,7 @@ from tests.support.rejections import Rejects
 
 
 def request(name: str) -> GenerationRequest:
-    return GenerationRequest(request_id=name, prompt_tokens=(5, 6), sampling=SamplingParams(max_new_tokens=8))
+    return GenerationRequest(request_id=name, prompt=PromptInput([5, 6]), sampling=SamplingParams(max_new_tokens=8))
 
 
 class Call:

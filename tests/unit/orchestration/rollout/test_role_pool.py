@@ -9,7 +9,7 @@ import torch
 
 from slime_like.data.prompts import Prompt
 from slime_like.errors import TrainerError
-from slime_like.interfaces import GenerationRequest, SamplingParams, Scores
+from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams, Scores
 from slime_like.orchestration.rollout.group_store import GroupTask
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.scoring import RewardedGroup
@@ -78,8 +78,8 @@ class Pool(RolePool):
         return len(self.tasks)
 
     def submit(self, group: RewardedGroup) -> None:
-        request = GenerationRequest("", (1, 2), SamplingParams())
-        task = GroupTask(request, prompt=Prompt((1, 2), "", group.group.group_id, 0, 0), version=0)
+        request = GenerationRequest("", PromptInput([1, 2]), SamplingParams())
+        task = GroupTask(request, prompt=Prompt(PromptInput([1, 2]), "", group.group.group_id, 0, 0), version=0)
         task.samples, task.rewarded = group.group, group
         self.tasks.append(task)
 

@@ -17,7 +17,7 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError
-from slime_like.interfaces import Conversation, Generation, Segment
+from slime_like.interfaces import Conversation, Generation, PromptInput, Segment
 from slime_like.observability.names import step_metrics
 from slime_like.observability.records import StepRecord
 from slime_like.observability.tables import per_sample_rows, per_token_rows
@@ -44,7 +44,7 @@ def segment(prompt: str, response: str, version: int = 0) -> Segment:
     """Build a segment. Capitals are sampled tokens that this row trains."""
     mask = np.array([letter.isupper() for letter in response])
     logprobs = np.where(mask, -np.arange(1.0, len(response) + 1), 0).astype(np.float32)
-    return Segment(ids(prompt), ids(response), logprobs, np.full(len(response), version), mask)
+    return Segment(PromptInput(ids(prompt)), ids(response), logprobs, np.full(len(response), version), mask)
 
 
 def generation(*segments: Segment, reason: Any = "stop", conversation: Conversation | None = None) -> Generation:
@@ -108,7 +108,7 @@ def scored(settings: RunConfig, pool: Any = None) -> list[ScoredTrajectory]:
     """Return group 7 of four rollouts, and group 9 of the last three."""
     scorer = Scorer(settings, cast(Any, pool or Pool()), Tokenizer())
     groups = [
-        to_group(Prompt(tuple(ids("p")), "answer", number, 0, 0, whole_row=f"[{number}]"), answers, 1.0)
+        to_group(Prompt(PromptInput(ids("p")), "answer", number, 0, 0, whole_row=f"[{number}]"), answers, 1.0)
         for number, answers in ((7, generations()), (9, generations(first=1)[1:]))
     ]
     rewarded = scorer.rewards(groups)
@@ -125,7 +125,7 @@ def normalised(rewards: list[float]) -> list[float]:
 
 # ------------------------------------------------------------------------------------------------------------- rows
 def test_a_row_for_each_segment() -> None:
-    group = to_group(Prompt(tuple(ids("p")), "answer", 7, 0, 0), generations(), 0.5)
+    group = to_group(Prompt(PromptInput(ids("p")), "answer", 7, 0, 0), generations(), 0.5)
     rows = group.trajectories
     assert [row.sequence_id for row in rows] == ["7-0.0", "7-0.1", "7-0.2", "7-1", "7-2.0", "7-2.1", "7-3"]
     assert [row.rollout_id for row in rows] == ["7-0"] * 3 + ["7-1"] + ["7-2"] * 2 + ["7-3"]
@@ -144,7 +144,7 @@ def test_a_row_for_each_segment() -> None:
 
 whole = segment("p", "AB")
 MALFORMED = {
-    "no prompt": [replace(whole, prompt_tokens=ids(""))],
+    "no prompt": [replace(whole, prompt=PromptInput(ids("")))],
     "no token": [whole, segment("p", "")],
     "a mask that is short": [replace(whole, loss_mask=np.ones(1, bool)), whole],
     "versions that are short": [replace(whole, weight_versions=np.zeros(1)), whole],
@@ -155,7 +155,7 @@ MALFORMED = {
 @pytest.mark.parametrize("segments", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_segment_is_rejected(segments: list[Segment]) -> None:
     with pytest.raises(EngineError) as caught:
-        to_group(Prompt((1,), "", 7, 0, 0), [generation(*segments)], 1.0)
+        to_group(Prompt(PromptInput([1]), "", 7, 0, 0), [generation(*segments)], 1.0)
     assert caught.value.code == "bad-response" and caught.value.who.startswith("sequence 7-0")
 
 
@@ -163,7 +163,7 @@ def test_the_last_segment_is_the_response() -> None:
     answer = generation(segment("p", "AB"), segment("p", "CD"))
     answer.token_ids = ids("CE")
     with pytest.raises(EngineError) as caught:
-        to_group(Prompt((1,), "", 7, 0, 0), [answer], 1.0)
+        to_group(Prompt(PromptInput([1]), "", 7, 0, 0), [answer], 1.0)
     assert (caught.value.code, caught.value.who) == ("bad-response", "rollout 7-0")
 
 
@@ -209,7 +209,7 @@ def test_a_conversation_belongs_to_the_last_row() -> None:
     functions = [{"name": "environment"}]
     talk = Conversation(((0, 1), (2, 3)), reward=0.25, success=True, metadata=({"k": 1}, {}))
     answers = [generation(segment("p", "AxB"), segment("q", "CxD"), conversation=talk), plain("E")]
-    group = to_group(Prompt((1,), "", 7, 0, 0), answers, 1.0)
+    group = to_group(Prompt(PromptInput([1]), "", 7, 0, 0), answers, 1.0)
     empty = SimpleNamespace(score=lambda items, groups: [RewardOutcome((), ()) for _ in items])
     scorer = Scorer(
         config(reward={"functions": functions}, rollout={"environment": {"name": "calculator"}}),
@@ -270,7 +270,7 @@ def test_tables_show_the_rows_of_a_rollout() -> None:
 
 
 def test_evaluation_counts_rollouts() -> None:
-    prompts = [Prompt(tuple(ids("p")), "answer", number, 0, 0) for number in (7, 8)]
+    prompts = [Prompt(PromptInput(ids("p")), "answer", number, 0, 0) for number in (7, 8)]
     engines = SimpleNamespace(generate=lambda requests, answered: [generations() for _ in requests])
     settings = config(
         evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0], "ignore_eos": True}

@@ -19,7 +19,7 @@ from slime_like.config import RunConfig
 from slime_like.data.ledger import Ledger, audit_run
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
-from slime_like.interfaces import Generation, Scores
+from slime_like.interfaces import Generation, PromptInput, Scores
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout import source as source_module
 from slime_like.orchestration.rollout.colocation import Turns
@@ -44,7 +44,7 @@ class Prompts:
 
     def next(self, n: int) -> list[Prompt]:
         first, self.issued = self.issued, self.issued + n
-        return [Prompt((1, 2), "", group, 0, 0) for group in range(first, first + n)]
+        return [Prompt(PromptInput([1, 2]), "", group, 0, 0) for group in range(first, first + n)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"issued": self.issued}
@@ -272,7 +272,7 @@ def test_the_state_in_a_checkpoint_keeps_its_format(run_dir: Path) -> None:
     store.issue()
     issued = [task.prompt for task in store.at(GENERATE)]
     assert [prompt.group_id for prompt in issued] == [3, 5, 6, 7]
-    assert issued[0] == Prompt((1, 2), "4", 3, 0, 7, environment={"a": 1})
+    assert issued[0] == Prompt(PromptInput([1, 2]), "4", 3, 0, 7, environment={"a": 1})
     assert [fields["group_id"] for fields in store.state_dict()["in_flight"]] == [3, 5, 6, 7]
 
 
