@@ -17,6 +17,7 @@ from slime_like.weights.adapter import factor_shapes, module_ends
 from slime_like.weights.expected_tensors import expected_tensors
 from slime_like.weights.received import WeightReceiver
 
+Call = Callable[..., Awaitable[Any]]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -29,13 +30,7 @@ class AdapterTarget(UpdateTarget):
         flush: sets the version, and drops cached keys and values.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        ranks: Callable[..., Awaitable[Any]],
-        serve: str,
-        flush: Callable[[int], Awaitable[None]],
-    ) -> None:
+    def __init__(self, model: ModelConfig, ranks: Call, serve: str, flush: Call) -> None:
         self.expected, lora = factors_of(model), model.lora
         modules, path = module_ends(self.expected), None if lora.path is None else str(lora.path)
         settings: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}

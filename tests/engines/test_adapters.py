@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollout.transformers.engine import TransformersEngine
 from slime_like.config import LoraConfig, RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.examples.tiny_model import make_tiny_model
@@ -122,11 +123,10 @@ def test_the_base_cannot_be_updated(subject: Subject, rejects: Rejects) -> None:
     assert subject.probe() < subject.reference.bound
 
 
-@pytest.mark.parametrize("kind", ["transformers"])
-def test_a_restarted_engine_has_the_base(kind: str, models: list[Path], tmp_path: Path) -> None:
+def test_a_restarted_engine_has_the_base(models: list[Path], tmp_path: Path) -> None:
     config = with_factors(run_config(models[0], tmp_path / "run"))
     reference = MergedReference(models[0], config.model.lora)
-    engine = ENGINES[kind](config, 0)
+    engine = TransformersEngine(config, 0)
     with driven.started(engine) as loop:
         first = AdaptedEngine(engine, loop)
         Subject(first, reference, {}, [[3, 4, 5]]).load(reference.factors(1))
