@@ -94,20 +94,27 @@ class ResponseForm:
         shared = list(dict.fromkeys(before for before, _ in given))  # samples of one prompt
         parts = [*map(list, shared), *(tokens for _, tokens in given)]
         texts = self.tokenizer.batch_decode(parts, clean_up_tokenization_spaces=False)
-        prompts, said = dict(zip(shared, texts, strict=False)), texts[len(shared) :]
-        return [self.marked(prompts[before], text) for (before, _), text in zip(given, said, strict=True)]
+        opened = {before: self._opened(text) for before, text in zip(shared, texts, strict=False)}
+        said = zip(given, texts[len(shared) :], strict=True)
+        return [self._marked(opened[before] + text) for (before, _), text in said]
 
     def marked(self, prompt: str, text: str) -> str:
         """Put a turn's thinking in ``<think>...</think>``, also if the prompt opens it."""
+        return self._marked(self._opened(prompt) + text)
+
+    def _opened(self, prompt: str) -> str:
+        """Return the part of a turn's thinking, with its mark, that the prompt has already written."""
+        if self._thought is None:
+            return self._plain._opened(prompt)
+        prefix = self._prefix(prompt)
+        return prefix if self._is_open(prefix) else ""
+
+    def _marked(self, whole: str) -> str:
         import regex
 
-        if self._thought is None:
-            return self._plain.marked(prompt, text)
-        prefix, fields = self._prefix(prompt), self._loaded.fields
-        whole = prefix + text if self._is_open(prefix) else text
-        if "<think>" in self._thought.open_re.pattern:
+        if self._thought is None or "<think>" in self._thought.open_re.pattern:
             return whole
-        opens, closes = self._thought.open_re.pattern, self._thought.close_re.pattern
+        fields, opens, closes = self._loaded.fields, self._thought.open_re.pattern, self._thought.close_re.pattern
         thoughts = regex.compile(rf"{opens}(?P<thought>.*?)(?:(?P<end>{closes})|\Z)", regex.DOTALL)
         said: str = thoughts.sub(
             lambda m: f"<think>{m['thought']}{'</think>' if m['end'] else ''}", self._masked(whole)

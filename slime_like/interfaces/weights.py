@@ -1,6 +1,6 @@
 """Weights sent from a trainer to the engines: manifests, tensors, buckets, receipts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -30,6 +30,12 @@ class Manifest:
         return cls(
             {name: TensorInfo(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}, updates
         )
+
+    @classmethod
+    def joined(cls, parts: Iterable[Self | None]) -> Self:
+        """Join the parts of all trainer ranks, at least one of which exports."""
+        found = [part for part in parts if part is not None]
+        return cls({name: info for part in found for name, info in part.tensors.items()}, found[0].updates)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

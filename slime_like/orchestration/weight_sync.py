@@ -1,7 +1,7 @@
 """Transfer of weights from the trainer to all engines: versioned, streamed in buckets, and verified before use."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -200,19 +200,18 @@ class WeightSync:
         generation, self._connected = self._connected, None  # until the transfer has succeeded
         manifests = self._ranks.start(_PHASE, RankExport.begin_export)
         first = self._ranks.start(_PHASE, RankExport.next_bucket)
-        parts = given(manifests.result())  # of the pipeline stages
-        tensors = {name: info for part in parts for name, info in part.tensors.items()}
-        self._engines.begin_update(version, replace(parts[0], tensors=tensors))
-        sent = self._stream(first)
-        receipts = self._engines.finish_update(version)
+        begun = self._engines.begin_update(version, manifests)
+        manifests.result()  # otherwise, the engines would report a trainer's failure
+        sent, receipts = self._stream(first, begun, version)
         self._ranks.defer(self._ranks.start(_PHASE, RankExport.end_export))
         self._connected = generation
         return sent, receipts
 
-    def _stream(self, gathered: Answers[BucketMetadata | None]) -> _Sent:
+    def _stream(
+        self, gathered: Answers[BucketMetadata | None], asked: EngineAnswers, version: int
+    ) -> tuple[_Sent, list[UpdateReceipt]]:
         """Gather bucket k+1 on the trainers while the engines load bucket k."""
         sent = _Sent()
-        loading: EngineAnswers | None = None
         while True:
             started = time.perf_counter()
             buckets = join_buckets(gathered.result())
@@ -221,14 +220,14 @@ class WeightSync:
                 # Trainers are done while engines still load the last buckets and activate the version.
                 phase = "scoring the weight-sync probe"
                 sent.expected = self._ranks.start(phase, RankTraining.probe, self._probe.sequences)
-            if loading is not None:
-                loading.result()
+            before = asked
+            asked = self._engines.update(buckets, before) if buckets else self._engines.finish_update(version, before)
+            before.result()
             if not buckets:
-                return sent
+                return sent, asked.result()
             sent.hash_s += max(bucket.hash_s for bucket in buckets)
             for bucket in buckets:
                 sent.add(bucket)
-            loading = self._engines.update(buckets)
             gathered = self._ranks.start(_PHASE, RankExport.next_bucket)
 
     def _verify(

@@ -138,16 +138,17 @@ class LocalEngines:
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         self.run(self.engine.connect(transport, rendezvous))
 
-    def begin_update(self, version: int, manifest: Manifest) -> None:
-        self.run(self.engine.begin_update(version, manifest))
+    def begin_update(self, version: int, manifests: Later[list[Manifest]]) -> Answers[None]:
+        self.run(self.engine.begin_update(version, Manifest.joined(manifests.result())))
+        return Answers([None])
 
-    def update(self, buckets: list[BucketMetadata]) -> Answers[None]:
+    def update(self, buckets: list[BucketMetadata], before: Answers[None]) -> Answers[None]:
         for bucket in buckets:
             self.run(self.engine.update(bucket))
         return Answers([None])
 
-    def finish_update(self, version: int) -> list[UpdateReceipt]:
-        return [self.run(self.engine.finish_update(version))]
+    def finish_update(self, version: int, before: Answers[None]) -> Answers[UpdateReceipt]:
+        return Answers([self.run(self.engine.finish_update(version))])
 
     def probe(self, request: GenerationRequest) -> Answers[list[Generation]]:
         return Answers([self.run(self.engine.generate(request))])

@@ -79,7 +79,10 @@ EVERY_WAY = [(name, delta) for name in ("shared_memory", "gloo", "directory") fo
 
 
 def test_order_of_the_probe(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers score it while the last bucket loads. Engines start theirs before the trainers' answer is awaited."""
+    """Trainers score it while the last bucket loads. Engines start theirs before the trainers' answer is awaited.
+
+    Each call of engines is made before the one before it is awaited.
+    """
     events: list[str] = []
     trainers, engines = setting.trainers, setting.engines
 
@@ -101,8 +104,8 @@ def test_order_of_the_probe(setting: Setting, monkeypatch: pytest.MonkeyPatch) -
     noted(Answers, "result")
     noted(setting.sync._turns, "end_sync")
     setting.sync.run(1)
-    end = ["update", "next_bucket", "start_probe", "result", "finish_update", "end_sync", "probe", "probe", "answer"]
-    assert events[-11:] == [*end, "result", "result"] and events.count("start_probe") == 1
+    end = ["update", "result", "next_bucket", "start_probe", "finish_update", "result", "result", "end_sync"]
+    assert events[-13:] == [*end, "probe", "probe", "answer", "result", "result"] and events.count("start_probe") == 1
 
 
 @pytest.mark.parametrize("setting", EVERY_WAY, indirect=True, ids="-".join)

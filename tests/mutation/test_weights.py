@@ -97,7 +97,7 @@ def the_sender_drops_a_bucket(patch: Patch, trainers: LocalTrainers, engines: Lo
 
 def the_engine_drops_a_bucket(patch: Patch, trainers: LocalTrainers, engines: LocalEngines) -> None:
     update = engines.update
-    patch.setattr(engines, "update", lambda buckets: update(buckets[1:]))
+    patch.setattr(engines, "update", lambda buckets, before: update(buckets[1:], before))
 
 
 def the_engine_hashes_a_bucket_and_does_not_load_it(

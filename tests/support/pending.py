@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -15,8 +16,12 @@ class Later(Generic[T]):
 
     compute: Callable[[], T]
 
-    def result(self, timeout_s: float | None = None) -> T:
+    @cached_property
+    def _answers(self) -> T:
         return self.compute()
+
+    def result(self, timeout_s: float | None = None) -> T:
+        return self._answers
 
 
 class OneRank:

@@ -96,17 +96,17 @@ class EngineActor:
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._engine.connect(transport, rendezvous)
 
-    async def begin_update(self, version: int, manifest: Manifest) -> None:
+    async def begin_update(self, version: int, *parts: Manifest | None) -> None:
         self._updated.clear()
         async with self._opened_by_failure():
-            await self._engine.begin_update(version, manifest)
+            await self._engine.begin_update(version, Manifest.joined(parts))
 
-    async def update(self, buckets: Sequence[BucketMetadata]) -> None:
+    async def update(self, buckets: Sequence[BucketMetadata], *before: None) -> None:
         async with self._opened_by_failure():
             for bucket in buckets:
                 await self._engine.update(bucket)
 
-    async def finish_update(self, version: int) -> UpdateReceipt:
+    async def finish_update(self, version: int, *before: None) -> UpdateReceipt:
         async with self._opened_by_failure():
             receipt = await self._engine.finish_update(version)
         self._updated.set()

@@ -11,11 +11,12 @@ from ray.exceptions import RayError
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, wait_for_end, watch_none
 from slime_like.orchestration.rollout.engine_actor import EngineActor
+from slime_like.orchestration.trainer.calls import Answers
 from slime_like.weights.transports.registry import for_engine
 
 _HEALTH_TIMEOUT_S = 15.0
@@ -158,15 +159,20 @@ class EngineGroup:
         for answers in connected:
             answers.result()
 
-    def begin_update(self, version: int, manifest: Manifest) -> None:
-        self.ask("begin_update", version, ray.put(manifest), phase="beginning a weight update").result()
+    def begin_update(self, version: int, manifests: Answers[Manifest | None]) -> EngineAnswers:
+        """Have every engine begin once all trainers have answered with their manifests. Returns immediately."""
+        return self.ask("begin_update", version, *manifests.references, phase="beginning a weight update")
 
-    def update(self, buckets: list[BucketMetadata]) -> EngineAnswers:
-        """Have every engine fetch and load the buckets. Returns immediately."""
-        return self.ask("update", buckets, phase="loading weights")
+    def update(self, buckets: list[BucketMetadata], before: EngineAnswers) -> EngineAnswers:
+        """Have every engine fetch and load the buckets once all engines have answered ``before``. Returns immediately.
 
-    def finish_update(self, version: int) -> list[UpdateReceipt]:
-        return self.ask("finish_update", version, phase="finishing a weight update").result()
+        Ray starts the call, without a round trip through this process.
+        """
+        return self.ask("update", buckets, *before.references.values(), phase="loading weights")
+
+    def finish_update(self, version: int, before: EngineAnswers) -> EngineAnswers:
+        """Have every engine finish, like ``update``. The answers are an ``UpdateReceipt`` each."""
+        return self.ask("finish_update", version, *before.references.values(), phase="finishing a weight update")
 
     def probe(self, request: GenerationRequest) -> EngineAnswers:
         """Send the same request to every engine, bypassing the pool. Returns immediately."""

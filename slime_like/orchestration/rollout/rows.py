@@ -59,5 +59,7 @@ def rollouts_of(rows: Iterable[Row]) -> list[Rollout[Row]]:
 
 def trained_spans(loss_mask: Tensor) -> list[tuple[int, int]]:
     """Return ``[start, end)`` of every run of loss-carrying tokens: the turns that a row trains."""
+    if len(loss_mask) and loss_mask.all():  # most rows, and much faster
+        return [(0, len(loss_mask))]
     edges = torch.nn.functional.pad(loss_mask.byte(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))

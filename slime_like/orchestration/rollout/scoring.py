@@ -161,9 +161,9 @@ def _judged_tokens(
     row = rollout.last
     turns = trained_spans(row.loss_mask) if row.conversation is None else row.conversation.turns
     start, end = turns[-1] if turns else (0, row.response_len)
-    tokens = [*row.prompt_tokens.tolist(), *row.response_tokens[:end].tolist()]
-    first = len(row.prompt_tokens) + start
-    return tokens[:first], tokens[first:], () if rollout.finish_reason in ("length", "abort") else stops
+    prompt, response = row.prompt_tokens.tolist(), row.response_tokens.tolist()
+    stops = () if rollout.finish_reason in ("length", "abort") else stops
+    return prompt + response[:start], response[start:end], stops
 
 
 def by_reason(reasons: Sequence[str]) -> str:

@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Answers(Generic[T]):
-    """Answers of all ranks to one call, in rank order."""
+    """Answers of all ranks to one call, and Ray's ``references`` to them, in rank order."""
 
     def __init__(self, calls: RankCalls, phase: str, references: Sequence[Any]) -> None:
         self._calls = calls
         self._names = calls.names
         self._phase = phase
-        self._references = references
+        self.references = references
 
     def result(self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers) -> list[T]:
         """Wait for all ranks, by default at most ``trainer.step_timeout_s``.
@@ -40,13 +40,13 @@ class Answers(Generic[T]):
     def gather(self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers) -> list[T]:
         """Wait for the results without checking deferred calls."""
         bound = timeout_s or self._calls.timeout_s
-        return gather(self._references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError, left=left)
+        return gather(self.references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError, left=left)
 
     def is_answered(self) -> bool:
         """Return whether all ranks have answered. Raises the error of a failed rank. Never waits."""
-        ended, running = ray.wait(self._references, num_returns=len(self._references), timeout=0)
+        ended, running = ray.wait(self.references, num_returns=len(self.references), timeout=0)
         for reference in ended:
-            name = self._names[self._references.index(reference)]
+            name = self._names[self.references.index(reference)]
             one(reference, name, phase=self._phase, error=TrainerError)
         return not running
 

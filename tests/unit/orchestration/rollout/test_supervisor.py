@@ -110,20 +110,23 @@ class Engines:
         for index in range(len(self)):
             self._touch(index).joined = True
 
-    def begin_update(self, version: int, manifest: Manifest) -> None:
+    def begin_update(self, version: int, manifests: Later[list[Manifest]]) -> Later[None]:
+        manifests.result()
         for index in range(len(self)):
             engine = self._touch(index)
             assert engine.joined and "weights" in engine.memory and "weights" in self.trainers
             assert not self._shared or engine.memory == self.trainers == {"weights"}
             engine.version = None
+        return Later(lambda: None)
 
-    def update(self, buckets: list[BucketMetadata]) -> Any:
+    def update(self, buckets: list[BucketMetadata], before: Any) -> Any:
         return SimpleNamespace(result=lambda: [self._touch(index) for index in range(len(self))])
 
-    def finish_update(self, version: int) -> list[UpdateReceipt]:
+    def finish_update(self, version: int, before: Any) -> Later[list[UpdateReceipt]]:
+        before.result()
         for index in range(len(self)):
             self._touch(index).version = version
-        return [UpdateReceipt(version, {}) for _ in self.all]
+        return Later(lambda: [UpdateReceipt(version, {}) for _ in self.all])
 
 
 class Trainers(OneRank):
