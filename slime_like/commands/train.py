@@ -48,6 +48,9 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
 def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
     config = load_config(arguments.config, flags, temporary)
+    if config.model.lora.is_set:  # nothing sends merged weights
+        lora = config.model.lora.model_copy(update={"sync": "adapter"})
+        config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
     if arguments.output is not None:
         read = {
             "evaluation.files": config.evaluation.files,
@@ -97,7 +100,7 @@ TRAIN = Command(
 )
 EVALUATE = Command(
     "eval",
-    "measure the held-out accuracy of model.path",
+    "measure the held-out accuracy of model.path, with the adapter model.lora.path if given",
     _evaluate,
     f"Measure the held-out accuracy of model.path. Fields that only training uses are ignored.{_FLAGS}",
     _add_output,
