@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -189,8 +188,17 @@ class RowEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:
-        if not self._config.allow_special_tokens:
-            require_text(row, key, value, self._special)
+        """Reject text that would end a turn or speak for someone else.
+
+        Such text is not encoded as plain text instead: a hand-written template would silently lose its meaning.
+        """
+        if self._config.allow_special_tokens:
+            return
+        found = next(filter(None, map(self._special.search, _texts(value))), None)
+        if found is not None:
+            problem = f"{key!r} spells the special token {found[0]!r}"
+            remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"
+            raise row.fault("special-token", problem, remedy)
 
     def _answer(self, row: Row) -> str:
         value = row.get(self._config.answer_key)
@@ -252,18 +260,6 @@ def _without_eos(tokenizer: Any, prompt: str) -> list[int]:
     plain = tokenizer.encode(prompt, add_special_tokens=False)
     is_added = tokens[-1:] == [tokenizer.eos_token_id] and tokens[-len(plain) :] != plain
     return tokens[:-1] if is_added else tokens
-
-
-def require_text(row: Row, key: str, value: Any, special: re.Pattern[str]) -> None:
-    """Reject text that would end a turn or speak for someone else.
-
-    Such text is not encoded as plain text instead: a hand-written template would silently lose its meaning.
-    """
-    found = next(filter(None, map(special.search, _texts(value))), None)
-    if found is not None:
-        problem = f"{key!r} spells the special token {found[0]!r}"
-        remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"
-        raise row.fault("special-token", problem, remedy)
 
 
 def _texts(value: Any) -> Iterator[str]:

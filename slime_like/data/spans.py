@@ -290,7 +290,6 @@ def _require_rendered(turn: str, message: Message, number: int) -> None:
 
 
 def _require_calls(template: ChatTemplate, text: str, messages: Messages, tools: Tools, at: int) -> None:
-    """Reject templates that leave out part of a message's calls."""
     for what, other in _without_calls(messages[at]):
         if _is_rendered_as(template, text, [*messages[:at], other, *messages[at + 1 :]], tools):
             raise SpanFault("message-dropped", f"the template leaves out {what} of message {at + 1}")
