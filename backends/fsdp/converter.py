@@ -29,13 +29,9 @@ class FsdpConverter(HuggingFaceConverter):
         )
 
     def open_checkpoint(self, checkpoint: Path) -> TensorSource:
-        factors = meta_model(self.model, torch.float32).factors.values() if self.model.lora.is_set else ()
-        owners = {name: one for one in factors for name in one.parameters_by_name()}
-
-        def cut(name: str, values: Tensor) -> list[Piece]:
-            return owners[name].pieces(name, values) if name in owners else pieces(name, values)
-
-        return FsdpSource(checkpoint, cut)
+        return FsdpSource(
+            checkpoint, meta_model(self.model, torch.float32).pieces if self.model.lora.is_set else pieces
+        )
 
 
 class FsdpSource:

@@ -1,7 +1,6 @@
 """Low-rank factors of transformers' linear layers and stacks of experts."""
 
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,34 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backends.common.hugging_face.files import Shape
 from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
-from backends.common.trainer.lora import Initial, merged
+from backends.common.trainer.lora import merged
 from backends.common.trainer.roles import ADDED, is_added
 from backends.fsdp.names import Piece, pieces, stored_shapes
-from backends.fsdp.parallel import joined, rows_of_rank, shard_of
-from backends.fsdp.weights import export_buckets
+from backends.fsdp.parallel import joined, shard_of
 from slime_like.config import LoraConfig, ModelConfig
 from slime_like.errors import ConfigError
-from slime_like.interfaces import WeightBucket
 from slime_like.weights.adapter import factor_names, is_target
 
 
 class Factors(nn.Module):
-    """Float32 factors of one parameter, which FSDP gathers in ``model.dtype`` like every other parameter.
+    """Float32 factors of the parameter ``weight``, which FSDP gathers in ``model.dtype`` like every other parameter.
 
     A linear layer has A, (r, in), and B, (out, r). A stack of E experts with k matrices each has A, (E, k r, in), and
     B, (E, out, r), in the order of the stack's rows. Both stay 0 for a matrix that is not a target, because neither
     gets a gradient while the other is 0.
-
-    Attributes:
-        name: the module's name; checkpoints have ``name``.a and ``name``.b.
-        weight: name of the parameter in checkpoints.
     """
 
-    def __init__(self, settings: LoraConfig, name: str, weight: str, parameter: Tensor) -> None:
+    def __init__(self, settings: LoraConfig, weight: str, parameter: Tensor) -> None:
         super().__init__()
-        self.name, self.weight, self._settings = name, weight, settings
+        self._weight, self._settings = weight, settings
         *experts, out, width = parameter.shape
         self._matrices = len(stored_shapes(weight, tuple(parameter.shape))) // math.prod(experts)
         rank, empty = settings.rank or 0, partial(parameter.new_empty, dtype=torch.float32)
@@ -60,36 +52,11 @@ class Factors(nn.Module):
         inner = grouped_linear(x, ends, F.pad(a, (0, 0, 0, missing)))
         return grouped_linear(inner * self._settings.scale, ends, F.pad(b, (0, missing)))
 
-    def parameters_by_name(self) -> dict[str, Tensor]:
-        """Return A and B by their names in training checkpoints."""
-        return {f"{self.name}.a": self.a, f"{self.name}.b": self.b}
-
     def pieces(self, name: str, values: Tensor, start: int = 0) -> list[Piece]:
         """List PEFT's tensors in ``values``, entries of parameter ``name`` from ``start`` on, or of its gradient."""
-        every = pieces(self.weight, values, start)
+        every = pieces(self._weight, values, start)
         targets = [each for each in every if is_target(self._settings, each.name, tuple(each.view.shape))]
         return [Piece(factor_names(each.name)[name.endswith(".b")], each.start, each.view) for each in targets]
-
-    def shapes(self) -> dict[str, Shape]:
-        """Return PEFT's name and the shape of every whole factor."""
-        whole = {name: torch.empty(each.shape, device="meta") for name, each in self.parameters_by_name().items()}
-        every = [piece for name, values in whole.items() for piece in self.pieces(name, values)]
-        return {piece.name: tuple(piece.view.shape) for piece in every}
-
-    @torch.no_grad()
-    def fill(self, source: Initial) -> None:
-        """Fill this rank's rows from ``source``, which has PEFT's tensors."""
-        for name, parameter in self.parameters_by_name().items():
-            for piece in self.pieces(name, shard_of(parameter), rows_of_rank(parameter).start):
-                if piece.view.numel():
-                    piece.view.copy_(source.read(piece.name, 0, piece.start, len(piece.view)))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialize the factors so that their product is 0."""
-        for parameter in self.parameters():
-            shard_of(parameter).zero_()
-        self.fill(Initial(self.shapes()))
 
     @torch.no_grad()
     def merge(self, rows: Tensor) -> Tensor:
@@ -98,19 +65,10 @@ class Factors(nn.Module):
         if rows.ndim == 2:
             a = joined(a, self.a.shape, a.dtype, rows.device)
         result = torch.empty_like(rows)
-        for parts in zip(*(pieces(self.weight, each) for each in (result, rows, a, b)), strict=True):
+        for parts in zip(*(pieces(self._weight, each) for each in (result, rows, a, b)), strict=True):
             to, weight, of_a, of_b = (part.view for part in parts)
             to.copy_(merged(weight, of_a, of_b, of_b.new_ones(len(of_b), 1), self._settings.scale))
         return result
-
-
-class _OfStacks(nn.ModuleDict):
-    """Factors of a layer's stacks of experts, by parameter."""
-
-    def reset_parameters(self) -> None:
-        for factors in self.values():
-            assert isinstance(factors, Factors)
-            factors.reset_parameters()
 
 
 def add_factors(settings: ModelConfig, model: Any) -> None:
@@ -136,7 +94,7 @@ def _attached(settings: LoraConfig, model: Any, name: str, parameter: Tensor) ->
     path, _, leaf = name.rpartition(".")
     module = model.hugging_face.get_submodule(path)
     if isinstance(module, nn.Linear):
-        module.added = Factors(settings, f"{path}.{ADDED}", model.names[name], parameter)
+        module.added = Factors(settings, model.names[name], parameter)
         module.register_forward_hook(lambda _, given, result: result + module.added(given[0]))
         return module.added
     if parameter.ndim < 3 or not hasattr(module, "has_gate"):
@@ -145,22 +103,6 @@ def _attached(settings: LoraConfig, model: Any, name: str, parameter: Tensor) ->
             "trainer.backend=fsdp has no factors; name other targets"
         )
     if ADDED not in module._modules:
-        module.added = _OfStacks()
-    module.added[leaf] = Factors(settings, f"{path}.{ADDED}.{leaf}", model.names[name], parameter)
+        module.added = nn.ModuleDict()
+    module.added[leaf] = Factors(settings, model.names[name], parameter)
     return module.added[leaf]
-
-
-def export_factors(
-    model: Any, rows: Callable[[str], Tensor], dtype: torch.dtype, bucket_bytes: int, device: torch.device
-) -> Iterator[WeightBucket]:
-    """Stream factors, or tensors of the same shapes such as gradients, by PEFT's names; see ``export_buckets``."""
-    owners = {name: factors for factors in model.factors.values() for name in factors.parameters_by_name()}
-    tensors = {name: tensor for name, tensor in model.parameters_by_name().items() if name in owners}
-    return export_buckets(
-        tensors, rows, lambda name, whole: owners[name].pieces(name, whole), dtype, bucket_bytes, device
-    )
-
-
-def adapter_shapes(model: Any) -> dict[str, Shape]:
-    """Return PEFT's name and the shape of every factor."""
-    return {name: shape for factors in model.factors.values() for name, shape in factors.shapes().items()}

@@ -13,9 +13,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
-from backends.common.trainer.roles import add_modules, is_added, reset_added
+from backends.common.trainer.roles import is_added
 from backends.fsdp import attention, experts
-from backends.fsdp.names import checkpoint_names
+from backends.fsdp.lora import add_factors
+from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
 from slime_like.algorithms.head import fused_logprobs
@@ -134,6 +135,13 @@ class LogprobModel(nn.Module):
         """
         return {self.names[name]: buffer for name, buffer in routing_biases(self.hugging_face).items()}
 
+    def pieces(self, name: str, values: Tensor, start: int = 0) -> list[Piece]:
+        """List the tensors, of a Hugging Face checkpoint or an adapter, in ``values``; see ``names.pieces``."""
+        if not is_added(name):
+            return pieces(name, values, start)
+        found: list[Piece] = self.hugging_face.get_submodule(name.rpartition(".")[0]).pieces(name, values, start)
+        return found
+
     def own_logits(self, tokens: Tensor) -> Tensor:
         """Compute one sequence's (T, V) logits with transformers' attention, masks and experts. Collective."""
         self.hugging_face.set_attn_implementation("eager")
@@ -187,7 +195,6 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer)
-    reset_added(model)
     return model
 
 
@@ -239,7 +246,7 @@ def _model(settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, 
         )
     names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
     model = LogprobModel(hugging_face, names, chunk_tokens, entropy_gradient)
-    add_modules("fsdp", settings, model)
+    add_factors(settings, model)
     return model
 
 

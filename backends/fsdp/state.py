@@ -14,14 +14,14 @@ from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.lora import Initial
 from backends.common.trainer.state import TrainerState
-from backends.fsdp import checkpoint, lora
+from backends.fsdp import checkpoint
 from backends.fsdp.model import LogprobModel, computes_alike
-from backends.fsdp.names import pieces
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups, shard_of
-from backends.fsdp.weights import checkpoint_shapes, export_buckets, export_manifest, load_hf_weights
+from backends.fsdp.weights import export_buckets, export_manifest, fill, load_hf_weights, piece_shapes
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket, WeightExport
+from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import ADAPTER
 
@@ -47,10 +47,8 @@ class FsdpState(TrainerState):
         return _local(self.model.stored_by_name()) if self.model.factors else []
 
     def fill_factors(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
-        self.model.shard_weights()
-        opened = source(lora.adapter_shapes(self.model))
-        for factors in self.model.factors.values():
-            factors.fill(opened)
+        factors = self.model.stored_by_name()
+        fill(self.model, factors, source(piece_shapes(self.model, factors)))
 
     def is_same_model(self, path: Path) -> bool:
         ours, theirs = (ModelDimensions.from_checkpoint(model) for model in (self._config.model.path, path))
@@ -101,39 +99,33 @@ class FsdpState(TrainerState):
         return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
-        if self.model.factors and self._config.model.lora.sync == ADAPTER:
-            return self.export_adapter(bucket_bytes)
-        return self._export_model(bucket_bytes)
+        is_adapter = bool(self.model.factors) and self._config.model.lora.sync == ADAPTER
+        return self._export(bucket_bytes, ADAPTER if is_adapter else MODEL)
 
-    def export_adapter(self, bucket_bytes: int) -> WeightExport:
-        """Export only the factors, by PEFT's names."""
-        tensors = self.model.parameters_by_name()
-        buckets = lora.export_factors(
-            self.model, lambda name: shard_of(tensors[name]).detach(), self._dtype, bucket_bytes, self._device
-        )
-        return WeightExport(export_manifest(lora.adapter_shapes(self.model), {}, self._dtype, ADAPTER), buckets)
+    def _exported(self, updates: str) -> dict[str, Tensor]:
+        every = self.model.own_by_name() | self.model.kept_by_name()
+        return self.model.stored_by_name() if updates == ADAPTER else every
 
-    def _export_model(self, bucket_bytes: int) -> WeightExport:
-        kept, factors = self.model.kept_by_name(), self.model.factors
-        tensors: dict[str, Tensor] = self.model.own_by_name() | kept
+    def _export(self, bucket_bytes: int, updates: str) -> WeightExport:
+        """Export the whole model, or only the factors by PEFT's names."""
+        tensors, kept, factors = self._exported(updates), self.model.kept_by_name(), self.model.factors
 
         def rows(name: str) -> Tensor:
             shard = shard_of(tensors[name]).detach()
             return factors[name].merge(shard.to(self._device)) if name in factors else shard
 
-        buckets = export_buckets(tensors, rows, pieces, self._dtype, bucket_bytes, self._device)
-        return WeightExport(export_manifest(checkpoint_shapes(self.model), kept, self._dtype), buckets)
+        buckets = export_buckets(tensors, rows, self.model.pieces, self._dtype, bucket_bytes, self._device)
+        return WeightExport(export_manifest(piece_shapes(self.model, tensors), kept, self._dtype, updates), buckets)
 
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        rows, size = self.optimizer.gradients().__getitem__, bucket_bytes
-        if self.model.factors:
-            return lora.export_factors(self.model, rows, torch.float32, size, self._device)
-        return export_buckets(self.model.own_by_name(), rows, pieces, torch.float32, size, self._device)
+        model, rows = self.model, self.optimizer.gradients().__getitem__
+        trained = model.stored_by_name() if model.factors else model.own_by_name()
+        return export_buckets(trained, rows, model.pieces, torch.float32, bucket_bytes, self._device)
 
     def export_hugging_face(self, directory: Path) -> None:
         model, adapter = self._config.model, self._config.model.lora if self.model.factors else None
-        buckets = self._export_model(SHARD_BYTES) if adapter is None else self.export_adapter(SHARD_BYTES)
-        names = (checkpoint_shapes if adapter is None else lora.adapter_shapes)(self.model)
+        updates = MODEL if adapter is None else ADAPTER
+        buckets, names = self._export(SHARD_BYTES, updates), piece_shapes(self.model, self._exported(updates))
         write_hf_directory(buckets, names, model.path, directory, 0, self._dtype, self._device, adapter)
 
     def park(self, keep_weights: bool) -> None:

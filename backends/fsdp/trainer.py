@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import join_world
 from backends.common.step.balance import BalanceLoss, balance_loss
 from backends.common.step.packs import require_computable
 from backends.common.trainer.base import TrainerBase
-from backends.common.trainer.roles import variant_of
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import ModelInput, model_input
 from backends.fsdp.model import LogprobModel, build
@@ -48,7 +46,7 @@ class FsdpTrainer(TrainerBase):
     def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
         from backends.fsdp.converter import FsdpConverter
 
-        return variant_of(FsdpConverter)(model, trainer)
+        return FsdpConverter(model, trainer)
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
@@ -64,7 +62,7 @@ class FsdpTrainer(TrainerBase):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
         self.model = build(self.config, self.groups, self.device)
-        self.state = variant_of(FsdpState)(self.config, self.model, self.groups, self.device)
+        self.state = FsdpState(self.config, self.model, self.groups, self.device)
 
     def _prepare_training(self) -> Optimizer:
         self._require_own_forward()
@@ -88,7 +86,7 @@ class FsdpTrainer(TrainerBase):
 
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
         """Run forward and backward for one window. Ranks sum their gradients in its last backward pass."""
-        self._step.open_window(len(micro_batches), last)
+        self._step.open_window(last)
         always = self.config.trainer.fsdp.accumulate == "sharded"
         with self._phase("accumulate"):
             for index, pack in enumerate(micro_batches):
@@ -130,9 +128,6 @@ class FsdpTrainer(TrainerBase):
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         stats = super().finish_step(denominator)
-        if stats is None:
-            problem = "the step had no window"
-            raise rank_error("finish_step", problem, code="empty-window", remedy="accumulate one first")
         with self._phase("finish_step"):
             self.optimizer.zero_gradients()
             self.model.shard_weights()

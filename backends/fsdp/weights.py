@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from backends.common.hugging_face.files import HfCheckpoint, Shape
 from backends.common.process.agreement import together
+from backends.common.trainer.lora import Initial
 from backends.fsdp.model import LogprobModel
-from backends.fsdp.names import Piece, pieces, stored_shapes
+from backends.fsdp.names import Piece
 from backends.fsdp.parallel import joined, rows_of_rank, shard_of
 from slime_like.interfaces import Manifest, WeightBucket
 from slime_like.interfaces.conversion import TensorInfo
@@ -21,10 +22,14 @@ from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
     """Return names and shapes of a whole checkpoint of this model."""
-    shapes: dict[str, Shape] = {}
-    for name, tensor in (model.own_by_name() | model.kept_by_name()).items():
-        shapes |= stored_shapes(name, tuple(tensor.shape))
-    return shapes
+    return piece_shapes(model, model.own_by_name() | model.kept_by_name())
+
+
+def piece_shapes(model: LogprobModel, tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Return names and shapes of the stored tensors that make up ``tensors``, whose names are the model's."""
+    whole = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    stored = (piece for each in whole.items() for piece in model.pieces(*each))
+    return {piece.name: tuple(piece.view.shape) for piece in stored}
 
 
 def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) -> None:
@@ -51,15 +56,20 @@ def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
     return checkpoint
 
 
-@torch.no_grad()
 def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
-    for name, parameter in model.own_by_name().items():
-        for piece in pieces(name, shard_of(parameter), rows_of_rank(parameter).start):
-            if piece.view.numel():
-                values = checkpoint.read(piece.name, 0, piece.start, len(piece.view))
-                piece.view.copy_(values)
+    fill(model, model.own_by_name(), checkpoint)
     for name, bias in model.kept_by_name().items():
         bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
+
+
+@torch.no_grad()
+def fill(model: LogprobModel, parameters: Mapping[str, Tensor], source: HfCheckpoint | Initial) -> None:
+    """Fill this rank's rows of ``parameters``, which are by name. Those of no stored tensor become 0."""
+    for name, parameter in parameters.items():
+        shard = shard_of(parameter).zero_()
+        for piece in model.pieces(name, shard, rows_of_rank(parameter).start):
+            if piece.view.numel():
+                piece.view.copy_(source.read(piece.name, 0, piece.start, len(piece.view)))
 
 
 def export_manifest(

@@ -9,7 +9,7 @@ parts of an expert's sum. Megatron then adds the gradients of all ranks, like th
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,12 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from torch import Tensor
 
 from backends.common.step.grouped_product import grouped_linear
-from backends.common.trainer.lora import Initial, block_diagonal, merged
+from backends.common.trainer.lora import block_diagonal, merged
 from backends.common.trainer.roles import ADDED, is_added
-from backends.megatron.conversion.load import Source, fill
-from backends.megatron.conversion.placement import FACTORS, Placement, place_factors, place_parameters
+from backends.megatron.conversion.placement import FACTORS, Placement, place_parameters
 from backends.megatron.experts import GroupedLinear
 from backends.megatron.families.rules import HfTensor, Rule
-from backends.megatron.families.transforms import Rows, Shape, Sources, Stacked, Transform
+from backends.megatron.families.transforms import Rows, Sources, Stacked, Transform
 from backends.megatron.head import LogprobModel
 from slime_like.config import LoraConfig, ModelConfig
 from slime_like.errors import ConfigError
@@ -156,13 +155,12 @@ def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
     if not settings.lora.is_set:
         return
     dimensions = ModelDimensions.from_checkpoint(settings.path)
-    placements = place_parameters([model], dimensions)
     modules = list(model.modules())
     layers: dict[Tensor, Any] = {weight: layer for layer in modules for weight in layer.parameters(recurse=False)}
     if any(re.search(r"experts\.\d", target) for target in settings.lora.targets):
         problem = "model.lora.targets: single experts cannot have factors; name modules of all experts"
         raise ConfigError(problem, code="factors-of-one-expert")
-    for placed in placements:
+    for placed in place_parameters([model], dimensions):
         named = enumerate(zip(placed.source_names(), placed.shapes, strict=True))
         if chosen := [index for index, (name, shape) in named if is_target(settings.lora, name, shape)]:
             factors = Factors(settings.lora, placed, chosen, model.config.sequence_parallel)
@@ -177,17 +175,6 @@ def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
         )
     if model.pre_process and model.config.recompute_granularity == "full":
         model.embedding.register_forward_hook(_require_gradient)
-    if not placements[0].parameter.is_meta:
-        fill_factors([model], dimensions, Initial)
-
-
-def fill_factors(
-    chunks: Sequence[LogprobModel], dimensions: ModelDimensions, source: Callable[[dict[str, Shape]], Source]
-) -> None:
-    """Fill all factors of this rank from ``source``, which is given the names and shapes of whole factors."""
-    placements = place_factors(chunks, dimensions)
-    named = (zip(each.source_names(), each.shapes, strict=True) for each in placements)
-    fill(placements, source({name: shape for pairs in named for name, shape in pairs}))
 
 
 def _attach(layer: Any, factors: Factors, placed: Placement) -> None:
@@ -211,19 +198,8 @@ def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def factors_of(chunks: Iterable[torch.nn.Module]) -> list[Factors]:
-    """Return the factors of all weights."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Factors)]
-
-
-@contextlib.contextmanager
-def without_dropout(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, factors drop no inputs."""
-    factors = factors_of(chunks)
-    for each in factors:
-        each.eval()
-    try:
-        yield
-    finally:
-        for each in factors:
-            each.train()
+def set_dropout(chunks: Iterable[torch.nn.Module], is_active: bool) -> None:
+    """Let all factors drop inputs from now on, or none."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, Factors):
+            module.train(is_active)

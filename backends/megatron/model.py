@@ -10,11 +10,11 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from backends.common.trainer.roles import add_modules
 from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
 from backends.megatron.families import family_of
 from backends.megatron.head import LogprobModel
+from backends.megatron.lora import add_factors
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import Layers, block_spec
 from slime_like.checks.layout import layers_per_stage
@@ -224,7 +224,7 @@ def _build(
         model.chunk_tokens = trainer.head_chunk_tokens
         model.entropy_gradient = entropy_gradient
         model.model_type = ModelType.encoder_or_decoder
-        add_modules("megatron", settings, model)
+        add_factors(settings, model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "word_embeddings" in name or "output_layer" in name:

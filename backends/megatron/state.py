@@ -9,12 +9,14 @@ from torch import Tensor
 
 from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.lora import Initial
+from backends.common.trainer.roles import is_added
 from backends.common.trainer.state import TrainerState
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
-from backends.megatron.conversion.placement import named_weights
+from backends.megatron.conversion.load import fill
+from backends.megatron.conversion.placement import named_weights, place_factors
+from backends.megatron.families.transforms import Shape
 from backends.megatron.head import LogprobModel
-from backends.megatron.lora import factors_of, fill_factors
 from backends.megatron.optimizer import Optimizer
 from backends.megatron.overlap import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
@@ -47,10 +49,12 @@ class MegatronState(TrainerState):
         return [weight for chunk in self.chunks for _, weight in named_weights(chunk)]
 
     def factors(self) -> list[Tensor]:
-        return [each for module in factors_of(self.chunks) for each in (module.a, module.b)]
+        return [each for chunk in self.chunks for name, each in chunk.named_parameters() if is_added(name)]
 
-    def fill_factors(self, source: Callable[[dict[str, tuple[int, ...]]], Initial]) -> None:
-        fill_factors(self.chunks, self._dimensions, source)
+    def fill_factors(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
+        placements = place_factors(self.chunks, self._dimensions)
+        named = (zip(each.source_names(), each.shapes, strict=True) for each in placements)
+        fill(placements, source({name: shape for pairs in named for name, shape in pairs}))
 
     def is_same_model(self, path: Path) -> bool:
         return ModelDimensions.from_checkpoint(path) == self._dimensions

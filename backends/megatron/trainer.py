@@ -9,13 +9,12 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from backends.common.trainer.base import TrainerBase
-from backends.common.trainer.roles import variant_of
 from backends.megatron import parallel
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention import for_factors, machine_problems
 from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.head import LogprobModel
-from backends.megatron.lora import without_dropout
+from backends.megatron.lora import set_dropout
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
@@ -57,9 +56,9 @@ class MegatronTrainer(TrainerBase):
 
     @staticmethod
     def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
-        from backends.megatron.conversion.offline.converter import MegatronConverter
+        from backends.megatron.offline.converter import MegatronConverter
 
-        return variant_of(MegatronConverter)(model, trainer)
+        return MegatronConverter(model, trainer)
 
     # ------------------------------------------------------------------------------------------------------------ start
     def _machine_problems(self) -> list[str]:
@@ -70,7 +69,7 @@ class MegatronTrainer(TrainerBase):
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
         self.chunks = build_chunks(self.config, self.dimensions)
         self.device = next(self.chunks[0].parameters()).device
-        self.state = variant_of(MegatronState)(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
+        self.state = MegatronState(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
 
     def _prepare_training(self) -> Optimizer:
         self.wrapped = self.state.wrapped = wrap_for_data_parallel(self.config.trainer.optimizer, self.chunks)
@@ -100,7 +99,8 @@ class MegatronTrainer(TrainerBase):
 
     def accumulate(self, micro_batches: Sequence[PackedTrajectory], last: bool = False) -> None:
         """Run forward and backward for one window through Megatron's schedule."""
-        self._step.open_window(len(micro_batches), last)
+        self._step.open_window(last)
+        set_dropout(self.chunks, True)
         with self._phase("accumulate"), self._communication.window(last):
             self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
 
@@ -117,7 +117,8 @@ class MegatronTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------- scoring, weights, end
     def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
-        with self._phase("score"), without_dropout(self.chunks):
+        set_dropout(self.chunks, False)
+        with self._phase("score"):
             return self._schedule.score(micro_batches)
 
     def settle_weights(self) -> None:

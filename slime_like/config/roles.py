@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slime_like.config.base import Section
 from slime_like.config.trainer import ParallelConfig
 
 POLICY, REFERENCE = "policy", "reference"
@@ -21,7 +20,6 @@ class ModelRole:
             outputs are dropped.
         trained, scores: whether optimizer steps change it; whether trainer ranks score every batch with it first.
         head: what it computes for each response token, a key of ``backends.common.trainer.roles.OBJECTIVES``.
-        adapter: settings of factors added to its weights; no role has any yet.
         placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
         parallel: layout of the trainer ranks, or of each worker.
         workers, max_restarts: number of its workers, and their restarts in a run.
@@ -33,7 +31,6 @@ class ModelRole:
     trained: bool = False
     scores: bool = False
     head: str = "logprob"
-    adapter: Section | None = None
     placement: Literal["trainer", "workers"] = "trainer"
     parallel: ParallelConfig
     workers: int = 0

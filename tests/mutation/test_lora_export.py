@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.common.hugging_face import converter
-from backends.megatron.conversion.offline.converter import MegatronSource
+from backends.megatron.offline.converter import MegatronSource
 from tests.parallel.test_lora_checkpoint import Saved, check_adapter, check_whole, converted, expected_logits
 
 Patch = pytest.MonkeyPatch

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from backends.fsdp.checkpoint import StoredCheckpoint
-from backends.fsdp.lora import export_factors
+from backends.fsdp.weights import export_buckets
 from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import Manifest, RankPlacement
@@ -58,8 +58,9 @@ def base_of(trainer: Any) -> Factors:
 
 def masters_of(trainer: Any) -> Factors:
     """Return float32 copies of all factors on the first rank, by PEFT's names."""
-    rows = {name: each.to_local().detach() for name, each in trainer.model.stored_by_name().items()}
-    buckets = export_factors(trainer.model, rows.__getitem__, torch.float32, 1 << 12, trainer.device)
+    model, factors = trainer.model, trainer.model.stored_by_name()
+    rows = {name: each.to_local().detach() for name, each in factors.items()}
+    buckets = export_buckets(factors, rows.__getitem__, model.pieces, torch.float32, 1 << 12, trainer.device)
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors}
 
 

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backends.megatron import conversion
 from backends.megatron.checkpoint import load_weights
-from backends.megatron.conversion.offline.converter import MegatronConverter
-from backends.megatron.conversion.offline.plan import RankPlan, plan_ranks, require_exactly_once
 from backends.megatron.families import family_of
 from backends.megatron.model import build_chunks
+from backends.megatron.offline.converter import MegatronConverter
+from backends.megatron.offline.plan import RankPlan, plan_ranks, require_exactly_once
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model

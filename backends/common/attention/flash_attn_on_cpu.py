@@ -9,14 +9,17 @@ of each, merged by the log-sum-exp.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backends.common.attention.kernels import CpuFlash, Pairing, Saved, Segments, merged_attention
+from backends.common.attention.kernels import CpuFlash, Pairing, Saved, merged_attention
+from backends.common.attention.prefixes import Rows, rows_of, segments_of
+
+_CPU = torch.device("cpu")
 
 
 def flash_attn_modules() -> dict[str, ModuleType]:
@@ -73,7 +76,7 @@ def _parts(
     return_softmax: bool = False,
     deterministic: bool = False,
     rng_state: Tensor | None = None,
-) -> list[tuple[Tensor, Tensor, Pairing]]:
+) -> list[tuple[Rows, Rows, Pairing]]:
     """List query rows with the keys that they see, each key in one part: masked squares, and rectangles of queries with
     the keys before the first of them.
 
@@ -107,18 +110,9 @@ def _parts(
     return parts
 
 
-def _part(
-    queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Pairing]:
-    return _rows(queries), _rows(keys), Pairing(_boundaries(queries), _boundaries(keys), causal, scale)
-
-
-def _rows(spans: Sequence[range]) -> Tensor:
-    return torch.cat([torch.arange(span.start, span.stop) for span in spans])
-
-
-def _boundaries(spans: Sequence[range]) -> Segments:
-    return Segments.of(torch.tensor([0, *accumulate(map(len, spans))], dtype=torch.int32))
+def _part(queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float) -> tuple[Rows, Rows, Pairing]:
+    pairing = Pairing(segments_of(queries, _CPU), segments_of(keys, _CPU), causal, scale)
+    return rows_of(queries, _CPU), rows_of(keys, _CPU), pairing
 
 
 def _spans(what: str, cu_seqlens: Tensor, longest: int) -> list[range]:

@@ -97,7 +97,7 @@ class PrefixAttention(PackedAttention):
         return cls(
             Segments.of((boundaries - part.start).clamp(0, len(part))),
             tuple(_level(level, part, needed, device) for level in mine if level),
-            _rows(needed, device),
+            rows_of(needed, device),
             None if alone else group,
         )
 
@@ -172,8 +172,8 @@ def _level(level: Sequence[_Seen], part: range, needed: Sequence[range], device:
     for _, span in level:
         at, begin = next((one, begin) for one, begin in zip(needed, begins, strict=False) if span.start in one)
         keys.append(_moved(span, begin - at.start))
-    places = _rows(queries, device), _rows(keys, device)
-    return Level(*places, _boundaries(queries, device), _boundaries(keys, device))
+    places = rows_of(queries, device), rows_of(keys, device)
+    return Level(*places, segments_of(queries, device), segments_of(keys, device))
 
 
 def _copied(x: Tensor, rows: Rows) -> Tensor:
@@ -200,7 +200,7 @@ def _joined(spans: Sequence[range]) -> list[range]:
     return joined
 
 
-def _rows(spans: Sequence[range], device: torch.device) -> Rows:
+def rows_of(spans: Sequence[range], device: torch.device) -> Rows:
     """Return a slice if the spans are adjacent, because it needs no copy, else an index."""
     if not spans:
         return slice(0, 0)
@@ -209,6 +209,7 @@ def _rows(spans: Sequence[range], device: torch.device) -> Rows:
     return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
 
 
-def _boundaries(spans: Sequence[range], device: torch.device) -> Segments:
+def segments_of(spans: Sequence[range], device: torch.device) -> Segments:
+    """Return the boundaries of the spans, one after the other."""
     ends = accumulate(map(len, spans), initial=0)
     return Segments.of(torch.tensor(list(ends), dtype=torch.int32, device=device))

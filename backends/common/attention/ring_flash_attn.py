@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Self
@@ -89,29 +88,20 @@ def llama3_module(device_type: str) -> ModuleType:
     attention, and an adapter that is incompatible with transformers 5.
 
     Raises:
-        TrainerError: the package is missing, or flash-attn on CUDA.
+        TrainerError: the package is missing.
     """
-    package = _require_installed(PACKAGE, "ring-flash-attn==0.1.8")
-    stand_ins: dict[str, ModuleType] = {}
-    if device_type == "cuda":
-        _require_installed("flash_attn", "flash-attn")
-    else:
-        stand_ins = flash_attn_modules()
+    package = find_spec(PACKAGE)
+    if package is None:
+        raise TrainerError(
+            f"trainer.attention={PACKAGE} needs a package that is not installed",
+            code="attention-package-missing",
+            remedy="pip install ring-flash-attn==0.1.8, or use trainer.attention=ring or allgather",
+        )
+    stand_ins = {} if device_type == "cuda" else flash_attn_modules()
     bare = ModuleType(PACKAGE)
     bare.__path__ = list(package.submodule_search_locations or ())
     with _private_imports({PACKAGE: bare, **stand_ins}):
         return importlib.import_module(f"{PACKAGE}.llama3_flash_attn_varlen")
-
-
-def _require_installed(module: str, distribution: str) -> ModuleSpec:
-    spec = find_spec(module)
-    if spec is None:
-        raise TrainerError(
-            f"trainer.attention=ring_flash_attn needs the package {module}, which is not installed",
-            code="attention-package-missing",
-            remedy=f"pip install {distribution}, or use trainer.attention=ring or allgather",
-        )
-    return spec
 
 
 @contextlib.contextmanager

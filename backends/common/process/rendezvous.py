@@ -17,7 +17,6 @@ from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.network import listen
 from slime_like.system.onednn import use_onednn
-from slime_like.system.words import counted
 from slime_like.weights.transports.device_memory import gpu_uuid
 
 
@@ -46,18 +45,8 @@ def join_world(trainer: TrainerConfig, placement: RankPlacement, cuda_backend: s
         cuda_backend: torch's name of the collectives for CUDA devices; gloo is used elsewhere.
 
     Raises:
-        TrainerError: the world's size differs from the layout's, or the other ranks did not arrive in time.
+        TrainerError: the other ranks did not arrive in time.
     """
-    parallel = trainer.parallel
-    if placement.world_size != parallel.world_size:
-        raise TrainerError(
-            f"the world has {counted(placement.world_size, 'rank')}, but tensor * pipeline * context * data is "
-            f"{parallel.world_size}",
-            code="world-size",
-            who=f"rank {placement.rank}",
-            phase="setup",
-            remedy="start as many ranks as the layout has",
-        )
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.cuda.set_device(placement.local_rank)

@@ -36,8 +36,8 @@ class StepSums:
         self.losses.append(loss.detach())
         self.sums = sums if self.sums is None else self.sums.add(sums)
 
-    def open_window(self, count: int, last: bool) -> None:
-        """Accept a window of ``count`` micro-batches. Rejects empty windows, and any after the step's ``last``."""
+    def open_window(self, last: bool) -> None:
+        """Accept a window, unless it follows the step's ``last`` one."""
         if self.complete:
             raise rank_error(
                 "accumulate",
@@ -45,24 +45,10 @@ class StepSums:
                 code="window-after-last",
                 remedy="give last=True only with the last one",
             )
-        if not count:
-            raise rank_error(
-                "accumulate",
-                "the window is empty",
-                code="empty-window",
-                remedy="every rank needs the same number of micro-batches (fill up with zero-weight ones)",
-            )
         self.complete = last
 
     def require_denominator(self, denominator: float) -> None:
-        """Reject a denominator that is not positive, or differs from the one given when the step began."""
-        if not denominator > 0:
-            raise rank_error(
-                "finish_step",
-                f"denominator={denominator} is not positive",
-                code="denominator",
-                remedy="a step needs at least one token that carries loss",
-            )
+        """Reject a denominator that differs from the one given when the step began."""
         if self.denominator not in (None, denominator):
             raise rank_error(
                 "finish_step",

@@ -20,7 +20,7 @@ from backends.common.process.allocator import allocator_problems, use_expandable
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.trainer.lora import Trial
+from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.roles import objective_of
 from backends.common.trainer.state import TrainerState
 from slime_like.checks.packages import rejected_on_cuda
@@ -187,6 +187,8 @@ class TrainerBase(TrainerBackend):
             self.state.load_weights(checkpoint)
         elif model.lora.path is not None:
             self._load_adapter(model.lora.path)
+        elif model.lora.is_set:
+            self.state.fill_factors(Initial)
 
     def _load_adapter(self, path: Path) -> None:
         model, is_draft, what = self.config.model, self.dimensions.is_draft, f"loading {path}"

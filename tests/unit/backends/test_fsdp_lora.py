@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from backends.fsdp.lora import adapter_shapes
 from backends.fsdp.model import meta_model
+from backends.fsdp.weights import checkpoint_shapes, piece_shapes
 from slime_like.config import LoraConfig, ModelConfig
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
@@ -23,8 +23,9 @@ def test_factors_are_float32_and_the_frozen_base_is_not(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2)
     settings = _model(tmp_path, targets="up_proj,o_proj")
     model = meta_model(settings, torch.float32)
-    assert adapter_shapes(model) == factor_shapes(settings.lora, header_shapes(tmp_path))
     trained = model.stored_by_name()
+    assert piece_shapes(model, trained) == factor_shapes(settings.lora, header_shapes(tmp_path))
+    assert checkpoint_shapes(model) == header_shapes(tmp_path)
     assert {each.dtype for each in trained.values()} == {torch.float32}
     others = [each for name, each in model.parameters_by_name().items() if name not in trained]
     assert {(each.dtype, each.requires_grad) for each in others} == {(torch.bfloat16, False)}

@@ -23,8 +23,8 @@ from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint
 from backends.common.process.agreement import listed
 from backends.megatron.conversion.load import open_checked
-from backends.megatron.conversion.offline.megatron_files import write_entry, write_index, write_object
-from backends.megatron.conversion.offline.plan import ParameterPlan, RankPlan, plan_ranks
+from backends.megatron.offline.megatron_files import write_entry, write_index, write_object
+from backends.megatron.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report

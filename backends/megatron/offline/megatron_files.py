@@ -28,8 +28,8 @@ from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piec
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief
 from backends.common.process.agreement import listed_by_kind
 from backends.megatron.checkpoint_writer import PLAIN_FILES
-from backends.megatron.conversion.offline.plan import ParameterPlan
 from backends.megatron.families.transforms import Shape
+from backends.megatron.offline.plan import ParameterPlan
 from slime_like.errors import CheckpointError
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.megatron.conversion.export import merge_shards
-from backends.megatron.conversion.offline.megatron_files import MegatronCheckpoint
-from backends.megatron.conversion.offline.plan import plan_ranks
-from backends.megatron.conversion.offline.to_megatron import to_megatron
 from backends.megatron.families import family_of
+from backends.megatron.offline.megatron_files import MegatronCheckpoint
+from backends.megatron.offline.plan import plan_ranks
+from backends.megatron.offline.to_megatron import to_megatron
 from slime_like.config import LoraConfig, ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 from slime_like.models.dimensions import ModelDimensions
