@@ -46,7 +46,7 @@ def write_run(run_dir: Path, steps: int) -> None:
     """Write metrics, tables and ledger with the code that writes them in a run."""
     from slime_like.config import LoggingConfig, RunConfig
     from slime_like.config.reading.load import save_config
-    from slime_like.data.ledger import Ledger
+    from slime_like.data.ledger import GENERATED, ISSUED, SCORED, TRAINED, Ledger
     from slime_like.observability.metrics import MetricLogger
     from slime_like.observability.names import ACCURACY, step_metrics
     from tests.unit.observability.records import rl_record
@@ -65,10 +65,10 @@ def write_run(run_dir: Path, steps: int) -> None:
     with closing(Ledger.begin(run_dir)) as ledger:
         for step in range(1, steps + 1):
             groups = range((step - 1) * GROUPS_PER_STEP, step * GROUPS_PER_STEP)
-            ledger.issued(groups, step - 1)
-            ledger.generated(groups, step - 1)
-            ledger.scored(groups)
-            ledger.trained(groups, step)
+            ledger.add(groups, ISSUED, version=step - 1)
+            ledger.add(groups, GENERATED, version=step - 1)
+            ledger.add(groups, SCORED)
+            ledger.add(groups, TRAINED, step=step)
 
 
 def log_tables(logger: "MetricLogger", step: int, draw: random.Random) -> None:  # noqa: F821

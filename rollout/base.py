@@ -36,6 +36,9 @@ class UpdateTarget:
 
     expected: Mapping[str, tuple[int, ...]]
 
+    async def _serve_initial(self) -> None:
+        """Serve what belongs to version 0, in a started engine."""
+
     async def _begin_update(self) -> None:
         """Start an update, even if the last one failed and is still open."""
         raise NotImplementedError
@@ -101,7 +104,8 @@ class EngineBase(EngineHooks[Running]):
     Attributes:
         returns_supports: generations for training include the support of each token.
         prompt_fields: fields of prompts that the engine uses. It rejects others.
-        targets: what an update can replace, by ``Manifest.updates``: the model, which the engine itself loads.
+        targets: what an update can replace, by ``Manifest.updates``: the model, which the engine itself loads, or
+            only an adapter.
     """
 
     returns_supports = False
@@ -130,6 +134,8 @@ class EngineBase(EngineHooks[Running]):
         try:
             async with asyncio.timeout(timeout):
                 await self._start()
+                for target in self.targets.values():
+                    await target._serve_initial()
         except TimeoutError as error:
             await self.stop()
             raise self._faults.start_timeout(timeout) from error
@@ -239,6 +245,7 @@ class EngineBase(EngineHooks[Running]):
     async def sleep(self, keep_weights: bool = True) -> None:
         """End running requests and release the device's memory. On a CPU, only the state changes."""
         self._alive()
+        keep_weights = keep_weights or MODEL not in self.targets
         awake = [part for part in _MEMORY_PARTS if part not in self._asleep]
         if awake:  # after a failed sync, only the weights
             await self.pause("abort")

@@ -56,7 +56,7 @@ class WeightUpdateState:
         if manifest.updates not in self._targets:
             known = ", ".join(self._targets)
             raise self._rejection(f"it cannot update {manifest.updates}, only {known}", "update-target")
-        if manifest.updates != MODEL and not was_whole:
+        if manifest.updates != MODEL and MODEL in self._targets and not was_whole:
             problem = f"it cannot update {manifest.updates} before the {MODEL}, which is not whole"
             raise self._rejection(problem, "update-target")
         with self._failing():

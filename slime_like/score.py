@@ -76,12 +76,12 @@ def _run(
     done = tokens = responses = 0
     total_logprob = 0.0
     for window in windows(rows, window_tokens(trainer)):
-        scores = score_sequences(trainers.ranks, [row.sequence for row in window], trainer)
-        for row, scored in zip(window, scores, strict=True):
-            out.write(output_line(row.id, scored))
+        scores = score_sequences(trainers.ranks, [sequence for _, sequence in window], trainer)
+        for (name, sequence), scored in zip(window, scores, strict=True):
+            out.write(output_line(name, scored))
             total_logprob += float(scored["old_logprobs"].double().sum())
-            responses += row.sequence.response_len
-            tokens += row.sequence.total_len
+            responses += sequence.response_len
+            tokens += sequence.total_len
         done += len(window)
         progress.update(done, {SCORING_SPEED: tokens / (time.monotonic() - started)})
     if done != num_rows:
@@ -98,11 +98,12 @@ def windows(rows: Iterable[TokenRow], max_tokens: int) -> Iterator[list[TokenRow
     window: list[TokenRow] = []
     tokens = 0
     for row in rows:
-        if window and tokens + row.sequence.total_len > max_tokens:
+        length = row[1].total_len
+        if window and tokens + length > max_tokens:
             yield window
             window, tokens = [], 0
         window.append(row)
-        tokens += row.sequence.total_len
+        tokens += length
     if window:
         yield window
 

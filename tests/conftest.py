@@ -1,10 +1,13 @@
 """A tiny model, its data, and the flags that make a run short; made once for the whole folder."""
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support import uncollected as uncollected
 
 # The server of forks imports modules that ask whether there is a device. Without this, torch would initialise CUDA to
 # answer, and no fork could use it.
@@ -95,8 +98,6 @@ LANES = {
     "unit": "one process, well below a second a test",
 }
 """Marker of every test, named like its folder. The short ones come last: no file runs alone at the end."""
-LONGEST = "test_parity.py"
-"""File that takes as long as a worker has after half of the others, so it begins first."""
 WAITING, COMPUTING = ("hosts", "faults", "end_to_end"), ("engines", "mutation", "parallel")
 
 
@@ -113,7 +114,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         places |= {path: position / len(some) for position, path in enumerate(some)}
     for item in items:
         item.add_marker(files[item.path])
-    items.sort(key=lambda item: (item.path.name != LONGEST, places[item.path]))
+    items.sort(key=lambda item: places[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """End ``tests.support.uncollected``. What is imported by now is never searched."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # nanobind prints what is not freed
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,7 +22,6 @@ from backends.megatron.overlap import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.adapter import ADAPTER
 
 
 class MegatronState(TrainerState):
@@ -77,8 +76,7 @@ class MegatronState(TrainerState):
         return checkpoint.plan_checkpoint(directory, self.chunks, self.optimizer, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
-        only_factors = self._model.lora.is_set and self._model.lora.sync == ADAPTER
-        return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes, only_factors)
+        return conversion.export_buckets(self.chunks, self._dimensions, bucket_bytes, self._model.lora.sends_factors)
 
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         Communication(self.wrapped).gather_gradients()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from backends.common.checkpoint.integrity import Checksums
 from backends.fsdp.checkpoint import MODEL, PLAIN_FILES
 from slime_like.commands.main import main
-from slime_like.data.ledger import FILE_NAME, Ledger
+from slime_like.data.ledger import FILE_NAME, GENERATED, ISSUED, SCORED, TRAINED, Ledger
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, write_state
 from tests.support.forged import pieces_of
@@ -77,10 +77,10 @@ def make_sound(root: Path) -> Sound:
     write_run(sound.run)
     ledger = Ledger.begin(sound.run)
     for step in range(20):
-        ledger.issued([step], step)
-        ledger.generated([step], step)
-        ledger.scored([step])
-        ledger.trained([step], step)
+        ledger.add([step], ISSUED, version=step)
+        ledger.add([step], GENERATED, version=step)
+        ledger.add([step], SCORED)
+        ledger.add([step], TRAINED, step=step)
     ledger.close()
     sound.rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS[:20]), sound.parquet)
@@ -100,7 +100,7 @@ def _make_resumable(sound: Sound, backend: str) -> None:
     else:
         _write_fsdp(sound.model, step / "trainer")
     ledger = Ledger.begin(run_dir)
-    ledger.issued(range(4), 1)
+    ledger.add(range(4), ISSUED, version=1)
     ledger.snapshot(step / FILE_NAME)
     ledger.close()
     position = {"issued": 4, "seed": 0, "num_rows": 20, "files": ["0"], "mixture": []}

@@ -218,7 +218,7 @@ class Campaign:
             case.seconds = time.monotonic() - began if case.victim == "driver" else case.end_s
             case.named = named.search(case.sentence) is not None
         case.left = self._left(finished.left_behind)
-        case.audit = not (self._run_dir / "ledger.sqlite").is_file() or audit_run(self._run_dir).holds
+        case.audit = not (self._run_dir / "ledger.sqlite").is_file() or not audit_run(self._run_dir).problems
         self._command = None
 
     def _interrupt(self, case: Case) -> None:

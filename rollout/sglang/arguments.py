@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from rollout.adapter import factors_of
 from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
 from slime_like.checks.environment import expandable_segments
 from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import module_ends
 
 SLEEP_ARGUMENT = "enable_memory_saver"
 SAMPLING_BACKEND = "pytorch"
@@ -70,8 +72,18 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "sampling_backend": SAMPLING_BACKEND,
         "weight_version": "0",
         "sleep_on_idle": True,  # engines and trainers may share cores
+        **_lora(config.model),
         **({} if on_cpu() else {SLEEP_ARGUMENT: sleeps, WEIGHTS_BACKUP: sleeps and keeps}),
     }
+
+
+def _lora(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of an adapter. Requests without one count as another."""
+    if not model.lora.sends_factors:
+        return {}
+    arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": model.lora.rank, "max_loras_per_batch": 2}
+    arguments |= {"lora_target_modules": module_ends(factors_of(model)), "lora_strict_loading": True}
+    return arguments | ({"lora_backend": "torch_native"} if on_cpu() else {})
 
 
 def _defaults(model: ModelConfig, rollout: RolloutConfig, longest: int) -> dict[str, Any]:

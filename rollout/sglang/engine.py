@@ -3,8 +3,10 @@
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from rollout.adapter import AdapterTarget
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
@@ -13,6 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.weights.adapter import ADAPTER
 
 _MODULE = "rollout.sglang.main"
 _END_S = 3.0
@@ -27,6 +30,9 @@ class SglangEngine(EngineBase[ChildProcess]):
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "SGLang")
         self._process: ChildProcess | None = None
+        if config.model.lora.sends_factors:
+            ranks, flush = partial(self._call, "receive"), partial(self._call, "finish_update")
+            self.targets = {ADAPTER: AdapterTarget(config.model, ranks, "sglang.adapter:serve", flush)}
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config.rollout)

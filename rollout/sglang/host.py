@@ -34,6 +34,7 @@ from rollout.sglang.sampling import generation, nothing, sampling_params
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation, GenerationRequest, PauseMode
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import ADAPTER
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -55,6 +56,7 @@ class Host:
         self._open = asyncio.Event()  # not set while paused
         self._open.set()
         self._updating = False
+        self._adapter = ADAPTER if config.model.lora.sends_factors else None
 
     # --------------------------------------------------------------------------------------------------------- requests
     async def generate(self, request: GenerationRequest) -> list[Generation]:
@@ -143,6 +145,7 @@ class Host:
             if request.sampling.wants_supports
             else 0,
             stream=False,
+            lora_id=self._adapter,  # with a path, an update would wait for requests, which may be frozen
         )
         await running.wait_for(self._open)
         if running.aborted.is_set():

@@ -9,6 +9,8 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, 
     if on_cpu():
         keep_freed_memory()
         _join_without_nccl()
+        if arguments[0].enable_lora:
+            _unpin()
     register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
     EngineScheduler.answers = answers  # SGLang creates the instance
     sglang_scheduler.Scheduler = EngineScheduler
@@ -134,6 +138,17 @@ def _join_without_nccl() -> None:
         raise OSError("NCCL needs a CUDA device")
 
     pynccl.NCCLLibrary.__init__ = missing
+
+
+def _unpin() -> None:
+    """Ignore pinning, which SGLang's LoRA asks for on every device and torch without CUDA rejects."""
+
+    def unpinned(make: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return make(*arguments, **{**options, "pin_memory": False})
+
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, partial(unpinned, getattr(torch, name)))
 
 
 def _read_seeds() -> None:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rollout.adapter import AdapterTarget
 from rollout.arguments import check_arguments, on_cpu
 from rollout.base import EngineBase, MemoryPart
+from rollout.ranks import function_of
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
 from rollout.transformers.samples import Sample
@@ -23,6 +25,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.onednn import use_onednn
+from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.received import WeightReceiver
 
 if TYPE_CHECKING:
@@ -46,10 +49,13 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "transformers")
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
-        self._receiver = WeightReceiver()
-        self._model: Any = None
+        self.receiver = WeightReceiver()
+        self.model: Any = None
         self._destinations: dict[str, Tensor] = {}
         self._scheduler: DecodeScheduler | None = None
+        if config.model.lora.sends_factors:
+            finish, serve = self._finish_update, "transformers.adapter:serve"
+            self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, serve, finish)}
 
     async def _start(self) -> None:
         check_arguments("transformers", self._config.rollout)
@@ -75,8 +81,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             if not ended:
                 problem = f"the decode thread did not end within {_STOP_TIMEOUT_S:g} s"
                 raise EngineError(problem, code="engine-timeout", who=self._name)
-        self._receiver.close()
-        self._model, self._destinations = None, {}
+        self.receiver.close()
+        self.model, self._destinations = None, {}
 
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     def _alive(self) -> DecodeScheduler:
@@ -96,16 +102,20 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
 
     async def _connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         # In a thread, because it waits for the trainers, and this engine must be able to stop if they never connect.
-        await asyncio.to_thread(self._receiver.connect, transport, rendezvous)
+        await asyncio.to_thread(self.receiver.connect, transport, rendezvous)
+
+    async def _receive(self, method: str, *arguments: Any) -> list[Any]:
+        owner = self if ":" in method else self.receiver
+        return [await asyncio.to_thread(function_of(owner, method), *arguments)]
 
     async def _begin_update(self) -> None:
-        self._receiver.begin_update()
+        self.receiver.begin_update()
 
     async def _update(self, bucket: BucketMetadata) -> None:
         await asyncio.to_thread(self._load_bucket, bucket)
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        return self._receiver.received()
+        return self.receiver.received()
 
     async def _finish_update(self, version: int) -> None:
         """Set the version, for which the scheduler recomputes every cache."""
@@ -147,18 +157,18 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
                 who=str(self._config.model.path),
                 remedy=f"use rollout.engine=vllm, because the transformers engine supports only {known}",
             )
-        self._model = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self._move(_device())
         return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))
 
     def _move(self, device: str) -> None:
-        self._model.to(device)
-        self._destinations = weights.destinations(self._model)
+        self.model.to(device)
+        self._destinations = weights.destinations(self.model)
         if not on_cpu():
             torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> None:
-        self._receiver.load(bucket, lambda name: weights.destination(name, self._destinations))
+        self.receiver.load(bucket, lambda name: weights.destination(name, self._destinations))
         if not on_cpu():
             torch.cuda.current_stream().synchronize()  # now the sender may reuse the bucket's memory
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from rollout.adapter import factors_of
 from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
 from rollout.vllm.sampling import MOST_TIES
-from slime_like.config import EvaluationConfig, RolloutConfig, RunConfig
+from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import module_ends
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 BACKEND = "slime_like"
 """Name of the weight-transfer backend in vLLM's registry."""
 SLEEP_ARGUMENT = "enable_sleep_mode"
+LORA_ID = 1
 
 _FORKED = "rollout.vllm.executor.ForkedRanks"
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -110,8 +113,18 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "enable_log_requests": False,
         "generation_config": "vllm",  # no defaults of the checkpoint
+        **_lora(config.model),
         **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
     }
+
+
+def _lora(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of an adapter. On a CPU, requests without one use the last of ``max_loras`` slots."""
+    if not model.lora.sends_factors:
+        return {}
+    rank = 1 << max(3, ((model.lora.rank or 0) - 1).bit_length())  # vLLM's sizes are powers of two from 8
+    modules = module_ends(factors_of(model))
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2, "lora_target_modules": modules}
 
 
 def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rollout.adapter import AdapterTarget
 from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import common_checksums
-from rollout.vllm.arguments import SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
+from rollout.vllm.arguments import LORA_ID, SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.adapter import ADAPTER
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -35,6 +37,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         super().__init__(config, engine_index, "vLLM")
         self._core = EngineCore(config.rollout, partial(engine_arguments, config, engine_index), self._faults)
         self._masks = False
+        if config.model.lora.sends_factors:
+            self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, "vllm.adapter:serve", self._flush)}
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
@@ -87,6 +91,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         info = {"transport": transport, "rendezvous": rendezvous}
         await self._core.workers("init_weight_transfer_engine", init_info=info)
 
+    async def _receive(self, method: str, *arguments: Any) -> list[Any]:
+        return await self._core.workers("receive", call=(method, *arguments))
+
     async def _begin_update(self) -> None:
         await self._core.workers("begin_update")
 
@@ -94,11 +101,14 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         await self._core.workers("update_weights", update_info=bucket.to_wire())
 
     async def _received(self) -> tuple[dict[str, int], float]:
-        return common_checksums(await self._core.workers("received"))
+        return common_checksums(await self._receive("received"))
 
     async def _finish_update(self, version: int) -> None:
-        llm = self._alive()
         await self._core.workers("finish_weight_update")
+        await self._flush(version)
+
+    async def _flush(self, version: int) -> None:
+        llm = self._alive()
         await self._core.while_alive(llm.update_weight_version(str(version)))
         await self._core.while_alive(llm.reset_prefix_cache(reset_running_requests=True))
 
@@ -114,6 +124,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     async def _run(self, llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
         """Return the final output. Converts vLLM's exceptions."""
         from vllm.inputs.engine import tokens_input
+        from vllm.lora.request import LoRARequest
         from vllm.v1.engine.exceptions import EngineDeadError
 
         from rollout.vllm.sampling import sampling_params
@@ -121,9 +132,11 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt.token_ids))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
+            # The path is not read, because the adapter is loaded.
+            adapter = LoRARequest(ADAPTER, LORA_ID, ADAPTER) if ADAPTER in self.targets else None
             if request.sampling.stop:
                 llm.output_processor.tokenizer = self._stop_texts.tokenizer
-            async for output in llm.generate(prompt, parameters, request.request_id):
+            async for output in llm.generate(prompt, parameters, request.request_id, lora_request=adapter):
                 if output.finished:
                     return output
         except EngineDeadError as error:

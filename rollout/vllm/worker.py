@@ -98,9 +98,11 @@ class WorkerExtension(_Worker):
             self.finish_weight_update()
         self.start_weight_update()
 
-    def received(self) -> tuple[dict[str, int], float]:
-        """Return the hashes of the tensors received in the open (or last) update, and the seconds spent hashing."""
-        return self.weight_transfer_engine.receiver.received()
+    def receive(self, call: tuple[Any, ...]) -> Any:
+        """Call a method of the receiver, or a function (``function_of``)."""
+        method, *arguments = call
+        owner = self if ":" in method else self.weight_transfer_engine.receiver
+        return function_of(owner, method)(*arguments)
 
 
 def _pack_tied_heads(model: Module) -> None:

@@ -53,10 +53,6 @@ class _Tool(BaseModel):
     input_schema: dict[str, Any]
 
 
-class _Choice(BaseModel):
-    type: str
-
-
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
     messages: list[_Message] = Field(min_length=1)
@@ -64,14 +60,14 @@ class _Request(BaseModel):
     model: str = ""
     stream: bool = False
     tools: list[_Tool] | None = None
-    tool_choice: _Choice | None = None
+    tool_choice: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
 
 
 def read_call(body: Any) -> Call:
     """Parse a request's body. Raises ``CallRejected``."""
     request: _Request = parse(_Request, body)
-    choice = "auto" if request.tool_choice is None else request.tool_choice.type
+    choice = (request.tool_choice or {}).get("type", "auto")
     system = [Message("system", text_of(request.system))] if request.system else []
     blocks = [each for message in request.messages if isinstance(message.content, list) for each in message.content]
     redacted = {"redacted_thinking": "left out"} if any(isinstance(block, _Redacted) for block in blocks) else {}
@@ -116,7 +112,6 @@ def _function(tool: _Tool) -> dict[str, Any]:
 
 
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
-    """Build the non-streaming answer."""
     reply = turn.forms[0]
     content: list[dict[str, Any]] = []
     if reply.reasoning:

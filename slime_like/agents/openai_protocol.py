@@ -49,16 +49,12 @@ class _Tool(BaseModel):
     function: _Function
 
 
-class _StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
     messages: list[ChatMessage] = Field(min_length=1)
     model: str = ""
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     stop: str | list[str] | None = None
@@ -85,7 +81,7 @@ def read_call(body: Any) -> Call:
         tools=tuple(tool.model_dump() for tool in tools),
         model=request.model,
         stream=bool(request.stream),
-        usage_chunk=request.stream_options is not None and request.stream_options.include_usage,
+        usage_chunk=bool((request.stream_options or {}).get("include_usage")),
         stop=tuple(filter(None, [request.stop] if isinstance(request.stop, str) else request.stop or ())),
         variables=request.chat_template_kwargs,
         ignored=wishes(request, request.tool_choice),
@@ -102,7 +98,6 @@ def arguments(text: str) -> dict[str, Any] | str:
 
 
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
-    """Build the non-streaming answer."""
     prompt, sampled = len(turn.prompt.input.token_ids), len(turn.generation.token_ids)
     reason = "tool_calls" if turn.forms[0].tool_calls else turn.generation.finish_reason
     return {
@@ -161,11 +156,6 @@ def error_body(rejected: CallRejected) -> dict[str, Any]:
     """Build the body of a rejection as OpenAI's clients expect it."""
     kind = rejected.kind("server_error")
     return {"error": {"message": rejected.problem, "type": kind, "param": None, "code": rejected.code}}
-
-
-def model_list(name: str) -> dict[str, Any]:
-    """Build the answer of ``/v1/models``, which lists only the policy."""
-    return {"object": "list", "data": [model_entry(name)], "has_more": False}
 
 
 def model_entry(name: str) -> dict[str, Any]:

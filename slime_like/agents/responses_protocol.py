@@ -100,7 +100,6 @@ def _messages(items: Iterable[Any]) -> list[Message]:
 
 
 def answer(call: Call, turn: Turn) -> dict[str, Any]:
-    """Build the non-streaming answer."""
     prompt, sampled = len(turn.prompt.input.token_ids), len(turn.generation.token_ids)
     usage = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
     details = {"cached_tokens": 0, "cache_write_tokens": 0}
@@ -156,7 +155,6 @@ def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
 
 
 def _filled(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events that fill one item."""
     added = {name: "" if name == "arguments" else [] if name == "content" else item[name] for name in item}
     yield "response.output_item.added", {"item": {**added, "status": "in_progress"}}
     if item["type"] == "message":

@@ -92,7 +92,8 @@ class AgentServer:
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
         name = request.match_info.get("name")
-        return web.json_response(openai_protocol.model_entry(name) if name else openai_protocol.model_list(MODEL))
+        entry = openai_protocol.model_entry(name or MODEL)
+        return web.json_response(entry if name else {"object": "list", "data": [entry], "has_more": False})
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -111,7 +112,6 @@ class AgentServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Convert every error to the protocol's format."""
         try:
             return await handler(request)
         except CallRejected as error:

@@ -87,7 +87,9 @@ class TurnTree:
         """Build the prompt of a call. Raises ``TemplateFault`` if the messages cannot be rendered."""
         chat = self._chat.with_variables(variables or {})
         keys = tuple(message.key for message in messages)
-        for turn in self._longest(keys):
+        found = [turn for turn in reversed(self.turns) if keys[: len(turn.keys)] == turn.keys]
+        longest = max((len(turn.keys) for turn in found), default=0)
+        for turn in (turn for turn in found if len(turn.keys) == longest):  # the longest matching history, latest first
             sent, sampled = turn.forms
             for reply, extend in ((sent, self._extended), (sent, self._continued), (sampled, self._extended)):
                 shown = (*turn.prompt.messages, reply, *messages[len(turn.keys) :])
@@ -126,12 +128,6 @@ class TurnTree:
         parents = {parent for turn in kept for parent in _branch(turn.prompt.parent)}
         trained = set(untrained)
         return [_row(leaf, trained) for leaf in kept if leaf not in parents]
-
-    def _longest(self, keys: tuple[str, ...]) -> list[Turn]:
-        """Return the turns with the longest matching history, latest first."""
-        found = [turn for turn in self.turns if keys[: len(turn.keys)] == turn.keys]
-        longest = max((len(turn.keys) for turn in found), default=0)
-        return [turn for turn in reversed(found) if len(turn.keys) == longest]
 
     def _extended(
         self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]

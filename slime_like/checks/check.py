@@ -32,6 +32,8 @@ from slime_like.models.dimensions import ModelDimensions
 def _nothing_to_evaluate(evaluation: EvaluationConfig, model: ModelConfig) -> Iterator[str]:
     if not evaluation.files:
         yield "evaluation.files=[] is empty; give at least one held-out file"
+    if model.lora.is_set and model.lora.path is None:
+        yield f"model.lora.rank={model.lora.rank}: there are no factors to evaluate; give model.lora.path"
     if model.weights is not None:
         yield (
             f"model.weights={model.weights} is not evaluated, because engines load model.path; convert it to a "
@@ -81,6 +83,7 @@ CHECKS: Sequence[Check] = (
     Check("rollout.engine", {"engine"}, lambda run: names.engine_name_problems(run.rollout)),
     Check("algorithm.minibatches", {"training"}, devices.minibatch_problems),
     Check("rollout.engine-args", {"engine"}, lambda run: engine_arguments.engine_problems(run.rollout)),
+    Check("rollout.adapter", {"model", "engine"}, sized=engine_arguments.adapter_problems),
     Check("cluster.gpus-idle", {"training"}, devices.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, devices.colocation_problems),
     Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),

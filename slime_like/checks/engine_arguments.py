@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from math import inf
@@ -11,6 +12,8 @@ from typing import Any
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import WeightFilesError, header_shapes
+from slime_like.weights.adapter import factor_shapes
 
 
 def _owned(adapter: str, **fields: str) -> dict[str, str]:
@@ -92,14 +95,15 @@ def can_keep_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
 
     Sampling after a checkpoint needs it. So do models of which an update does not replace every tensor.
     """
-    default = config.samples_after_saves or not dimensions.attention.reloads or config.rollout.engine not in SHARES
+    stays = config.model.lora.sends_factors or not dimensions.attention.reloads
+    default = config.samples_after_saves or stays or config.rollout.engine not in SHARES
     return bool(config.rollout.own_engine_args.get(WEIGHTS_BACKUP, default))
 
 
 def copies_weights(config: RunConfig, dimensions: ModelDimensions) -> bool:
     """Return whether an engine copies its weights to host memory at every sleep. vLLM does so only to keep them."""
     if config.rollout.engine == "vllm":
-        return not dimensions.attention.reloads
+        return config.model.lora.sends_factors or not dimensions.attention.reloads
     return can_keep_weights(config, dimensions)
 
 
@@ -124,6 +128,23 @@ def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterat
             yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")
     if engine == "transformers" and rollout.tensor != 1:
         yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"
+
+
+def adapter_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Check that the engine can apply the factors; none for a custom engine."""
+    lora, engine, remedy = config.model.lora, config.rollout.engine, "use model.lora.sync=merged"
+    if not lora.sends_factors:
+        return
+    if engine == "vllm" and (lora.rank or 0) > 512:
+        yield f"model.lora.rank={lora.rank}: vLLM applies factors of rank 512 at most; lower it, or {remedy}"
+    if engine in OWNED and (special := dimensions.attention.special):
+        yield f"model.lora.sync=adapter: {engine} may compute {special} without the factors; {remedy}"
+    with suppress(WeightFilesError):  # another check reports it
+        names = factor_shapes(lora, header_shapes(config.model.path))
+        has_others = dimensions.num_experts and any(".self_attn." not in name for name in names)
+        if has_others and engine in (*OWNED, *KNOWN):
+            problem = f"{engine} applies no factors of experts, and of layers beside them"
+            yield f"model.lora.targets={list(lora.targets)}: {problem}; target attention, or {remedy}"
 
 
 def _changes(name: str, value: Any) -> Iterator[str]:

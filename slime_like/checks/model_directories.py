@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime_like.checks.layout import layout_problems
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.lora import LoraConfig, read_adapter
+from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig, read_adapter
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig, ReferenceConfig
 from slime_like.errors import ConfigError
@@ -32,7 +32,9 @@ def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, lis
 
 def _missing(path: Path, field: str) -> list[str]:
     if path.is_dir():
-        return []
+        is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+        problem = "is a PEFT adapter; set model.lora.path to it, and give the base here"
+        return [f"{field}={path} {problem}"] if is_adapter else []
     name = str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else ""
     download = f": `hf download {name} --local-dir {path.name}` writes one" if _HUB_NAME.fullmatch(name) else ""
     problem = "is a file" if path.is_file() else f"does not exist{from_here(path)}"

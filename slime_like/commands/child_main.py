@@ -3,17 +3,12 @@
 Run as ``python -m slime_like.commands.child_main PARENT_PID ARGUMENTS...``.
 """
 
-import ctypes
-import os
 import signal
 import sys
 
 from slime_like.commands.main import main
-
-_PR_SET_PDEATHSIG = 1
+from slime_like.sandbox.serving import die_with_parent
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):  # the parent ended before
-        sys.exit(1)
+    die_with_parent(int(sys.argv[1]), by=signal.SIGTERM)
     sys.exit(main(sys.argv[2:]))

@@ -85,7 +85,6 @@ def given_path(text: str) -> Path:
 
 
 def at_least_one(text: str) -> int:
-    """Parse a count of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

@@ -62,11 +62,6 @@ def _item(name: str, meaning: str, note: str = "") -> str:
     return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
-def rewards_text() -> str:
-    """Return the included reward functions with their options."""
-    return "## Included functions\n\n" + "\n".join(_reward(part) for part in named_parts()[_REWARDS])
-
-
 def _reward(part: Part) -> str:
     paragraphs = [f"### `{part.name}`", part.summary, *([part.details] if part.details else [])]
     options = (
@@ -78,7 +73,8 @@ def _reward(part: Part) -> str:
 
 def page_text(path: Path) -> str:
     """Return the page with its introduction unchanged and the rest generated."""
-    text = rewards_text() if path.stem == "rewards" else reference_text()
+    rewards = "## Included functions\n\n" + "\n".join(_reward(part) for part in named_parts()[_REWARDS])
+    text = rewards if path.stem == "rewards" else reference_text()
     introduction, _, _ = path.read_text(encoding="utf-8").partition(text[: text.index("\n") + 1])
     return introduction + text
 

@@ -46,8 +46,8 @@ def _audit(run_dir: Path) -> int:
     )
     for problem in audit.problems:
         print(f"audit: {problem}")
-    print("audit: holds" if audit.holds else f"audit: {counted(len(audit.problems), 'problem')}")
-    return 0 if audit.holds else 1
+    print(f"audit: {counted(len(audit.problems), 'problem')}" if audit.problems else "audit: holds")
+    return 1 if audit.problems else 0
 
 
 COMMAND = Command(

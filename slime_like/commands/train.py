@@ -3,11 +3,10 @@
 import argparse
 import sys
 
-from slime_like.checks.definition import EVALUATION, Needs, training_needs
+from slime_like.checks.definition import EVALUATION, training_needs
 from slime_like.commands.command import Command, given_path, output_problem, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reference import fields_help
-from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
@@ -23,7 +22,9 @@ _FILE = {"[CONFIG.yaml]": "configuration file"}
 
 def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
     config = load_config(arguments.config, flags)
-    _require_valid(config, training_needs(config))
+    from slime_like.checks.check import require_valid
+
+    require_valid(config, training_needs(config))
     with permanent_allocations():
         from slime_like.train import train  # imports torch and Ray, so only after the checks
 
@@ -48,6 +49,9 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
 def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     temporary = temporary_run_dir("eval")
     config = load_config(arguments.config, flags, temporary)
+    if config.model.lora.is_set:  # nothing sends merged weights
+        lora = config.model.lora.model_copy(update={"sync": "adapter"})
+        config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
     if arguments.output is not None:
         read = {
             "evaluation.files": config.evaluation.files,
@@ -56,7 +60,9 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
         }
         if problem := output_problem(arguments.output, read):
             raise ConfigError(problem, code="file-unusable")
-    _require_valid(config, EVALUATION)
+    from slime_like.checks.check import require_valid
+
+    require_valid(config, EVALUATION)
     from slime_like.checks.engine_install import version_warning
     from slime_like.evaluate import evaluate, write_responses
 
@@ -80,12 +86,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, one row each")
 
 
-def _require_valid(config: RunConfig, needs: Needs) -> None:
-    from slime_like.checks.check import require_valid
-
-    require_valid(config, needs)
-
-
 TRAIN = Command(
     "train",
     "train a model",
@@ -97,7 +97,7 @@ TRAIN = Command(
 )
 EVALUATE = Command(
     "eval",
-    "measure the held-out accuracy of model.path",
+    "measure the held-out accuracy of model.path, with the adapter model.lora.path if given",
     _evaluate,
     f"Measure the held-out accuracy of model.path. Fields that only training uses are ignored.{_FLAGS}",
     _add_output,

@@ -103,7 +103,6 @@ def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":
 
 @contextlib.contextmanager
 def _model(given: Path | None) -> Iterator[Path]:
-    """Yield the user's model, or a temporary tiny one."""
     if given is not None:
         yield given
         return

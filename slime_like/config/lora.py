@@ -50,6 +50,11 @@ class LoraConfig(Section):
         return self.rank is not None
 
     @property
+    def sends_factors(self) -> bool:
+        """Whether engines get only the factors."""
+        return self.is_set and self.sync == "adapter"
+
+    @property
     def scale(self) -> float:
         """Factor of the product of B and A."""
         assert self.rank is not None

@@ -2,5 +2,4 @@
 
 
 def rollouts_name(step: int) -> str:
-    """Return the file name of the rollouts of ``step``."""
     return f"step-{step:06d}.pt"

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from slime_like.data.formats import fitting_format, in_format
 from slime_like.data.messages import TOOLS_KEY, Messages, read_conversation, read_messages, read_tools, spells_messages
 from slime_like.data.rows import Row
 from slime_like.data.spans import ChatTemplate, ConversationEncoder, SpanFault
+from slime_like.errors import DataError
 from slime_like.interfaces.prompt import PromptInput
 from slime_like.models.chat_turns import with_template_variables
 from slime_like.models.special_tokens import special_token_pattern
@@ -76,6 +76,9 @@ class RowEncoder:
     ) -> None:
         self._tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
         self._template = ChatTemplate(self._tokenizer)
+        if unread := self._template.unread(config.chat_template_kwargs):
+            problem, who = "the chat template reads no such variable", f"data.chat_template_kwargs.{unread[0]}"
+            raise DataError(problem, code="unread-variable", who=who, remedy="correct the name, or remove it")
         self._config = config
         self._need_response = need_response
         self._keep_messages = keep_messages
@@ -185,8 +188,17 @@ class RowEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:
-        if not self._config.allow_special_tokens:
-            require_text(row, key, value, self._special)
+        """Reject text that would end a turn or speak for someone else.
+
+        Such text is not encoded as plain text instead: a hand-written template would silently lose its meaning.
+        """
+        if self._config.allow_special_tokens:
+            return
+        found = next(filter(None, map(self._special.search, _texts(value))), None)
+        if found is not None:
+            problem = f"{key!r} spells the special token {found[0]!r}"
+            remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"
+            raise row.fault("special-token", problem, remedy)
 
     def _answer(self, row: Row) -> str:
         value = row.get(self._config.answer_key)
@@ -248,18 +260,6 @@ def _without_eos(tokenizer: Any, prompt: str) -> list[int]:
     plain = tokenizer.encode(prompt, add_special_tokens=False)
     is_added = tokens[-1:] == [tokenizer.eos_token_id] and tokens[-len(plain) :] != plain
     return tokens[:-1] if is_added else tokens
-
-
-def require_text(row: Row, key: str, value: Any, special: re.Pattern[str]) -> None:
-    """Reject text that would end a turn or speak for someone else.
-
-    Such text is not encoded as plain text instead: a hand-written template would silently lose its meaning.
-    """
-    found = next(filter(None, map(special.search, _texts(value))), None)
-    if found is not None:
-        problem = f"{key!r} spells the special token {found[0]!r}"
-        remedy = "remove it, or, if a token is meant, set data.allow_special_tokens: true"
-        raise row.fault("special-token", problem, remedy)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -53,7 +53,7 @@ _BUSY_TIMEOUT_S = 10.0
 class Audit:
     """Summary of a run's events: numbers of groups, dropped groups by reason, and groups that have not ended.
 
-    ``problems`` has a sentence for every inconsistency.
+    ``problems`` has a sentence for every inconsistency. Without any, issued = trained + dropped + in flight.
     """
 
     issued: int
@@ -61,11 +61,6 @@ class Audit:
     dropped: dict[str, int]
     in_flight: tuple[int, ...]
     problems: tuple[str, ...]
-
-    @property
-    def holds(self) -> bool:
-        """True if issued = trained + dropped + in flight, and every group's events are in order."""
-        return not self.problems
 
 
 class Ledger:
@@ -105,33 +100,23 @@ class Ledger:
         return cls(run_dir / FILE_NAME)
 
     # -------------------------------------------------------------------------------------------------------- events
-    def issued(self, group_ids: Iterable[int], version: int) -> None:
-        """Record groups sent to an engine that serves weight ``version``."""
-        self._add(group_ids, ISSUED, version=version)
+    def add(
+        self,
+        group_ids: Iterable[int],
+        state: str,
+        *,
+        version: int | None = None,
+        step: int | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """Record that groups are now in ``state``.
 
-    def reissued(self, group_ids: Iterable[int], version: int, reason: str) -> None:
-        """Record groups sent again from the beginning; nothing of them had been trained."""
-        self._add(group_ids, REISSUED, version=version, reason=reason)
-
-    def generated(self, group_ids: Iterable[int], version: int) -> None:
-        """Record that all samples are generated."""
-        self._add(group_ids, GENERATED, version=version)
-
-    def scored(self, group_ids: Iterable[int]) -> None:
-        """Record that all samples have rewards."""
-        self._add(group_ids, SCORED)
-
-    def trained(self, group_ids: Iterable[int], step: int) -> None:
-        """Record that training step ``step`` is complete."""
-        self._add(group_ids, TRAINED, step=step)
-
-    def dropped(self, group_ids: Iterable[int], reason: str) -> None:
-        """Record that the groups will never be trained."""
-        self._add(group_ids, DROPPED, reason=reason)
-
-    def _add(self, group_ids: Iterable[int], state: str, **details: int | str) -> None:
-        columns = (state, *map(details.get, ("version", "step", "reason")), time.time())
-        rows = [(group, *columns) for group in group_ids]
+        Args:
+            version: weight version of the engine that samples or has sampled them.
+            step: training step that has trained them.
+            reason: why they were issued again, or will never be trained.
+        """
+        rows = [(group, state, version, step, reason, time.time()) for group in group_ids]
         with self._lock, _refused_by_disk(self._path), self._database:
             self._database.executemany(
                 "INSERT INTO events (group_id, state, version, step, reason, at) VALUES (?, ?, ?, ?, ?, ?)", rows

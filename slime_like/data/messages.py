@@ -45,7 +45,6 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether a message of a conversation carries loss."""
     return bool(message["role"] == "assistant" and message.get(_LOSS_KEY, True))
 
 

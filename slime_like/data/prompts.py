@@ -68,7 +68,6 @@ class _Rows:
         return iter(self._rows)
 
     def next(self) -> tuple[int, int, EncodedRow]:
-        """Return epoch, index and row."""
         epoch, position = divmod(self.issued + self.skipped, len(self._rows))
         if self._seed is not None and epoch != self._order[0]:
             first, *others = self._seed
@@ -139,7 +138,6 @@ class PromptSource:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all sources."""
         return sum(map(len, self._sources))
 
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
@@ -199,7 +197,6 @@ class PromptSource:
             source.skipped = -source.issued % len(source) if others else skipped
 
     def _choose(self) -> _Rows:
-        """Return the source of the next prompt."""
         total = len(self._issued) + 1
         lacks = [share * total - source.issued for share, source in zip(self._shares, self._sources, strict=True)]
         chosen = lacks.index(max(lacks))

@@ -7,7 +7,7 @@ then the turn while it is the last message. The tokenizer's offsets map these ch
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from slime_like.models.special_tokens import special_token_pattern
 Tools = Sequence[Mapping[str, Any]] | None
 Range = tuple[int, int]
 
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _OPENED = re.compile(r"<think>\s*(</think>\s*)?\Z")
 _TEMPLATE = "give model.path a chat template that renders history as it was sampled"
@@ -87,6 +87,17 @@ class ChatTemplate:
             **getattr(self._tokenizer, "template_variables", {}),
         )
         return {place for start, end in marked for place in range(start, end)}
+
+    def unread(self, variables: Collection[str]) -> list[str]:
+        """Return the variables that no chat template of the tokenizer reads."""
+        from jinja2 import Environment, TemplateSyntaxError, meta
+
+        template, read = self._tokenizer.chat_template or "", set[str]()
+        for text in [template] if isinstance(template, str) else template.values():
+            with suppress(TemplateSyntaxError):  # rendering reports it
+                parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
+                read |= meta.find_undeclared_variables(parsed)
+        return sorted(set(variables) - read)
 
     def as_read(self, message: Message) -> Message:
         """Return a message with its thinking and the arguments of its calls in the form that the template reads."""
@@ -279,7 +290,6 @@ def _require_rendered(turn: str, message: Message, number: int) -> None:
 
 
 def _require_calls(template: ChatTemplate, text: str, messages: Messages, tools: Tools, at: int) -> None:
-    """Reject templates that leave out part of a message's calls."""
     for what, other in _without_calls(messages[at]):
         if _is_rendered_as(template, text, [*messages[:at], other, *messages[at + 1 :]], tools):
             raise SpanFault("message-dropped", f"the template leaves out {what} of message {at + 1}")

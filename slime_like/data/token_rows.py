@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,8 @@ from slime_like.data.token_budget import TokenBudget
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import UnscoredTrajectory
 
-
-@dataclass(frozen=True, slots=True)
-class TokenRow:
-    """One row: its ``id`` from the file, and its sequence, named by file and line."""
-
-    id: str | int
-    sequence: UnscoredTrajectory
+TokenRow = tuple[str | int, UnscoredTrajectory]
+"""The row's ``id``, and its sequence, named by file and line."""
 
 
 class TokenRows:
@@ -40,34 +34,30 @@ class TokenRows:
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[TokenRow]:
-        for row in read_rows(self._path):
-            yield self._token_row(row)
+        return map(self._token_row, read_rows(self._path))
 
     def _token_row(self, row: Row) -> TokenRow:
         name = row.values.get("id")
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise row.fault("bad-id", "'id' is missing or neither text nor an integer", "give one")
         prompt, response = self._tokens(row, "prompt_tokens"), self._tokens(row, "response_tokens")
-        self._require_fit(row, len(prompt) + len(response))
+        length, longest = len(prompt) + len(response), self._dimensions.max_position_embeddings
+        if length > longest:
+            problem = f"has {length} tokens, more than the model's max_position_embeddings={longest}"
+            raise row.fault("too-long", problem, "cut or remove the row")
+        if excess := self._budget.excess(length):
+            raise row.fault("over-token-budget", excess)
         tokens = (torch.tensor(ids, dtype=torch.int64) for ids in (prompt, response))
         sequence = UnscoredTrajectory.unsampled(
             f"{row.path}:{row.line}", *tokens, group_id=row.line, temperature=_temperature(row)
         )
-        return TokenRow(name, sequence)
+        return name, sequence
 
     def _tokens(self, row: Row, key: str) -> list[int]:
         given = row.token_ids(key, row.values.get(key), self._dimensions.vocab_size, "model")
         if not given:
             raise row.fault("empty-tokens", f"{key!r} is empty, so nothing can be scored", "remove the row")
         return given
-
-    def _require_fit(self, row: Row, tokens: int) -> None:
-        longest = self._dimensions.max_position_embeddings
-        if tokens > longest:
-            problem = f"has {tokens} tokens, more than the model's max_position_embeddings={longest}"
-            raise row.fault("too-long", problem, "cut or remove the row")
-        if excess := self._budget.excess(tokens):
-            raise row.fault("over-token-budget", excess)
 
 
 def _temperature(row: Row) -> float:

@@ -18,12 +18,13 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     Raises:
         DataError: there is no tokenizer, it cannot be read, or its code is not trusted.
     """
-    if problem := missing_tokenizer(path):
-        raise DataError(problem, code="no-tokenizer")
+    if not (path / "tokenizer_config.json").is_file():
+        missing = "has no tokenizer (tokenizer_config.json is missing)" if path.exists() else "does not exist"
+        raise DataError(missing, code="no-tokenizer", who=str(path), remedy="give a Hugging Face directory with one")
     try:
-        code = own_tokenizer(Path(path))
+        code = own_tokenizer(path)
         if code is None or trust_remote_code:
-            kind = _tokenizer_class(Path(path), code)
+            kind = _tokenizer_class(path, code)
             return kind.from_pretrained(str(path), local_files_only=True, trust_remote_code=code is not None)
     except Exception as error:  # damaged files raise whatever the parser met first
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -32,15 +33,6 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     # Another tokenizer with the same files would give other ids.
     problem, remedy = f"its tokenizer is its own code ({code})", "set model.trust_remote_code: true if you trust it"
     raise DataError(problem, code="tokenizer-code", who=str(path), remedy=remedy)
-
-
-def missing_tokenizer(path: Path) -> str | None:
-    """Return why a checkpoint directory has no tokenizer at all, or ``None`` if it has one, good or bad."""
-    if (Path(path) / "tokenizer_config.json").is_file():
-        return None
-    if not Path(path).exists():
-        return f"{path}: does not exist; give a Hugging Face directory"
-    return f"{path}: has no tokenizer (tokenizer_config.json is missing); copy the checkpoint's tokenizer there"
 
 
 def token_names(tokenizer: Any, ids: Collection[int]) -> str:

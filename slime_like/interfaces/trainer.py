@@ -136,6 +136,9 @@ class TrainerBackend(Protocol):
         (``RankPlacement.role``). The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
         """
 
+    def trial(self, size: float | None) -> None:
+        """Replace the factors by others, whose outputs have about this size, or with ``None`` restore them exactly."""
+
     def export_weights(self) -> WeightExport:
         """Export buckets with Hugging Face names, each at most ``config.sync.bucket_mb``, and their manifest.
 

@@ -90,7 +90,6 @@ class _Child:
         self._pump.start()
 
     def wait(self, watch: Callable[[], None]) -> int:
-        """Wait for the exit code."""
         while (code := self._process.poll()) is None:
             raise_if_interrupted()
             watch()

@@ -55,7 +55,8 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
             arguments = train_arguments(options, address)
             verdict = _named(place, run_command(arguments, environment, options.stop_s, members.require_alive))
             if verdict.code:
-                members.settle()
+                for _ in polls(_POLL_S, _SETTLE_S):  # the loss of a node explains more than its consequences
+                    members.require_alive()
         except SlimeLikeError as error:
             verdict = failure(error)
         except KeyboardInterrupt:
@@ -134,11 +135,6 @@ class _Members:
     def _ray_ended(self, why: str) -> LaunchError:
         phase = f"during `{self._during}`"
         return LaunchError(why, code="ray-ended", who=str(self._place), phase=phase, remedy=_REMEDY)
-
-    def settle(self) -> None:
-        """Watch for a moment longer: the loss of a node explains more than its consequences."""
-        for _ in polls(_POLL_S, _SETTLE_S):
-            self.require_alive()
 
     def dismiss(self, verdict: Verdict) -> bool:
         """Publish the verdict, and wait until the other nodes have left Ray. Return whether it reached all of them."""

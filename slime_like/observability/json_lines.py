@@ -31,7 +31,11 @@ def read_lines(path: Path, newest: int | None = None) -> Iterator[tuple[int, dic
 def open_for_append(path: Path) -> FileIO:
     """Open at the end of the last whole line. Removes a half-written line, which a killed run may have left."""
     size = path.stat().st_size if path.is_file() else 0
-    whole, last = _last_line(path) if size else (0, b"")
+    whole, last = 0, b""
+    if size:
+        with path.open("rb") as read, mmap.mmap(read.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            whole = content.rfind(b"\n") + 1
+            last = content[whole:]
     ended = not last or _parse_object(last) is not None
     if not ended:
         os.truncate(path, whole)
@@ -63,13 +67,6 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
             if not line.endswith(b"\n"):  # its writer may append the rest, which must not be read as another line
                 return
-
-
-def _last_line(path: Path) -> tuple[int, bytes]:
-    """Return the position after the last newline, and the text after it. Reads only the end of the file."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        whole = content.rfind(b"\n") + 1
-        return whole, content[whole:]
 
 
 def _read_object(line: bytes, where: str) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Live terminal display: progress bar, current wait, metrics, and the step's time by phase."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.columns import Columns
@@ -63,11 +63,7 @@ class LiveDisplay:
         waiting = self._waiting
         text = waiting[0].under_way(self._now() - waiting[1]) if waiting is not None else ""
         head = (self._bar.get_renderable(), Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
-        return Group(*head, _table(self._figures), Text(phases_text(self._phases))) if self._figures else Group(*head)
-
-
-def _table(figures: Sequence[tuple[str, str]]) -> Columns:
-    """Return the figures in as many columns as fit the terminal."""
-    return Columns(
-        (Text.assemble((label, "dim"), "\n", (value, "bold")) for label, value in figures), padding=(0, 3, 0, 0)
-    )
+        if not self._figures:
+            return Group(*head)
+        figures = (Text.assemble((label, "dim"), "\n", (value, "bold")) for label, value in self._figures)
+        return Group(*head, Columns(figures, padding=(0, 3, 0, 0)), Text(phases_text(self._phases)))

@@ -1,14 +1,13 @@
 """Metrics on disk: one JSON line per record, and optionally TensorBoard and Weights & Biases."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from slime_like.config import LoggingConfig
-from slime_like.errors import ConfigError, DataError
+from slime_like.errors import DataError
 from slime_like.observability.json_lines import open_for_append, read_lines, write_lines
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
@@ -25,7 +24,6 @@ class MetricLogger:
             logged for later steps.
 
     Raises:
-        ConfigError: a configured tracker is not installed.
         SlimeLikeError: the disk rejects a write (from every method that writes).
     """
 
@@ -34,11 +32,9 @@ class MetricLogger:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers: list[WandbTracker | TensorBoardTracker] = []
         if config.wandb:  # first, because its start may fail
-            with _installed("wandb"):
-                self._trackers.append(WandbTracker(config, run_dir))
+            self._trackers.append(WandbTracker(config, run_dir))
         if config.tensorboard:
-            with _installed("tensorboard"):
-                self._trackers.append(TensorBoardTracker(run_dir / "tensorboard", finished_steps))
+            self._trackers.append(TensorBoardTracker(run_dir / "tensorboard", finished_steps))
         self._file = open_for_append(run_dir / METRICS_FILE)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -101,15 +97,6 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 # ----------------------------------------------------------------------------------------------------------- trackers
-@contextmanager
-def _installed(tracker: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        remedy = f"run `pip install {tracker}`, or set logging.{tracker}=false"
-        raise ConfigError([f"logging.{tracker}=true: {error}; {remedy}"]) from error
-
-
 class TensorBoardTracker:
     """Tracker that writes scalars and debug samples as TensorBoard event files in ``directory``."""
 

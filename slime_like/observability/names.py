@@ -63,8 +63,9 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     metrics["queues/train_replay_buffer_size"] = float(record.replay_buffer_size)
     if record.rewards is not None:
         metrics |= reward_metrics(record.rewards)
-        metrics[_FLAT_GROUPS] = float(_zero_spread_groups(record.rewards))
-        metrics[_GROUPS] = float(len(set(record.rewards.group_ids)))
+        totals, group_ids = _totals(record.rewards), np.asarray(record.rewards.group_ids)
+        flat = [bool(np.ptp(totals[group_ids == group]) < ZERO_SPREAD) for group in np.unique(group_ids)]
+        metrics |= {_FLAT_GROUPS: float(sum(flat)), _GROUPS: float(len(flat))}
     if record.rollout is not None:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
     metrics |= source_metrics(record)
@@ -140,7 +141,6 @@ def scoring_metrics(role: str, record: ScoringRecord) -> dict[str, float]:
 
 
 def sync_metrics(record: SyncRecord) -> dict[str, float]:
-    """Return the metrics of one weight sync."""
     metrics = {
         "weights/sync (s)": record.total_s,
         "weights/sync_bytes": float(record.nbytes),
@@ -215,12 +215,6 @@ def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -
 
 def _totals(record: RewardRecord) -> np.ndarray:
     return np.asarray(record.rewards, np.float64) @ np.asarray(record.weights, np.float64)
-
-
-def _zero_spread_groups(record: RewardRecord) -> int:
-    """Count groups whose total rewards are all equal, including groups of one."""
-    totals, group_ids = _totals(record), np.asarray(record.group_ids)
-    return sum(bool(np.ptp(totals[group_ids == group]) < ZERO_SPREAD) for group in np.unique(group_ids))
 
 
 def _timed(prefix: str, name: str, seconds: float, total_s: float) -> dict[str, float]:

@@ -80,7 +80,6 @@ class Progress(AbstractContextManager["Progress"]):
         self._evaluated = step if ACCURACY in values else self._evaluated
 
     def note(self, text: str) -> None:
-        """Write a line immediately."""
         for display in self._displays:
             display.note(text)
 

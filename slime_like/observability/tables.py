@@ -122,6 +122,7 @@ def per_token_rows(step: int, trajectories: Sequence[ScoredTrajectory], decode: 
     has_turns = _have_turns(trajectories)
     for sample in trajectories:
         length, token_ids = sample.response_len, sample.response_tokens.tolist()
+        starts = [start for start, _ in _turns(sample)]
         columns: dict[str, Sequence[Any]] = {
             "Sequence ID": [sample.sequence_id] * length,
             "Token Position": range(length),
@@ -135,7 +136,7 @@ def per_token_rows(step: int, trajectories: Sequence[ScoredTrajectory], decode: 
             "Step": [step] * length,
             "Loss Mask": sample.loss_mask.tolist(),
             "Weight Version": _cells(sample.weight_versions, length),
-            **({"Turn": _turn_numbers(sample)} if has_turns else {}),
+            **({"Turn": [bisect_right(starts, token) for token in range(length)]} if has_turns else {}),
         }
         rows += (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
     return rows
@@ -159,11 +160,6 @@ def _conversation(sample: ScoredTrajectory, decode: Decode) -> dict[str, int | s
         if number < len(turns):
             lines.append(f"{number} environment: {decode(tokens[end : turns[number][0]])}")
     return {"Turns": len(turns), "Conversation": "\n".join(lines)}
-
-
-def _turn_numbers(sample: ScoredTrajectory) -> list[int]:
-    starts = [start for start, _ in _turns(sample)]
-    return [bisect_right(starts, token) for token in range(sample.response_len)]
 
 
 def _gap(sample: ScoredTrajectory, others: Tensor | None) -> np.ndarray | None:

@@ -34,11 +34,9 @@ class Waiting:
         self.done = self.total - len(self.names)
 
     def reach(self, done: int) -> None:
-        """Record the number of finished items."""
         self.done = done
 
     def under_way(self, seconds: float) -> str:
-        """Return a line to show while it lasts."""
         done = self.done if self.count is None else self.count()
         number = f"{done} of {self._all()}, " if self.total else ""
         others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
@@ -46,7 +44,6 @@ class Waiting:
         return f"{self.title}: {number}{seconds:.0f} s{names}"
 
     def finished(self, seconds: float) -> str:
-        """Return a line to show when it is over."""
         number = f"{self._all()} in " if self.total else ""
         return f"{self.title}: {number}{seconds:.1f} s"
 

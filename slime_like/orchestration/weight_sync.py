@@ -7,7 +7,7 @@ import numpy as np
 
 from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, TrainerBackend, UpdateReceipt
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineAnswers
@@ -22,6 +22,8 @@ from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import join_rendezvous, use_delta
 
 _PHASE = "exporting weights"
+_TRIAL_SIZES = (0.1, 0.4, 1.6, 6.4)
+"""Sizes of the trial's factors. The first one that the probe notices is used, since rounding grows with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,32 @@ class WeightSync:
             WeightSyncError: a tensor arrived changed, or an engine's logprobs differ from the trainer's.
         """
         self._version = version
+        if self._verifies and self._probe.trial_due:
+            self._try(version)
+        return self._run(version)
+
+    def _try(self, version: int) -> None:
+        """Sync factors that change the logprobs, since an engine that ignores factors with B = 0 would not be noticed.
+
+        It would serve the same before and after the trial, so it fails the probe of one of both. There is no such trial
+        of merged weights, which would cost a whole transfer.
+        """
+        probe, phase = self._probe, "trying factors"
+        before = given(self._ranks.call(phase, RankTraining.probe, probe.sequences))[0]
+        for size in _TRIAL_SIZES:
+            self._ranks.call(phase, TrainerBackend.trial, size)
+            after = given(self._ranks.call(phase, RankTraining.probe, probe.sequences))[0]
+            if probe.notices(after, before):
+                break
+        else:
+            problem = "no factors change the logprobs of the probe by more than its bound"
+            raise WeightSyncError(problem, code="trial-unnoticed", remedy="lower sync.probe_tolerance")
+        self._run(version)
+        self._turns.training(keep_weights=True)
+        self._ranks.call(phase, TrainerBackend.trial, None)
+        probe.trial_due, probe.baseline = False, None
+
+    def _run(self, version: int) -> SyncReport:
         while True:
             if self._supervisor.has_dead:
                 self._turns.starting_engines()

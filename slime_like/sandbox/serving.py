@@ -137,9 +137,9 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent dies."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
+    """Make the kernel send this process the signal ``by`` when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:  # it died before the call above
         sys.exit(0)
 

@@ -47,7 +47,7 @@ class SingleItems(WorkerPool):
         code: str,
     ) -> None:
         super().__init__(kind, limits, logs)
-        self._budget = FailureBudget(_SUSPICIOUS_ITEMS, first_only=True)
+        self._budget = FailureBudget(_SUSPICIOUS_ITEMS)
         self._items, self._code = items, code
 
     async def ask_one(self, item: dict[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,6 @@ _INNER_BLOCK = 1024
 """Length of the blocks that are copied into rows, so that they stay in the cache."""
 
 
-def pays_here() -> bool:
-    """Return whether this processor has AVX-512 and MKL does not use it."""
-    capabilities = torch.cpu.get_capabilities()
-    wide = bool(capabilities.get("avx512_f")) and not str(capabilities.get("cpu_name", "Intel")).startswith("Intel")
-    return wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-
-
 @cache
 def use_onednn() -> tuple[object, ...]:
     """Let torch compute large float32 matrix products on the CPU by oneDNN from now on, if that is faster here.
@@ -33,7 +26,10 @@ def use_onednn() -> tuple[object, ...]:
     Returns:
         Objects whose lifetime keeps it in effect.
     """
-    return replaced_products() if pays_here() else ()
+    capabilities = torch.cpu.get_capabilities()
+    wide = capabilities.get("avx512_f") and not str(capabilities.get("cpu_name", "Intel")).startswith("Intel")
+    pays = wide and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return replaced_products() if pays else ()
 
 
 def replaced_products() -> tuple[object, ...]:

@@ -102,7 +102,6 @@ def start_tracker() -> None:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Return whether the process is a resource tracker."""
     try:
         return any(_TRACKER in part for part in process.cmdline())
     except psutil.NoSuchProcess:

@@ -16,14 +16,7 @@ DEFAULT_LAYOUTS = (
 )  # fmt: skip
 """Every axis by itself, and combinations of axes that interact."""
 
-_SIZES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "cp": "context",
-    "dp": "data",
-    "ep": "expert",
-    "vpp": "virtual_pipeline",
-}
+_SIZES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data", "ep": "expert", "vpp": "virtual_pipeline"}
 _SIZE = re.compile(rf"({'|'.join(_SIZES)})([1-9]\d*)")
 _ATTENTION = tuple(get_args(TrainerConfig.model_fields["attention"].annotation))
 _SWITCHES: dict[str, tuple[str, Any]] = {
@@ -50,7 +43,6 @@ class Layout:
     attention: str | None = None
 
     def applied_to(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with this layout."""
         trainer = config.trainer
         sharded = self.distributed or trainer.backend == FSDP  # FSDP always shards it
         optimizer = trainer.optimizer.model_copy(update={"distributed": sharded, "overlap": self.overlap})

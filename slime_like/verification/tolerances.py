@@ -47,7 +47,6 @@ ROUTED_NOTE = (
 
 
 def tolerances_of(dtype: str, dimensions: ModelDimensions) -> Tolerances:
-    """Return the tolerances of a model in ``dtype``."""
     return ROUTED_BFLOAT16 if dimensions.num_experts and dtype == "bfloat16" else TOLERANCES[dtype]
 
 

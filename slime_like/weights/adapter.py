@@ -52,6 +52,11 @@ def factor_shapes(settings: LoraConfig, weights: Mapping[str, Shape]) -> dict[st
     return found
 
 
+def module_ends(factors: Iterable[str]) -> list[str]:
+    """Return the last names of the modules that have these factors, such as q_proj."""
+    return sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in factors})
+
+
 def unmatched_targets(settings: LoraConfig, weights: Iterable[tuple[str, Shape]]) -> list[str]:
     """Return the targets that name no matrix of the model."""
     known = list(weights)

@@ -73,12 +73,16 @@ class WeightReceiver:
 
     Args:
         worker: number of this rank in its engine.
+
+    Attributes:
+        kept: tensors of the open update that are used together, on the host.
     """
 
     def __init__(self, worker: int = 0) -> None:
         self._worker = worker
         self._receivers: dict[str, Receiver] = {}
         self._arrivals = Arrivals()
+        self.kept: dict[str, Tensor] = {}
 
     def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join a transport, even if it was connected before. Waits for the trainers."""
@@ -88,11 +92,15 @@ class WeightReceiver:
         self._receivers[transport] = open_receiver(transport, rendezvous, self._worker)
 
     def begin_update(self) -> None:
-        self._arrivals = Arrivals()
+        self._arrivals, self.kept = Arrivals(), {}
 
     def copies(self, bucket: BucketMetadata, device: torch.device | str) -> list[tuple[str, Tensor]]:
         """Return copies of the bucket's tensors on ``device``. All are verified before any is returned."""
         return self._arrivals.copies(bucket.entries, self._receive(bucket), device)
+
+    def keep(self, wire: dict[str, Any]) -> None:
+        """Keep copies of a bucket's tensors in ``kept``. ``wire`` is its ``to_wire``."""
+        self.kept |= self.copies(BucketMetadata.from_wire(wire), "cpu")
 
     def load(self, bucket: BucketMetadata, destination: Callable[[str], Tensor]) -> None:
         """Copy the bucket's tensors to their serving location, and verify them."""
@@ -108,6 +116,7 @@ class WeightReceiver:
         for receiver in self._receivers.values():
             receiver.close()
         self._receivers.clear()
+        self.kept.clear()
 
     def _receive(self, bucket: BucketMetadata) -> Iterator[tuple[str, Tensor]]:
         return self._receivers[bucket.transport].receive(bucket)

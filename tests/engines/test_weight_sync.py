@@ -47,7 +47,7 @@ class Setting:
 
     def serves(self, version: int) -> None:
         """Require that the engine has the trainer's weights, bit for bit, and samples with ``version``."""
-        model = self.engines.engine._model
+        model = self.engines.engine.model
         for name, parameter in model.named_parameters():
             ours, theirs = self.trainers.weights[name].view(torch.int32), parameter.data.view(torch.int32)
             assert np.array_equal(ours.numpy(), theirs.numpy()), name

@@ -22,28 +22,39 @@ TURNS = {  # whose call, as Ray shows it in the title of the actor's process, la
     "asleep": f"{RANK}.train_minibatch",
     "in a sync": f"{RANK}.next_bucket",
 }
+ADAPTER = ["--model.lora.rank", "8", "--model.lora.sync", "adapter", "--trainer.optimizer.lr", "1e-2"]
+"""A replaced engine gets only factors."""
 STEPS, PROMPTS = 8, 16
 _RESTART_TIMEOUT_S = 180.0
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("engine", "victim", "turns", "to_its_end"),
+    ("engine", "victim", "turns", "to_its_end", "more"),
     [
-        ("transformers", (ACTOR,), tuple(TURNS), True),
-        ("vllm", VLLM_CORE, ("asleep",), False),  # its actor lives on; a start takes much longer
-        pytest.param("vllm", VLLM_CORE, tuple(TURNS), True, marks=pytest.mark.acceptance),
-        pytest.param("sglang", ("sglang::scheduler",), tuple(TURNS), True, marks=pytest.mark.acceptance),
+        ("transformers", (ACTOR,), tuple(TURNS), True, []),
+        ("transformers", (ACTOR,), tuple(TURNS), True, ADAPTER),
+        ("vllm", VLLM_CORE, ("asleep",), False, []),  # its actor lives on; a start takes much longer
+        pytest.param("vllm", VLLM_CORE, tuple(TURNS), True, [], marks=pytest.mark.acceptance),
+        pytest.param("vllm", VLLM_CORE, tuple(TURNS), True, ADAPTER, marks=pytest.mark.acceptance),
+        pytest.param("sglang", ("sglang::scheduler",), tuple(TURNS), True, [], marks=pytest.mark.acceptance),
+        pytest.param("sglang", ("sglang::scheduler",), tuple(TURNS), True, ADAPTER, marks=pytest.mark.acceptance),
     ],
 )
 def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
-    tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], turns: tuple[str, ...], to_its_end: bool
+    tiny: Tiny,
+    tmp_path: Path,
+    engine: str,
+    victim: tuple[str, ...],
+    turns: tuple[str, ...],
+    to_its_end: bool,
+    more: list[str],
 ) -> None:
     """The only engine is killed once in each turn of one run. If not ``to_its_end``, Ctrl-C ends the run."""
     restarts, steps = str(len(turns)), STEPS if to_its_end else 1000
     flags = ["--rollout.engine", engine, "--cluster.placement", "colocated", "--rollout.max_engine_restarts", restarts]
     flags += ["--steps", str(steps), "--rollout.prompts_per_step", str(PROMPTS), "--sync.bucket_mb", "0.01"]
-    flags += ["--sync.transport", "colocated"]
+    flags += ["--sync.transport", "colocated", *more]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
         command.wait_for("step 1/", timeout_s=180)
@@ -60,7 +71,7 @@ def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
     assert finished.left_behind == []
     assert finished.stderr.count(f"engine 0 ({engine}) was restarted (") == len(turns)
     audit = audit_run(run_dir)
-    assert audit.holds, audit.problems
+    assert not audit.problems
     rows = steps_of(run_dir)
     if to_its_end:
         assert len(rows) == STEPS

@@ -11,3 +11,4 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 get_checkpoint_conversion_mapping("llama")
 gc.collect()
 gc.freeze()
+gc.enable()

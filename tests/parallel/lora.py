@@ -89,10 +89,13 @@ class LoraReference(Reference):
 
 
 def random_factors(checkpoint: Path, settings: LoraConfig) -> Factors:
-    """Return factors of which neither is 0, in float32."""
+    """Return factors of which neither is 0, in float32.
+
+    They are small, and alpha is large, so that updates are far above the rounding error of factors.
+    """
     generator = torch.Generator().manual_seed(1)
     shapes = factor_shapes(settings, header_shapes(checkpoint))
-    return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 @dataclass
@@ -115,7 +118,7 @@ class LoraCase(Case):
 def make_lora_case(family: str, directory: Path, steps: int = STEPS, **settings: Any) -> LoraCase:
     """Save a tiny checkpoint, and compute the reference's step and updates of random factors."""
     checkpoint = save_checkpoint(family, directory)
-    settings = {"rank": 4, "alpha": 6.0, **settings}
+    settings = {"rank": 4, "alpha": 24.0, **settings}
     lora, algorithm = LoraConfig(**settings), {"moe_aux_loss_coef": BALANCE.get(family, 0.0)}
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
     of_algorithm = parity_config(checkpoint, directory, {}, **algorithm).algorithm

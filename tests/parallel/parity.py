@@ -110,7 +110,10 @@ def parity_config(
         steps=STEPS,
         model={"path": checkpoint, "dtype": dtype},
         algorithm={**ALGORITHM, **algorithm},
+        data={"max_prompt_tokens": 31},
+        rollout={"max_new_tokens": 31},  # the longest sequence of ``PACKS`` has as many tokens; plans trace these
         trainer={
+            "target_tokens_per_batch": 128,
             "parallel": settings,
             "optimizer": {**OPTIMIZER, **optimizer},
             **options,
@@ -122,10 +125,9 @@ def parity_config(
 
 
 def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: Any) -> RunConfig:
-    """Return the case's configuration for FSDP, which plans with the longest sequence."""
+    """Return the case's configuration for FSDP."""
     backend = {"backend": "fsdp", **layout}
-    config = parity_config(case.checkpoint, run_dir, backend, dtype, **{**case.algorithm, **algorithm})
-    return RunConfig(**{**dict(config), "data": {"max_prompt_tokens": 31}, "rollout": {"max_new_tokens": 31}})
+    return parity_config(case.checkpoint, run_dir, backend, dtype, **{**case.algorithm, **algorithm})
 
 
 def run_case(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,7 @@ def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
     generations = rollouts(engine, request(3))
     group = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), generations, 1.0)
     settings = config()
-    with RewardPool(settings.reward) as pool:
+    with closing(RewardPool(settings.reward)) as pool:
         scorer = Scorer(settings, pool, TOKENIZER)
         (rewarded,) = scorer.rewards([group])
         scored = scorer.scored([rewarded], step=1)

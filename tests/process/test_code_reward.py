@@ -1,6 +1,7 @@
 """The reward for code: tests that pass or fail, and what the kernel refuses to a model's program."""
 
 import json
+from contextlib import closing
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_workers_compute_included_rewards_and_look_at_the_first_row() -> None:
     for name, (response, answer) in included.items():
         config = RewardConfig(functions=(RewardFunction(name=name),))
         text = _code(response) if name == "code" else response
-        with RewardPool(config) as pool:
+        with closing(RewardPool(config)) as pool:
             (outcome,) = pool.score([RewardItem("", text, answer)])
         assert (outcome.rewards, outcome.successes) == ((1.0,), (1.0,)), (name, outcome.metadata)
         assert start_problems(config, 0, RewardItem("", "?", answer)) == []

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,7 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asynci
     first = group.trajectories[0]
     assert first.sampled_len == len(ids("bye now")) + 1 + len(ids("bye")) + 1 < first.response_len
     assert first.loss_mask.tolist() == [value != 0 for value in first.logprobs.tolist()]
-    with RewardPool(reward) as pool:
+    with closing(RewardPool(reward)) as pool:
         scorer = Scorer(settings, pool, TOKENIZER)
         (rewarded,) = scorer.rewards([group])
         scored = scorer.scored([rewarded], step=1)

@@ -1,6 +1,7 @@
 """Rewards of whole groups, alone and with functions of single responses, and the cost of a failure."""
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_a_function_receives_its_group_and_columns_are_in_order() -> None:
     """Two equal responses are one item for ``format`` and two for ``rank``. Groups may be interleaved."""
     found, groups = items(("aaa", "b", "b1"), ("x", "x"))
     shuffled = [3, 0, 4, 1, 2]
-    with RewardPool(config(LETTERS, BY_LENGTH)) as pool:
+    with closing(RewardPool(config(LETTERS, BY_LENGTH))) as pool:
         outcomes = pool.score([found[i] for i in shuffled], [groups[i] for i in shuffled])
         single = pool.score(found[:2])  # every item is a group
     in_order = [outcomes[shuffled.index(i)] for i in range(5)]
@@ -58,9 +59,9 @@ def test_a_function_receives_its_group_and_columns_are_in_order() -> None:
     assert [outcome.successes for outcome in in_order] == [(1, 1), (1, 0), (0, 0), (1, 0), (1, 1)]
     assert in_order[0].metadata == {"ranks:rank": {"of": 3, "prompt": "p0a0"}}
     assert [outcome.rewards for outcome in single] == [(1, 0), (1, 0)]
-    with RewardPool(config(BY_LENGTH, LETTERS)) as pool:
+    with closing(RewardPool(config(BY_LENGTH, LETTERS))) as pool:
         assert pool.score(found, groups)[0].rewards == (20, 1)
-    with RewardPool(config(BY_LENGTH)) as pool:
+    with closing(RewardPool(config(BY_LENGTH))) as pool:
         assert [outcome.rewards for outcome in pool.score(found, groups)] == [(20,), (0,), (10,), (0,), (10,)]
 
 
@@ -69,14 +70,14 @@ def test_a_function_receives_its_group_and_columns_are_in_order() -> None:
 )
 def test_a_failure_costs_its_own_group(word: str, reason: str) -> None:
     found, groups = items(("aaa", "b"), (word, "b"), ("c", "dd"))
-    with RewardPool(config(LETTERS, BY_LENGTH)) as pool:
+    with closing(RewardPool(config(LETTERS, BY_LENGTH))) as pool:
         outcomes = pool.score(found, groups)
     assert [outcome.rewards for outcome in outcomes] == [(1, 10), (1, 0), (0, 0), (0, 0), (1, 0), (1, 10)]
     assert [outcome.metadata.get("reason") for outcome in outcomes] == [None, None, reason, reason, None, None]
 
 
 def test_a_function_that_fails_on_group_after_group_ends_the_run(rejects: Rejects) -> None:
-    with RewardPool(config(LETTERS, BY_LENGTH)) as pool:
+    with closing(RewardPool(config(LETTERS, BY_LENGTH))) as pool:
         for words in (*[("raise", "b")] * 7, ("a", "b"), *[("raise", "b")] * 7):
             pool.score(*items(words))
         with rejects(RewardError, "reward-function-fails"):
@@ -84,7 +85,7 @@ def test_a_function_that_fails_on_group_after_group_ends_the_run(rejects: Reject
 
 
 def test_a_pool_without_functions_has_no_workers() -> None:
-    with RewardPool(config(RewardFunction(name="environment"))) as pool:
+    with closing(RewardPool(config(RewardFunction(name="environment")))) as pool:
         pool.start()
         assert pool.process_ids == ()
         assert [outcome.rewards for outcome in pool.score(*items(("a", "b")))] == [(), ()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.data.ledger import FILE_NAME, Ledger, audit_run
+from slime_like.data.ledger import FILE_NAME, GENERATED, ISSUED, SCORED, TRAINED, Ledger, audit_run
 
 FORK = multiprocessing.get_context("fork")
 
@@ -17,10 +17,10 @@ def _write(run_dir: Path, journal: str, *, killed: bool) -> None:
     """Write events of two groups and, if ``killed``, a part of an unfinished transaction."""
     ledger = Ledger.begin(run_dir)
     ledger._database.execute(f"PRAGMA journal_mode = {journal}")
-    ledger.issued([0, 1], version=0)
-    ledger.generated([0], version=0)
-    ledger.scored([0])
-    ledger.trained([0], step=1)
+    ledger.add([0, 1], ISSUED, version=0)
+    ledger.add([0], GENERATED, version=0)
+    ledger.add([0], SCORED)
+    ledger.add([0], TRAINED, step=1)
     if killed:
         ledger._database.execute("PRAGMA cache_size = 1")
         rows = ((group,) for group in range(2, 900))
@@ -35,7 +35,7 @@ def _audit_without_rights(run_dir: Path) -> None:
     with pytest.raises(PermissionError):
         (run_dir / "new").touch()
     audit = audit_run(run_dir)
-    assert (audit.trained, audit.in_flight, audit.holds) == (1, (1,), True)
+    assert (audit.trained, audit.in_flight, audit.problems) == (1, (1,), ())
 
 
 def _finish(process: multiprocessing.process.BaseProcess) -> int | None:
@@ -56,6 +56,6 @@ def test_it_is_read(tmp_path: Path, journal: str, killed: bool, left: list[str])
     tmp_path.chmod(0o755)
     assert code == 0
     audit = audit_run(tmp_path)
-    assert (audit.trained, audit.in_flight, audit.holds) == (1, (1,), True)
+    assert (audit.trained, audit.in_flight, audit.problems) == (1, (1,), ())
     with closing(Ledger.begin(tmp_path)) as ledger:  # what was left belongs to no later ledger
         assert ledger.count() == 0

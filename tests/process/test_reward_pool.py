@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -82,13 +83,13 @@ def user_config(user_module: Write) -> Config:
 
 @pytest.fixture
 def pool(user_config: Config) -> Iterator[RewardPool]:
-    with RewardPool(user_config()) as pool:
+    with closing(RewardPool(user_config())) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def math_pool() -> Iterator[RewardPool]:
-    with RewardPool(RewardConfig(timeout_s=1.5)) as pool:
+    with closing(RewardPool(RewardConfig(timeout_s=1.5))) as pool:
         yield pool
 
 
@@ -100,7 +101,7 @@ def test_what_a_function_prints_is_kept(user_config: Config, tmp_path: Path) -> 
     """Output before a kill is kept, too. Workers that print nothing leave no file."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    with RewardPool(user_config(timeout_s=0.5), logs=logs) as pool:
+    with closing(RewardPool(user_config(timeout_s=0.5), logs=logs)) as pool:
         pool.score(items("print", "say and hang"))
         pool.score(items("x"))
     (kept,) = logs.iterdir()
@@ -109,7 +110,7 @@ def test_what_a_function_prints_is_kept(user_config: Config, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_order_is_kept_over_many_chunks(user_config: Config, workers: int) -> None:
-    with RewardPool(user_config(workers)) as pool:
+    with closing(RewardPool(user_config(workers))) as pool:
         pool.start()
         responses = ["x" * (i % 131) for i in range(700)]
         outcomes = pool.score(items(*responses))
@@ -124,7 +125,7 @@ def test_every_function_gives_rewards_and_successes() -> None:
         RewardFunction(name="format", options={"pattern": r"\d+"}),
         RewardFunction(name="length", options={"limit": 2}),
     )
-    with RewardPool(RewardConfig(functions=functions)) as pool:
+    with closing(RewardPool(RewardConfig(functions=functions))) as pool:
         outcomes = pool.score(items("46", "45", "is 46"))
     assert [outcome.rewards for outcome in outcomes] == [(1.0, 1.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, -1.0)]
     assert [outcome.successes for outcome in outcomes] == [(1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)]
@@ -208,9 +209,9 @@ def test_one_prompt_whose_responses_all_hang_does_not_end_the_run_after_an_answe
     user_config: Config, rejects: Rejects
 ) -> None:
     hanging = [RewardItem("bad", f"hang {i}", "46") for i in range(8)]
-    with RewardPool(user_config(timeout_s=0.3)) as pool, rejects(RewardError, "reward-function-fails"):
+    with closing(RewardPool(user_config(timeout_s=0.3))) as pool, rejects(RewardError, "reward-function-fails"):
         pool.score(hanging, ["bad"] * 8)
-    with RewardPool(user_config(timeout_s=0.3)) as pool:
+    with closing(RewardPool(user_config(timeout_s=0.3))) as pool:
         assert pool.score(items("good one"))[0].rewards == (8.0,)
         assert {outcome.metadata["reason"] for outcome in pool.score(hanging, ["bad"] * 8)} == {"timeout"}
 
@@ -218,7 +219,7 @@ def test_one_prompt_whose_responses_all_hang_does_not_end_the_run_after_an_answe
 def test_equal_items_are_scored_once(user_config: Config, tmp_path: Path) -> None:
     """Custom functions may use the prompt, so equal responses to different prompts are different items."""
     log = tmp_path / "calls"
-    with RewardPool(user_config(log=str(log))) as pool:
+    with closing(RewardPool(user_config(log=str(log)))) as pool:
         outcomes = pool.score([*items("a", "b", "a"), *items("a", prompt="bad"), *items("a", answer="47")])
     assert [outcome.successes[0] for outcome in outcomes] == [1.0, 1.0, 1.0, 0.0, 1.0]
     assert len(log.read_text().splitlines()) == 4
@@ -254,7 +255,7 @@ def test_hostile_answers_cost_their_own_samples(math_pool: RewardPool) -> None:
 def test_included_functions_that_hang_never_end_a_run() -> None:
     """A policy may have learned to write many such responses."""
     backtracks = RewardFunction(name="format", options={"pattern": "(a+)+b"})
-    with RewardPool(RewardConfig(functions=(backtracks,), timeout_s=0.05)) as pool:
+    with closing(RewardPool(RewardConfig(functions=(backtracks,), timeout_s=0.05))) as pool:
         outcomes = pool.score(items(*("a" * (40 + i) for i in range(9))))
         assert [outcome.metadata["reason"] for outcome in outcomes] == ["timeout"] * 9
         # With so short a limit, even a quick answer may be late on a busy machine.
@@ -266,7 +267,7 @@ def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(time_budget, "_FULL_TIMEOUTS", 1)
     monkeypatch.setattr(time_budget, "_MAX_TIMEOUTS", 2)
     towers = [rf"\boxed{{{base}99999999!}}" for base in range(2, 6)]
-    with RewardPool(RewardConfig(timeout_s=3.0), step_responses=8) as pool:
+    with closing(RewardPool(RewardConfig(timeout_s=3.0), step_responses=8)) as pool:
         pool.start()
         first = [pool.score(items(response))[0] for response in ("46", towers[0], "46", towers[1])]
         rest = pool.score(items(*towers[2:], "46", "45"))
@@ -290,7 +291,7 @@ def test_workers_import_neither_torch_nor_the_configuration_and_their_memory_is_
 
 
 def test_a_worker_that_died_idle_is_replaced(user_config: Config) -> None:
-    with RewardPool(user_config(workers=2)) as pool:
+    with closing(RewardPool(user_config(workers=2))) as pool:
         pool.start()
         victim = pool.process_ids[0]
         os.kill(victim, signal.SIGKILL)
@@ -312,7 +313,7 @@ def test_a_sample_is_scored_again_if_its_worker_is_stopped_or_killed(user_module
         "    return RewardResult(1.0, True)\n",
     )
     config = RewardConfig(functions=(RewardFunction(name="killed:f"),), workers=1, timeout_s=1.0)
-    with RewardPool(config) as pool:
+    with closing(RewardPool(config)) as pool:
         pool.start()
         os.kill(pool.process_ids[0], signal.SIGSTOP)
         outcomes = pool.score(items("first", "once", "always", "last"))
@@ -335,10 +336,10 @@ def test_a_worker_that_is_killed_or_stopped_while_starting_is_started_again_with
         "def f(prompt, response, answer): return RewardResult(1.0, True)\n",
     )
     config = RewardConfig(functions=(RewardFunction(name="dies:f"),), start_timeout_s=60.0)
-    with RewardPool(config) as pool:
+    with closing(RewardPool(config)) as pool:
         assert pool.score(items("a"))[0].rewards == (1.0,)
     (tmp_path / "always").touch()
-    with RewardPool(config) as pool, rejects(RewardError, "worker-not-started"):
+    with closing(RewardPool(config)) as pool, rejects(RewardError, "worker-not-started"):
         pool.score(items("a"))
     assert (tmp_path / "starts").stat().st_size == 3 + 3
 
@@ -387,14 +388,14 @@ def service_pool(**options: object) -> RewardPool:
 
 def test_a_service_that_hangs_ends_the_run_before_it_was_asked_for_every_response(url: str) -> None:
     slow = [RewardItem(str(prompt), "slow", "a") for prompt in range(20)]
-    with service_pool(url=url, timeout_s=0.05) as pool, pytest.raises(RewardError) as caught:
+    with closing(service_pool(url=url, timeout_s=0.05)) as pool, pytest.raises(RewardError) as caught:
         pool.score(slow)
     found = caught.value.code, caught.value.remedy
     assert found == ("reward-function-fails", "check the service, or reward.functions")
 
 
 def test_a_failure_of_a_service_costs_one_sample(url: str) -> None:
-    with service_pool(url=url) as pool:
+    with closing(service_pool(url=url)) as pool:
         outcomes = pool.score(items("plain", "busy", "failed"))
         others = pool.score([RewardItem(prompt, "r", "a") for prompt in ("one", "two")])
     assert [outcome.rewards for outcome in outcomes] == [(0.5,), (0.0,), (2.0,)]

@@ -13,6 +13,7 @@ import pytest
 
 # Forks have imported these modules. A module that fails to import in the server is imported by every fork.
 PRELOADED = [
+    "tests.support.uncollected",  # the first one
     "pytest", "hypothesis", "ray", "ray._private.runtime_env.agent.runtime_env_agent", "ray.dashboard.utils",
     "torch._dynamo",  # which optimizers import
     "backends.fsdp.trainer", "backends.megatron.trainer",

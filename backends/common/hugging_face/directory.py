@@ -17,7 +17,7 @@ from slime_like.interfaces import WeightBucket
 from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.weight_files import INDEX
 from slime_like.system.disk import refusal, replace_directory, sync
-from slime_like.weights.adapter import ADAPTER_FILE
+from slime_like.weights.adapter import ADAPTER_FILE, module_ends
 
 SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
@@ -155,8 +155,7 @@ def _join(partial: Path, name: str) -> None:
 def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Iterable[str]) -> None:
     """Write PEFT's settings of an adapter for the model ``base``. Its all-linear would include routers, so modules are
     named."""
-    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in factors}
-    targets = sorted(modules if ALL_LINEAR in lora.targets else lora.targets)
+    targets = module_ends(factors) if ALL_LINEAR in lora.targets else sorted(lora.targets)
     named = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
     sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
     (directory / ADAPTER_CONFIG).write_text(json.dumps({**named, **sizes}, indent=2) + "\n", encoding="utf-8")

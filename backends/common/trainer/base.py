@@ -5,6 +5,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from backends.common.process.allocator import allocator_problems, use_expandable
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.trainer.lora import Initial
+from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.roles import objective_of
 from backends.common.trainer.state import TrainerState
 from slime_like.checks.packages import rejected_on_cuda
@@ -76,7 +77,7 @@ class TrainerBase(TrainerBackend):
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
         self._objective = objective_of(self._role.head)(config.algorithm)
-        self._step = StepSums()
+        self._step, self._trial = StepSums(), contextlib.ExitStack()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
     @abstractmethod
@@ -276,6 +277,13 @@ class TrainerBase(TrainerBackend):
             return _named(self.config.roles[name], self._score(micro_batches))
 
     # ------------------------------------------------------------------------------------------- transfer of the state
+    def trial(self, size: float | None) -> None:
+        self.settle_weights()
+        self._trial.close()
+        if size is not None:
+            self._trial.enter_context(self.state.preserved(on_device=True))
+            self.state.fill_factors(partial(Trial, size=size / self.config.model.lora.scale))
+
     @property
     def _bucket_bytes(self) -> int:
         return self.config.bucket_bytes(on_gpus=torch.cuda.is_available())

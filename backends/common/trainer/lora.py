@@ -45,10 +45,15 @@ class Initial:
 
 
 class Trial(Initial):
-    """Factors that change what the model computes, the same in every layout: B is uniform between -0.05 and 0.05."""
+    """Factors that change what the model computes, the same in every layout: B is uniform within ``size`` divided by
+    the root of the rank."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], size: float = 0.1) -> None:
+        super().__init__(shapes)
+        self._size = size
 
     def b(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return 0.05 * math.sqrt(shape[1]) * initial_a(name, shape)
+        return self._size * initial_a(name, shape)
 
 
 def block_diagonal(b: Tensor, owner: Tensor) -> Tensor:

@@ -82,14 +82,10 @@ def _held_out(rows: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
     for responses in list(by_prompt.values())[:_NEWEST_SAMPLES]:
         first, last = responses[0], responses[-1]
         question = ("prompt", last_user_message(str(first.get("Prompt", ""))))
-        shown = {f"step {row['step']}{_judged(row)}": row.get("Response") for row in (first, last)}
+        judged: dict[Any, str] = {None: "", True: ", right", False: ", wrong"}
+        shown = {f"step {row['step']}{judged[row.get('Success')]}": row.get("Response") for row in (first, last)}
         groups.append([question, *shown.items(), ("answer", bare_answer(first.get("Answer")))])
     return groups
-
-
-def _judged(row: dict[str, Any]) -> str:
-    success = row.get("Success")
-    return "" if success is None else ", right" if success else ", wrong"
 
 
 def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:

@@ -58,7 +58,6 @@ class RunData:
 
     @property
     def trained_steps(self) -> int:
-        """The last trained step."""
         current = current_records(self.records)
         return max((record["step"] for record in current if STEP_TIME in record or LOSS in record), default=0)
 
@@ -90,7 +89,8 @@ def read_run(run_dir: Path) -> RunData:
             problem = f"the run failed before its first step: {failure}"
             remedy = f"see {DRIVER_LOG} and worker_logs for details"
         raise SlimeLikeError(problem, code="no-step-logged", who=str(run_dir), remedy=remedy)
-    config_text, config = _read_config(run_dir / CONFIG_FILE)
+    path = run_dir / CONFIG_FILE
+    config_text, config = (path.read_text(encoding="utf-8"), read_yaml(path)) if path.is_file() else (None, {})
     files = sorted(path for path in (run_dir / "tables").glob("*.jsonl") if path.is_file())
     tables = [_read_table(path) for path in files]
     return RunData(run_dir, config, config_text, records, {table.name: table for table in tables}, failure)
@@ -200,12 +200,6 @@ def _failure(log: Path) -> str | None:
         text = file.read(_LOG_BYTES).decode(errors="replace")
     last = text.rstrip("\n").rpartition("\n")[2]
     return last.removeprefix(FAILED) if last.startswith(FAILED) else None
-
-
-def _read_config(path: Path) -> tuple[str | None, dict[str, Any]]:
-    if not path.is_file():
-        return None, {}
-    return path.read_text(encoding="utf-8"), read_yaml(path)
 
 
 def _read_table(path: Path) -> StoredTable:

@@ -82,7 +82,6 @@ def _render_page(run: RunData) -> str:
 
 
 def _asset(name: str) -> str:
-    """Return a file of this package."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 

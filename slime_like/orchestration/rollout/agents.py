@@ -65,7 +65,7 @@ class AgentRollouts:
         self._reported: set[str] = set()
         self._server = AgentServer(node_address() if self._agent.host == NODE else self._agent.host)
         self._pool = AgentPool(self._agent, logs, needs_result=AGENT in (f.name for f in config.reward.functions))
-        self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS, first_only=True)
+        self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS)
 
     async def start(self) -> None:
         """Start server and workers. Raises ``AgentFailure`` if the agent or the tokenizer cannot be used."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.config.rollout import RolloutConfig
-from slime_like.data.ledger import Ledger
+from slime_like.data.ledger import DROPPED, GENERATED, ISSUED, REISSUED, SCORED, Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import RewardError
 from slime_like.interfaces import GenerationRequest, PromptInput
@@ -112,13 +112,13 @@ class GroupStore:
             prompts = [*interrupted, *new]
             for prompt, request in zip(prompts, self._requests(prompts), strict=True):
                 self._tasks[prompt.group_id] = GroupTask(request, prompt=prompt, version=version)
-            self._ledger.issued([prompt.group_id for prompt in new], version)
-            self._ledger.reissued([prompt.group_id for prompt in interrupted], version, "resumed")
+            self._ledger.add([prompt.group_id for prompt in new], ISSUED, version=version)
+            self._ledger.add([prompt.group_id for prompt in interrupted], REISSUED, version=version, reason="resumed")
 
     def resent(self, tasks: Sequence[GroupTask]) -> None:
         """Record groups that were sent again because their engine died."""
         if tasks:
-            self._ledger.reissued(_ids(tasks), self.version, "engine died")
+            self._ledger.add(_ids(tasks), REISSUED, version=self.version, reason="engine died")
 
     def move(self, tasks: Sequence[GroupTask], stage: str) -> None:
         """Pass tasks on to a stage, behind those that are there."""
@@ -130,14 +130,14 @@ class GroupStore:
     def generated(self, tasks: Sequence[GroupTask]) -> None:
         """Pass on tasks with complete samples."""
         self.move(tasks, REWARD)
-        self._ledger.generated(_ids(tasks), self.version)
+        self._ledger.add(_ids(tasks), GENERATED, version=self.version)
 
     def add_ready(self, tasks: Sequence[GroupTask]) -> None:
         """Pass on tasks that can be trained on."""
         if not tasks:
             return
         with self.changed:
-            self._ledger.scored(_ids(tasks))
+            self._ledger.add(_ids(tasks), SCORED)
             self.move(tasks, READY)
             self.changed.notify_all()
 
@@ -150,10 +150,10 @@ class GroupStore:
         if not tasks:
             return
         with self.changed:
-            self._ledger.scored(group_ids := _ids(tasks))
+            self._ledger.add(group_ids := _ids(tasks), SCORED)
             for group_id in group_ids:
                 del self._tasks[group_id]
-                self._ledger.dropped([group_id], "zero spread")
+                self._ledger.add([group_id], DROPPED, reason="zero spread")
                 self._dropped += 1
                 self._require_few_drops()
             self.changed.notify_all()
@@ -170,7 +170,7 @@ class GroupStore:
     def drop_oversampled(self) -> None:
         """Drop the groups left over from a complete batch."""
         with self.changed:
-            self._ledger.dropped(sorted(self._tasks), "oversampled")
+            self._ledger.add(sorted(self._tasks), DROPPED, reason="oversampled")
             self._tasks.clear()
 
     # ---------------------------------------------------------------------------------------------------------- batch

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from slime_like.config import RolloutConfig, RunConfig
-from slime_like.data.ledger import Ledger
+from slime_like.data.ledger import TRAINED, Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.rollout.advantages import weighted_rewards
@@ -90,7 +90,7 @@ class RolloutSource(ABC):
 
     def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
         """Record that every update of the step has been made."""
-        self._ledger.trained(dict.fromkeys(trajectory.group_id for trajectory in trajectories), step)
+        self._ledger.add(dict.fromkeys(trajectory.group_id for trajectory in trajectories), TRAINED, step=step)
 
     def close(self) -> None:  # noqa: B027
         """End sampling, within a bound. Groups under way stay so in the ledger."""

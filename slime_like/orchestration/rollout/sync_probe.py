@@ -1,7 +1,7 @@
 """Probe of a weight sync: text for which the logprobs of engines and trainer must agree."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -85,12 +85,14 @@ class Probe:
     Attributes:
         sequences: token ids of each sequence.
         baseline: largest share of any engine at the first sync; ``None`` before it.
+        trial_due: whether engines get factors that may still be 0, and have not yet been given others.
     """
 
     def __init__(self, model: ModelConfig, bound: float | None, longest: int, prompts: Sequence[Sequence[int]]) -> None:
         dimensions = ModelDimensions.from_checkpoint(model.path)
         self.sequences = probe_sequences(longest, dimensions.vocab_size, prompts)
         self.baseline: float | None = None
+        self.trial_due = model.lora.sends_factors
         self._dtype, self._layers = model.dtype, dimensions.num_layers
         self._given = bound
         self._first = _ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
@@ -101,6 +103,11 @@ class Probe:
             GenerationRequest(f"probe-{version}-{index}", PromptInput(tokens), sampling, prompt_logprobs=True)
             for index, tokens in enumerate(self.sequences)
         ]
+
+    def notices(self, got: np.ndarray, expected: np.ndarray) -> bool:
+        """Return whether such logprobs of an engine would exceed the bound, even if it were twice as large."""
+        gap = ProbeGap.between(got, expected, self._dtype, self._layers, self._bound())
+        return not replace(gap, bound=2 * gap.bound).is_sound
 
     def judge(self, version: int, answers: Sequence[Sequence[Generation]], expected: np.ndarray) -> tuple[float, str]:
         """Compare each engine's answers to ``requests`` with the trainer's logprobs.

@@ -108,6 +108,7 @@ class ResponseRecorder(StepRecorder):
         super().__init__(run)
         self._flat_steps = 0
         self._failures = ScoringFailures()
+        self._watches_programs = bool(run.config.rollout.agent.command)
 
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
@@ -115,6 +116,9 @@ class ResponseRecorder(StepRecorder):
         functions, rollouts = self._run.config.reward.functions, rollouts_of(trajectories)
         metadata = [rollout.last.reward_metadata for rollout in rollouts]
         self.note(self._failures.add(step, metadata))
+        if self._watches_programs and (failed := program_failures(step, metadata)):
+            self._watches_programs = False
+            self.note(failed)
         rewards = RewardRecord(
             func_names=[function.label for function in functions],
             weights=[function.weight for function in functions],
@@ -191,6 +195,15 @@ class ScoringFailures:
             return None
         share = f"{len(self._reasons)} of {counted(self._responses, 'response')}"
         return f"all steps: scoring failed for {share} ({by_reason(self._reasons)}); they got reward 0"
+
+
+def program_failures(step: int, metadata: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a note if all agents' programs of a step ended with an exit code other than 0."""
+    ends = [end for entry in metadata for end in entry.get("conversation", {}).get("steps", ()) if "exit_code" in end]
+    if not ends or len(ends) < len(metadata):
+        return None
+    first = f"exit code {ends[0]['exit_code']}: {ends[0]['output']}"
+    return f"step {step}, rollout.agent: all {counted(len(ends), 'program')} failed (first: {first})"
 
 
 def _kind(failure: Mapping[str, Any]) -> tuple[str, ...]:

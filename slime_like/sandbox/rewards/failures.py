@@ -31,7 +31,7 @@ class RewardFailures:
         # If included functions time out, the responses are at fault: a policy may write eight huge powers in a row.
         self.has_foreign = any(name not in LOCAL for name in self._functions)
         self._broken = ("error", "crash", "timeout") if self.has_foreign else ("error",)
-        self._budgets = {what: FailureBudget(_SUSPICIOUS_PROMPTS) for what in ("prompts", "groups")}
+        self._failed = {"prompts": 0, "groups": 0}
 
     def record(
         self,
@@ -44,13 +44,12 @@ class RewardFailures:
 
         Raises ``RewardError`` if too many in a row failed on all responses: that is a bug, not a reward of 0.
         """
-        budget = self._budgets[what]
         failed = bool(answers) and all(answer.get("reason") in self._broken for answer in answers)
-        budget.record(not failed, count)
-        if budget.exhausted:
+        self._failed[what] = self._failed[what] + count if failed else 0
+        if self._failed[what] >= _SUSPICIOUS_PROMPTS:
             prompt, truth = (repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...") for text in last)
             where = f"most recently (prompt {prompt} and answer {truth})"
-            self._reject(answers[-1], f"failed on all responses to {budget.failures} {what} in a row, {where}")
+            self._reject(answers[-1], f"failed on all responses to {self._failed[what]} {what} in a row, {where}")
 
     def reject_hanging(self, answer: Mapping[str, Any], prompts: int) -> None:
         """Raise ``RewardError``, unless a single prompt may be at fault because the functions have answered before."""
@@ -81,7 +80,7 @@ class BatchTimeouts:
 
     def __init__(self, failures: RewardFailures) -> None:
         self._failures = failures
-        self._budget = FailureBudget(_SUSPICIOUS_ITEMS, first_only=True)
+        self._budget = FailureBudget(_SUSPICIOUS_ITEMS)
         self._prompts: set[str] = set()
 
     def record(self, prompt: str, answer: Mapping[str, Any]) -> None:

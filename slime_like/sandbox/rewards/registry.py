@@ -46,16 +46,13 @@ WITHOUT_ANSWER = frozenset({"format", "length", "majority", *SERVICES})
 
 EASY_ANSWERS: Mapping[str, str] = {
     "math_verify": "1",
-    "format": "",
-    "length": "",
-    "exact_match": "",
     "gsm8k": "1",
     "multiple_choice": "A",
     "json_schema": "{}",
     "code": "assert True",
     "reasoning_gym": '{"task": "chain_sum", "question": "", "answer": "", "metadata": {}}',
 }
-"""An answer that each function accepts, for a first call."""
+"""Answers for a first call of functions that reject an empty one."""
 
 WARMED = frozenset({"math_verify", "json_schema", "code", "reasoning_gym"})
 """Functions whose first call takes long, or shows whether this machine can run them."""
@@ -86,6 +83,6 @@ def try_options(name: str, function: RewardCallable, options: Mapping[str, Any])
         check_service(**options)
     try:
         if name in QUICK - {"math_verify"}:  # which is slow to import
-            function("", "", EASY_ANSWERS[name], **options)
+            function("", "", EASY_ANSWERS.get(name, ""), **options)
     except (ArithmeticError, TypeError, ValueError, re.error) as error:
         raise ValueError(f"reward function {name!r} cannot work with them: {error}") from error

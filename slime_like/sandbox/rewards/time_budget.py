@@ -35,7 +35,6 @@ class TimeBudget:
 
     @property
     def refusal(self) -> dict[str, Any]:
-        """The answer for a response that is not scored."""
         return {"reason": "budget", "detail": f"not scored: {self._timeouts} responses of this step timed out before"}
 
     def record(self, answer: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,6 @@ class DrivenEngine:
         return self.run(self.engine.generate(self.request(prompt, **fields)))
 
     def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        """Run all requests concurrently."""
 
         async def gather() -> list[list[Generation]]:
             return await asyncio.gather(*(self.engine.generate(request) for request in requests))
@@ -112,19 +111,7 @@ class DrivenEngine:
 
 @contextmanager
 def started(engine: RolloutEngine) -> Iterator[asyncio.AbstractEventLoop]:
-    """Start the engine, and yield its event loop, which is closed when the block ends."""
-    loop = asyncio.new_event_loop()
-    try:
-        loop.run_until_complete(engine.start())
-        yield loop
-    finally:
-        loop.run_until_complete(_end_tasks())
-        loop.close()
-
-
-async def _end_tasks() -> None:
-    """Cancel the tasks that an engine has left in this loop."""
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    """Start the engine, and yield its event loop. When the block ends, tasks that are left in it are canceled."""
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        yield runner.get_loop()

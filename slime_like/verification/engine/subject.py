@@ -35,7 +35,6 @@ class Subject:
     prompts: Sequence[list[int]]
 
     def gap(self, prompt: list[int], generation: Generation, temperature: float) -> float:
-        """Return ``Reference.gap`` of the sampled tokens."""
         expected = self.reference.logprobs(prompt, generation.token_ids, temperature)
         return self.reference.gap(generation.logprobs, expected, temperature)
 
@@ -53,7 +52,6 @@ class Subject:
         self.others = before
 
     def lasting(self, prompt: list[int]) -> GenerationRequest:
-        """Return a request for a long response."""
         return self.engine.request(prompt, max_new_tokens=_LONG, temperature=COLD, ignore_eos=True)
 
     def probe(self, where: np.ndarray | None = None) -> float:

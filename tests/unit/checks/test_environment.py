@@ -1,5 +1,6 @@
 """Environment variables that break runs on GPUs, and packages that compile kernels for them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from slime_like.checks import environment, packages
 from slime_like.checks.check import check
 from slime_like.checks.definition import RANKS
-from slime_like.checks.packages import missing_compiler
-from slime_like.config import RunConfig
+from slime_like.checks.packages import logging_problems, missing_compiler
+from slime_like.config import LoggingConfig, RunConfig
 
 SHOWS_ALL = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
@@ -58,3 +59,11 @@ def test_triton_needs_a_compiler_and_pythons_headers(tmp_path: Path, monkeypatch
     found.clear()
     monkeypatch.setenv("CC", "cc")
     assert not [*missing_compiler(on_cuda=True)]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+def test_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tracker: str) -> None:
+    monkeypatch.setitem(sys.modules, tracker, None)  # marks a module that cannot be imported
+    (problem,) = logging_problems(LoggingConfig(**{"tensorboard": False, tracker: True}))
+    assert problem.startswith(f"logging.{tracker}=true needs its package")
+    assert not list(logging_problems(LoggingConfig(tensorboard=False)))

@@ -12,7 +12,6 @@ from slime_like.commands.root import run
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
-from slime_like.data.token_rows import TokenRow
 from slime_like.errors import ConfigError, DataError
 from slime_like.score import output_line, windows
 from tests.support.rejections import Rejects
@@ -93,9 +92,9 @@ def test_a_bad_row_is_rejected_before_anything_starts(
 
 
 def test_windows_are_bounded_and_lose_nothing() -> None:
-    rows = [TokenRow(index, sequence(index, *pair)) for index, pair in enumerate([(1, 3), (2, 2), (9, 9), (1, 1)])]
-    assert [[row.id for row in window] for window in windows(rows, 8)] == [[0, 1], [2], [3]]
-    assert [[row.id for row in window] for window in windows(rows, 100)] == [[0, 1, 2, 3]]
+    rows = [(index, sequence(index, *pair)) for index, pair in enumerate([(1, 3), (2, 2), (9, 9), (1, 1)])]
+    assert [[name for name, _ in window] for window in windows(rows, 8)] == [[0, 1], [2], [3]]
+    assert [[name for name, _ in window] for window in windows(rows, 100)] == [[0, 1, 2, 3]]
     assert list(windows([], 8)) == []
 
 

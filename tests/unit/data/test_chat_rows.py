@@ -35,7 +35,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 HELLO = [{"role": "user", "content": "go"}]
 
 
-def tokenizer_of(template: str) -> Any:
+def tokenizer_of(template: Any) -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
@@ -295,6 +295,18 @@ def test_variables_reach_every_rendering() -> None:
     tokenizer = with_template_variables(tokenizer_of(template), {"enable_thinking": False})
     observed, _ = ObservationEncoder(tokenizer, None, 99).encode("5", tokenizer.eos_token_id)
     assert tokenizer.decode(observed).endswith("<tool>5<assistant><think></think>")
+
+
+READING = "{%- if not a is defined %}{% set a = 1 %}{% endif %}{% generation %}{{ b }}{% endgeneration %}{{ range(c) }}"
+
+
+@pytest.mark.parametrize("template", [READING, {"default": "{{ a }}", "tool_use": "{{ b + c }}"}])
+def test_a_variable_that_no_template_reads_is_rejected(template: Any, rejects: Rejects) -> None:
+    read = {"a": 1, "b": 2, "c": 3}
+    RowEncoder(tokenizer_of(template), DataConfig(chat_template_kwargs=read), False)
+    with rejects(DataError, "unread-variable") as caught:
+        RowEncoder(tokenizer_of(template), DataConfig(chat_template_kwargs=read | {"A": 1}), False)
+    assert "data.chat_template_kwargs.A: " in str(caught.value)
 
 
 @pytest.mark.parametrize(("single", "front"), [("<eos> $A <eos>", 1), ("<eos> $A", 1), ("$A <eos>", 0), ("$A", 0)])

@@ -5,11 +5,22 @@ import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slime_like.commands.main import main
-from slime_like.data.ledger import FILE_NAME, Ledger, audit_run
+from slime_like.data.ledger import (
+    DROPPED,
+    FILE_NAME,
+    GENERATED,
+    ISSUED,
+    REISSUED,
+    SCORED,
+    TRAINED,
+    Ledger,
+    audit_run,
+)
 from slime_like.errors import DataError
 from tests.support.rejections import Rejects
 
@@ -20,66 +31,66 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def finish(ledger: Ledger, *groups: int, step: int) -> None:
-    ledger.generated(groups, version=step - 1)
-    ledger.scored(groups)
-    ledger.trained(groups, step)
+    ledger.add(groups, GENERATED, version=step - 1)
+    ledger.add(groups, SCORED)
+    ledger.add(groups, TRAINED, step=step)
 
 
 def whole_way(ledger: Ledger, *groups: int) -> None:
-    ledger.issued(groups, version=0)
+    ledger.add(groups, ISSUED, version=0)
     finish(ledger, *groups, step=1)
 
 
 def test_everything_is_accounted_for(ledger: Ledger, tmp_path: Path) -> None:
     whole_way(ledger, 0, 1, 2)
-    ledger.issued([3, 4, 5, 6], version=1)
-    ledger.generated([3, 4], version=1)
-    ledger.scored([3])
-    ledger.dropped([3], "zero spread")
-    ledger.dropped([5], "oversampled")
+    ledger.add([3, 4, 5, 6], ISSUED, version=1)
+    ledger.add([3, 4], GENERATED, version=1)
+    ledger.add([3], SCORED)
+    ledger.add([3], DROPPED, reason="zero spread")
+    ledger.add([5], DROPPED, reason="oversampled")
     audit = audit_run(tmp_path)
     assert (audit.issued, audit.trained, audit.in_flight) == (7, 3, (4, 6))
     assert audit.dropped == {"zero spread": 1, "oversampled": 1}
-    assert audit.holds and audit.issued == audit.trained + sum(audit.dropped.values()) + len(audit.in_flight)
+    assert not audit.problems and audit.issued == audit.trained + sum(audit.dropped.values()) + len(audit.in_flight)
 
 
 @pytest.mark.parametrize(
-    ("groups", "method", "arguments", "problem"),
+    ("groups", "state", "details", "problem"),
     [
-        ([0], "trained", (2,), "group 0 was issued, generated, scored, trained, trained"),
-        ([0], "dropped", ("late",), "group 0 was issued, generated, scored, trained, dropped"),
-        ([0], "issued", (3,), "group 0 was issued, generated, scored, trained, issued"),
-        ([0], "scored", (), "group 0 was issued, generated, scored, trained, scored"),
-        ([0], "reissued", (1, "engine died"), "group 0 was issued, generated, scored, trained, reissued"),
-        ([2], "issued", (0,), "group 1 was never issued, though later ones were"),
+        ([0], TRAINED, {"step": 2}, "group 0 was issued, generated, scored, trained, trained"),
+        ([0], DROPPED, {"reason": "late"}, "group 0 was issued, generated, scored, trained, dropped"),
+        ([0], ISSUED, {"version": 3}, "group 0 was issued, generated, scored, trained, issued"),
+        ([0], SCORED, {}, "group 0 was issued, generated, scored, trained, scored"),
+        ([0], REISSUED, {"reason": "engine died"}, "group 0 was issued, generated, scored, trained, reissued"),
+        ([2], ISSUED, {"version": 0}, "group 1 was never issued, though later ones were"),
     ],
 )
 def test_impossible_events_are_named(
-    ledger: Ledger, tmp_path: Path, groups: list[int], method: str, arguments: tuple[object, ...], problem: str
+    ledger: Ledger, tmp_path: Path, groups: list[int], state: str, details: dict[str, Any], problem: str
 ) -> None:
     whole_way(ledger, 0)
-    getattr(ledger, method)(groups, *arguments)
+    ledger.add(groups, state, **details)
     audit = audit_run(tmp_path)
-    assert problem in audit.problems and not audit.holds
+    assert problem in audit.problems
 
 
 def test_trained_without_having_been_sampled(ledger: Ledger, tmp_path: Path) -> None:
-    ledger.issued([0], version=0)
-    ledger.trained([0], 1)
+    ledger.add([0], ISSUED, version=0)
+    ledger.add([0], TRAINED, step=1)
     assert audit_run(tmp_path).problems == ("group 0 was issued, trained",)
 
 
 def test_a_snapshot_can_be_restored(ledger: Ledger, tmp_path: Path) -> None:
     whole_way(ledger, 0)
-    ledger.issued([1], version=1)
+    ledger.add([1], ISSUED, version=1)
     ledger.snapshot(tmp_path / "copy")
     finish(ledger, 1, step=2)
     ledger.restore(tmp_path / "copy")
     audit = audit_run(tmp_path)
-    assert (audit.trained, audit.in_flight, audit.holds) == (1, (1,), True)
-    ledger.reissued([1], 1, "resumed")  # and it can be written to
+    assert (audit.trained, audit.in_flight, audit.problems) == (1, (1,), ())
+    ledger.add([1], REISSUED, version=1, reason="resumed")  # and it can be written to
     finish(ledger, 1, step=2)
-    assert audit_run(tmp_path).trained == 2 and audit_run(tmp_path).holds
+    assert audit_run(tmp_path).trained == 2 and not audit_run(tmp_path).problems
     ledger.close()
     Ledger.begin(tmp_path).close()  # a new start
     assert audit_run(tmp_path).issued == 0
@@ -97,7 +108,7 @@ def test_a_path_may_contain_characters_of_a_uri(tmp_path: Path) -> None:
 
 def test_threads_may_write_concurrently(ledger: Ledger, tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: ledger.issued(range(n * 50, n * 50 + 50), 0), range(4)))
+        list(pool.map(lambda n: ledger.add(range(n * 50, n * 50 + 50), ISSUED, version=0), range(4)))
     assert audit_run(tmp_path).in_flight == tuple(range(200))
 
 
@@ -113,14 +124,14 @@ def test_an_unusable_snapshot_is_rejected(
 
 def test_the_command(ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole_way(ledger, 0, 1)
-    ledger.issued([2, 3], version=1)
-    ledger.dropped([2], "oversampled")
+    ledger.add([2, 3], ISSUED, version=1)
+    ledger.add([2], DROPPED, reason="oversampled")
     assert main(["report", "--audit", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "audit: 4 groups issued = 2 trained + 1 dropped (1 oversampled) + 1 in flight",
         "audit: holds",
     ]
-    ledger.trained([0], 2)
+    ledger.add([0], TRAINED, step=2)
     assert main(["report", "--audit", str(tmp_path)]) == 1
     assert "audit: group 0 was issued, generated, scored, trained, trained" in capsys.readouterr().out
     (tmp_path / FILE_NAME).unlink()
@@ -132,7 +143,7 @@ def test_a_full_disk_is_reported(ledger: Ledger, rejects: Rejects) -> None:
     """SQLite reports its page limit like a full disk."""
     ledger._database.execute("PRAGMA max_page_count = 1")
     with rejects(DataError, "disk-refused"):
-        ledger.issued(range(10_000), version=0)
+        ledger.add(range(10_000), ISSUED, version=0)
 
 
 def test_a_reader_does_not_block_writers(ledger: Ledger, tmp_path: Path) -> None:
@@ -160,5 +171,5 @@ def test_another_writer_is_reported(ledger: Ledger, tmp_path: Path, rejects: Rej
     with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         with rejects(DataError, "ledger-locked"):
-            ledger.issued([0], version=0)
-    ledger.issued([0], version=0)
+            ledger.add([0], ISSUED, version=0)
+    ledger.add([0], ISSUED, version=0)

@@ -29,14 +29,14 @@ def test_rows_are_read(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, SOUND, "", {**SOUND, "id": 5, "temperature": 0.7, "note": "x"})
     assert rows.count() == 2
     for _ in range(2):
-        first, second = rows
-        assert (first.id, second.id) == ("a", 5)
-        assert first.sequence.prompt_tokens.tolist() == [1, 2]
-        assert first.sequence.response_tokens.tolist() == [3, 0, 7]
-        assert (first.sequence.prompt_len, first.sequence.response_len) == (2, 3)
-        assert (first.sequence.temperature, second.sequence.temperature) == (1.0, 0.7)
-        assert second.sequence.sequence_id.endswith("rows.jsonl:3")
-        assert torch.equal(first.sequence.loss_mask, torch.ones(3, dtype=torch.bool))
+        (name, first), (other, second) = rows
+        assert (name, other) == ("a", 5)
+        assert first.prompt_tokens.tolist() == [1, 2]
+        assert first.response_tokens.tolist() == [3, 0, 7]
+        assert (first.prompt_len, first.response_len) == (2, 3)
+        assert (first.temperature, second.temperature) == (1.0, 0.7)
+        assert second.sequence_id.endswith("rows.jsonl:3")
+        assert torch.equal(first.loss_mask, torch.ones(3, dtype=torch.bool))
 
 
 BAD: list[tuple[Any, str]] = [

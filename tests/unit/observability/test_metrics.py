@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime_like.config import LoggingConfig
-from slime_like.errors import ConfigError, SlimeLikeError
+from slime_like.errors import SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_metrics, series
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
@@ -125,16 +125,6 @@ def test_tensorboard_samples(tmp_path: Path) -> None:
     assert event.step == 3 and page.startswith(f"<pre><code>{shown}</code></pre>\n<hr />\n<pre><code>Prompt: word word")
     assert max(map(len, page.splitlines())) < 140 and page.count("word") == 99
     assert page.endswith("\nAnswer: 5\n</code></pre>")
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_tracker_that_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects, tracker: str
-) -> None:
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    monkeypatch.setitem(sys.modules, tracker, None)  # marks a module that cannot be imported
-    with rejects(ConfigError, "config"):
-        MetricLogger(LoggingConfig(**{"tensorboard": False, tracker: True}), tmp_path)
 
 
 def test_tables_append_rows(tmp_path: Path, logger: MetricLogger) -> None:

@@ -68,3 +68,16 @@ def test_nothing_is_sampled_after_a_rejected_update(what: str, rejects: Rejects)
         state.check_bucket(_entries())
     _update(state, version=3)
     _update(state, replace(WHOLE, updates="head"), version=4)
+
+
+def test_a_failed_adapter_is_repaired_by_the_next(rejects: Rejects) -> None:
+    """If syncs send only factors, no model comes first."""
+    state = WeightUpdateState("engine", {"adapter": SHAPES})
+    adapter = replace(WHOLE, updates="adapter")
+    state.begin(1, adapter)
+    state.fail("a rank died")
+    with rejects(WeightSyncError, "update-target"):
+        state.begin(2, WHOLE)
+    with rejects(EngineError, "mixed-weights"):
+        state.require_serving()
+    _update(state, adapter)

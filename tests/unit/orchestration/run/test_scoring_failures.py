@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from slime_like.orchestration.run.recorder import ScoringFailures
+from slime_like.orchestration.run.recorder import ScoringFailures, program_failures
 
 TIMEOUT: dict[str, Any] = {"reason": "timeout"}
 RESPONSES = 64
@@ -49,3 +49,13 @@ def test_the_end_counts_every_step() -> None:
         failures.add(step, step_of(TIMEOUT, error("ValueError: x")))
     said = "all steps: scoring failed for 14 of 512 responses (7 by error, 7 by timeout); they got reward 0"
     assert failures.at_end() == said
+
+
+def test_a_step_is_reported_if_all_programs_of_agents_failed() -> None:
+    def ended(*outputs: str) -> list[dict[str, Any]]:
+        results = [{"exit_code": 3, "output": output} if output else {} for output in outputs]
+        return [{"conversation": {"turns": [], "steps": [{**result, "endpoint": {}}]}} for result in results]
+
+    said = "step 2, rollout.agent: all 2 programs failed (first: exit code 3: no key)"
+    assert program_failures(2, ended("no key", "no model")) == said
+    assert program_failures(2, ended("no key", "")) is None and program_failures(2, step_of()) is None

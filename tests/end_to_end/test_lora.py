@@ -1,0 +1,71 @@
+"""Runs that train low-rank factors: after every sync, engines and trainer agree about logprobs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
+from tests.support.processes import succeed
+
+RANK, SHOWN = 6, 4
+LORA = ["--model.lora.rank", str(RANK), "--model.lora.alpha", "9", "--trainer.optimizer.lr", "1e-2"]
+FSDP = ["--trainer.backend", "fsdp"]
+TWO = ["--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true"]
+AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate", "--rollout.stream", "true"]
+CASES: dict[str, list[str]] = {
+    "vllm-adapter": TWO,
+    "sglang-adapter": FSDP,
+    "transformers-adapter-ahead": AHEAD,
+    "transformers-merged": FSDP,
+    "vllm-adapter-tp2-ahead": [*AHEAD, *FSDP, "--rollout.tensor", "2"],
+    "sglang-adapter-tp2-ahead": [*AHEAD, "--rollout.tensor", "2"],
+    "vllm-merged": [*TWO, "--sync.delta", "always", "--sync.transport", "gloo"],
+    "sglang-merged": TWO,
+    "transformers-adapter-stages": ["--trainer.parallel.pipeline", "2"],
+}
+QUICK = list(CASES)[:4]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.acceptance]) for case in CASES]
+)
+def test_engines_and_trainer_agree(tiny: Tiny, tmp_path: Path, case: str) -> None:
+    """Factors change at a high rate, so an engine with old ones would be found."""
+    engine, form = case.split("-")[:2]
+    flags = ["--rollout.engine", engine, "--model.lora.sync", form, "--steps", "3", "--evaluation.files", "[]"]
+    flags += ["--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
+    run_dir = tmp_path / "run"
+    succeed(tiny.rl_flags(run_dir, *flags, *LORA, *CASES[case]), tmp_path / "log")
+    rows = steps_of(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["weights/probe_gap"] < 1e-4
+        assert 0 < row["train_actor_training/engine_gap_max"] < 1e-4 or "ahead" in case
+    losses = [row["train_actor_training/kl_loss"] for row in rows]
+    assert losses[0] == pytest.approx(0.0, abs=1e-6) and losses[-1] > 1e-3  # the reference is the base
+    base = load_file(tiny.model / "model.safetensors")
+    targets = [weight.shape for name, weight in base.items() if name.endswith("_proj.weight")]
+    whole = sum(weight.numel() for weight in base.values()) if form == "merged" else RANK * sum(map(sum, targets))
+    assert {row["weights/sync_bytes"] for row in rows} == {4 * whole}
+
+
+def test_an_evaluation_of_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
+    """It samples what the run sampled after its last step, and something else without the adapter."""
+    run_dir = tmp_path / "run"
+    engine = ["--rollout.engine", "transformers", "--model.lora.sync", "adapter"]
+    succeed(tiny.rl_flags(run_dir, *engine, *LORA), tmp_path / "log")
+    last = _responses(run_dir / "tables" / "held_out_debug_table.jsonl")[-SHOWN:]
+    found = []
+    for name, more in {"adapter": ["--model.lora.path", str(run_dir / "hf")], "base": []}.items():
+        flags = tiny.rl_flags(tmp_path / name, "--rollout.engine", "transformers", *more)
+        succeed(["eval", *flags[1:], "--output", str(tmp_path / f"{name}.jsonl")], tmp_path / f"{name}.log")
+        found.append(_responses(tmp_path / f"{name}.jsonl"))
+    assert found[0][:SHOWN] == last != found[1][:SHOWN]
+    assert len(found[0]) == 16
+
+
+def _responses(file: Path) -> list[str]:
+    return [json.loads(line)["Response"] for line in file.read_text().splitlines()]

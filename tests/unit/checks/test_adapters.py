@@ -1,0 +1,67 @@
+"""Factors that an engine cannot apply by itself."""
+
+from pathlib import Path
+
+import pytest
+
+from slime_like.checks.check import check, require_valid
+from slime_like.checks.definition import EVALUATION
+from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError
+from slime_like.examples.tiny_model import make_tiny_model
+from tests.support.rejections import Rejects
+from tests.unit.checks.checkpoint import sound_flags
+
+ATTENTION = ("--model.lora.targets", "q_proj", "o_proj")
+REJECTED = [
+    ("qwen3", "vllm", ("--model.lora.rank", "513")),
+    ("qwen3_moe", "vllm", ()),
+    ("qwen3_moe", "sglang", ()),
+    ("qwen3_moe", "transformers", ()),
+    ("qwen3_moe", "sglang", ("--model.lora.targets", "q_proj", "experts.0.down_proj")),
+    ("deepseek_v3", "vllm", ("--model.lora.targets", "o_proj")),
+    ("deepseek_v3", "sglang", ("--model.lora.targets", "o_proj")),
+]
+SOUND = [
+    ("qwen3", "vllm", ("--model.lora.rank", "512")),
+    ("qwen3", "sglang", ("--model.lora.rank", "513")),
+    ("qwen3_moe", "sglang", ATTENTION),
+    ("qwen3_moe", "transformers", ATTENTION),
+    ("deepseek_v3", "transformers", ("--model.lora.targets", "o_proj")),
+]
+
+
+def given(root: Path, family: str, engine: str, flags: tuple[str, ...]) -> list[str]:
+    make_tiny_model(root / "tiny", family)
+    own = ["--model.path", str(root / "tiny"), "--rollout.engine", engine, "--data.max_prompt_tokens", "64"]
+    own += ["--rollout.max_new_tokens", "64", "--model.lora.rank", "4", "--model.lora.sync", "adapter"]
+    return [*sound_flags(root), *own, *flags]
+
+
+@pytest.mark.parametrize(("family", "engine", "flags"), REJECTED)
+def test_factors_that_an_engine_cannot_apply(
+    family: str, engine: str, flags: tuple[str, ...], tmp_path: Path, rejects: Rejects
+) -> None:
+    chosen = given(tmp_path, family, engine, flags)
+    with rejects(ConfigError, "rollout.adapter"):
+        require_valid(load_config(None, chosen))
+    assert check(load_config(None, [*chosen, "--model.lora.sync", "merged"])) == []
+
+
+@pytest.mark.parametrize(("family", "engine", "flags"), SOUND)
+def test_factors_that_an_engine_applies(family: str, engine: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    assert check(load_config(None, given(tmp_path, family, engine, flags))) == []
+
+
+def test_an_adapter_is_no_model(tmp_path: Path, rejects: Rejects) -> None:
+    adapter = tmp_path / "hf"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    with rejects(ConfigError, "model.path"):
+        require_valid(load_config(None, [*sound_flags(tmp_path), "--model.path", str(adapter)]))
+
+
+def test_an_evaluation_needs_factors(tmp_path: Path, rejects: Rejects) -> None:
+    flags = [*given(tmp_path, "qwen3", "vllm", ()), "--evaluation.files", str(tmp_path / "train.jsonl")]
+    with rejects(ConfigError, "evaluation"):
+        require_valid(load_config(None, flags), EVALUATION)
