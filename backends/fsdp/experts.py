@@ -4,17 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.grouped_product import grouped_linear
 from backends.common.trainer.roles import ADDED
 
 NAME = "slime_like_grouped"
-
-
-def register() -> None:
-    """Register the implementation with transformers."""
-    ExpertsInterface.register(NAME, forward)
 
 
 def forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

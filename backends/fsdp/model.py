@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as recompute
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
@@ -219,7 +220,7 @@ def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
 def _model(settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, entropy_gradient: bool) -> LogprobModel:
     """Create the model with transformers from ``config.json``, on the context's device."""
     AttentionInterface.register(attention.NAME, attention.forward)
-    experts.register()
+    ExpertsInterface.register(experts.NAME, experts.forward)
     path, remote = settings.path, settings.trust_remote_code
     try:
         hugging_face = AutoModelForCausalLM.from_config(

@@ -1,7 +1,5 @@
 """Writing of a distributed checkpoint in Megatron's format, by the rank itself, immediately or in the background."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from backends.common.checkpoint.integrity import Piece
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.versions import ASYNC_OPTIONS, PlainValues, saving_in_process
-from slime_like.errors import CheckpointError
 
 PLAIN_FILES = (".metadata", "common.pt", "metadata.json")
 """Files that Megatron and torch write next to the data files. Every rank reads them whole."""
@@ -42,7 +39,7 @@ class CheckpointWriter(RankWriting):
     ) -> None:
         super().__init__(directory, device)
         self._strategy = _InProcessSave("torch_dist", 1, thread_count=1)
-        with saving_in_process(_save_common), _refused_by_disk(directory):
+        with saving_in_process(_save_common), refused_by_disk(directory, CheckpointingException):
             self._request = dist_checkpointing.save(
                 state, str(directory), sharded_strategy=self._strategy, async_sharded_save=True, **ASYNC_OPTIONS
             )
@@ -53,21 +50,9 @@ class CheckpointWriter(RankWriting):
         self._pieces = self._strategy.write()
 
     def _write_index(self) -> None:
-        with _refused_by_disk(self._directory):
+        with refused_by_disk(self._directory, CheckpointingException):
             for finalize in self._request.finalize_fns:
                 finalize()
-
-
-@contextlib.contextmanager
-def _refused_by_disk(path: Path) -> Iterator[None]:
-    """Turn a rejected write, by the disk or by Megatron, into one sentence."""
-    try:
-        with refused_by_disk(path):
-            yield
-    except CheckpointingException as error:
-        raise CheckpointError(
-            f"could not be written ({error})", code="write-refused", who=str(path), remedy="free space there"
-        ) from error
 
 
 def _save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
@@ -106,7 +91,7 @@ class _InProcessSave(PlainValues, TorchDistSaveShardedStrategy):
         written: dict[str, list[Piece]] = {}
         results: dict[int, list[WriteResult]] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets or []):
-            with _refused_by_disk(Path(path)):
+            with refused_by_disk(Path(path)):
                 pieces, results[index] = write_data_file(Path(path), key, [*objects, *tensors])
                 written.setdefault(key, []).extend(pieces)
         if results:

@@ -59,14 +59,6 @@ class ContextShard:
     cp_size: int
     cp_rank: int
 
-    @property
-    def cu_seqlens_local(self) -> Tensor:
-        """Boundaries of the segments in this shard, int32, as many as in ``cu_seqlens_padded``."""
-        if self.layout == "zigzag":
-            return self.cu_seqlens_padded // self.cp_size
-        length = self.tokens.numel()
-        return (self.cu_seqlens_padded - self.cp_rank * length).clamp(0, length)
-
     def scatter(self, local_values: Tensor) -> Tensor:
         """Put local values at their places among zeros, so that all shards add up to the whole. Differentiable.
 

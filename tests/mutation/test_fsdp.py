@@ -26,12 +26,13 @@ from tests.mutation.test_trainer import cases as cases
 from tests.parallel.parity import GRADIENT_BOUND, Case, Settings, check_scores, check_tensors, fsdp_config
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import RankResult
+from tests.support.shards import local_boundaries
 
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
 def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: ContextShard, group: Any) -> PrefixAttention:
-        return PrefixAttention.of(shard.cu_seqlens_local, None, range(shard.tokens.numel()), group)
+        return PrefixAttention.of(local_boundaries(shard), None, range(shard.tokens.numel()), group)
 
     micro_batch.choose_attention = attention
 

@@ -29,6 +29,7 @@ from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Case, Settings, check_gradients, check_scores, make_case, run_case
 from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, train_rank
+from tests.support.shards import local_boundaries
 
 # By name, because the package has a function of the same name.
 finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")
@@ -64,7 +65,7 @@ def ring_gets_contiguous_chunks() -> None:
 
 def sequences_begin_where_the_rank_begins() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> PrefixAttention:
-        return PrefixAttention.of(shard.cu_seqlens_local, None, range(shard.tokens.numel()), group)
+        return PrefixAttention.of(local_boundaries(shard), None, range(shard.tokens.numel()), group)
 
     micro_batch.choose_attention = attention
 
@@ -83,7 +84,7 @@ def a_prefix_is_seen_by_the_rank_that_holds_it() -> None:
 
 def the_package_is_given_the_ranks_own_boundaries() -> None:
     def attention(name: str, shard: context.ContextShard, group: dist.ProcessGroup) -> RingFlashAttention:
-        return RingFlashAttention(Llama3Segments.of(shard.cu_seqlens_local, 0, 1), group)
+        return RingFlashAttention(Llama3Segments.of(local_boundaries(shard), 0, 1), group)
 
     micro_batch.choose_attention = attention
 

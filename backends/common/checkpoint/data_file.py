@@ -48,11 +48,12 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
 
 
 @contextlib.contextmanager
-def refused_by_disk(path: Path) -> Iterator[None]:
-    """Turn a failed write into one sentence with the system's reason, which torch hides."""
+def refused_by_disk(path: Path, *others: type[Exception]) -> Iterator[None]:
+    """Turn a failed write into one sentence with the system's reason, which torch hides, as may ``others``."""
+    failures: tuple[type[Exception], ...] = (CheckpointException, OSError, *others)
     try:
         yield
-    except (CheckpointException, OSError) as error:
+    except failures as error:
         cause = error_of_system(error)
         reason = str(error) if cause is None else cause.strerror or str(cause)
         raise CheckpointError(refusal(path, reason), code="write-refused") from error

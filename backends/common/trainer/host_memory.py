@@ -88,11 +88,6 @@ class HostPool:
         self._segment_bytes = segment_bytes
         self._segments: list[_Segment] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Total bytes held, even while no piece is in use."""
-        return sum(segment.memory.nbytes for segment in self._segments)
-
     def take(self, nbytes: int) -> Tensor:
         """Take (nbytes,) uint8, at least one byte. The memory is reused once no tensor uses it."""
         for segment in self._segments:

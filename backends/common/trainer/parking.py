@@ -28,11 +28,6 @@ class Parking:
         self._arenas: list[HostMemory] = []
         self._parked: list[_Parked] = []
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory held, even while nothing is parked."""
-        return sum(arena.nbytes for arena in self._arenas)
-
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors' storages to the host and free them. Skips storages that are already parked."""
         storages = list(_filled(tensors))

@@ -16,6 +16,7 @@ from slime_like.algorithms import (
 )
 from slime_like.trajectory import PackedTrajectory
 from tests.support.properties import examples
+from tests.support.shards import local_boundaries
 from tests.unit.algorithms.cases import CP_SIZES, LAYOUTS, PADDINGS, SHAPES, batch, shapes
 
 
@@ -67,7 +68,7 @@ def test_zigzag_written_out_by_loops(shapes: list[tuple[int, int]], padding: int
         assert shard.source.tolist() == source
         assert shard.position_ids.tolist() == positions
         assert shard.cu_seqlens_padded.tolist() == boundaries
-        assert shard.cu_seqlens_local.tolist() == [b // cp for b in boundaries]
+        assert local_boundaries(shard).tolist() == [b // cp for b in boundaries]
         assert shard.cu_seqlens.tolist() == cu
         assert shard.max_seqlen_padded == max(b - a for a, b in pairwise(boundaries))
 
@@ -84,7 +85,7 @@ def test_contiguous_pads_only_the_total(multiple: int, total: int) -> None:
     source = torch.cat([shard.source for shard in shards]).tolist()
     assert source == [*range(30), *[-1] * (total - 30)]
     assert shards[0].cu_seqlens_padded.tolist() == [*packed.cu_seqlens.tolist(), total]
-    assert shards[1].cu_seqlens_local.tolist() == [0, 0, 1, 8, 8, 8, 8] if multiple == 1 else True
+    assert local_boundaries(shards[1]).tolist() == [0, 0, 1, 8, 8, 8, 8] if multiple == 1 else True
     assert torch.cat([shard.position_ids for shard in shards])[30:].tolist() == list(range(total - 30))
 
 

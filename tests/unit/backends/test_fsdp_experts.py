@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ExpertsInterface
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -37,7 +38,7 @@ def _result(module: Any, name: str, *inputs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("idle", [None, 0, 3])
 def test_experts_compute_the_same_as_transformers_loop(make: Callable[[], Any], idle: int | None) -> None:
-    experts.register()
+    ExpertsInterface.register(experts.NAME, experts.forward)
     generator = torch.Generator().manual_seed(0)
     module = make()
     for parameter in module.parameters():
