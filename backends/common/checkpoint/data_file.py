@@ -50,7 +50,7 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
 @contextlib.contextmanager
 def refused_by_disk(path: Path, *others: type[Exception]) -> Iterator[None]:
     """Turn a failed write into one sentence with the system's reason, which torch hides, as may ``others``."""
-    failures: tuple[type[Exception], ...] = (CheckpointException, OSError, *others)
+    failures: tuple[type[BaseException], ...] = (CheckpointException, OSError, *others)
     try:
         yield
     except failures as error:
