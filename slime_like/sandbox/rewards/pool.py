@@ -6,7 +6,7 @@ import threading
 from collections.abc import Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
@@ -143,6 +143,12 @@ class RewardPool:
             self._thread.run(self._workers.close())
         finally:
             self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _score(self, items: Sequence[RewardItem], members: Sequence[Sequence[int]]) -> list[RewardOutcome]:
         of_groups = frozenset(self._workers.about["of_groups"])  # only the workers import the functions
