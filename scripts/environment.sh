@@ -1,7 +1,7 @@
 # The other scripts source this file. It creates .venv with the tested versions, or reuses it, on Linux x86-64 with Python 3.11 or 3.12.
 #   ensure_environment        packages for training
 #   ensure_environment dev    the same, and the test tools
-#   ensure_environment bench  packages for training, and those that benchmarks compare with
+#   ensure_environment bench  the test tools, and packages that benchmarks compare with
 #   ensure_environment tasks  packages for training, and reasoning-gym, which needs a C compiler
 # PYTHON=python3.12 creates .venv-python3.12 with that Python. Its torch may be a CUDA build, which also runs on a CPU.
 
@@ -132,7 +132,7 @@ install_environment() { # $1: runtime (default) | dev | bench | tasks
         say "installing the test tools"
         install_locked dev
     elif [ "$want" = bench ]; then
-        install_environment runtime
+        install_environment dev
         say "installing packages that benchmarks compare with"
         install_locked bench
     elif [ "$want" = tasks ]; then
