@@ -33,7 +33,7 @@ _RESTART_TIMEOUT_S = 180.0
     ("engine", "victim", "turns", "to_its_end", "more"),
     [
         ("transformers", (ACTOR,), tuple(TURNS), True, []),
-        ("transformers", (ACTOR,), tuple(TURNS), True, ADAPTER),
+        ("transformers", (ACTOR,), ("in a sync",), True, ADAPTER),
         ("vllm", VLLM_CORE, ("asleep",), False, []),  # its actor lives on; a start takes much longer
         pytest.param("vllm", VLLM_CORE, tuple(TURNS), True, [], marks=pytest.mark.acceptance),
         pytest.param("vllm", VLLM_CORE, tuple(TURNS), True, ADAPTER, marks=pytest.mark.acceptance),
