@@ -13,8 +13,8 @@ from rollout.base import UpdateTarget
 from rollout.ranks import common_checksums
 from slime_like.config import ModelConfig
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.adapter import factor_shapes, module_ends
-from slime_like.weights.expected_tensors import expected_tensors
+from slime_like.weights.adapter import module_ends
+from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
 
 Call = Callable[..., Awaitable[Any]]
@@ -31,7 +31,7 @@ class AdapterTarget(UpdateTarget):
     """
 
     def __init__(self, model: ModelConfig, ranks: Call, serve: str, flush: Call) -> None:
-        self.expected, lora = factors_of(model), model.lora
+        self.expected, lora = expected_factors(model), model.lora
         modules, path = module_ends(self.expected), None if lora.path is None else str(lora.path)
         settings: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
         settings |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
@@ -53,11 +53,6 @@ class AdapterTarget(UpdateTarget):
     async def _finish_update(self, version: int) -> None:
         await self._serve()
         await self._flush(version)
-
-
-def factors_of(model: ModelConfig) -> Shapes:
-    """Return name and shape of every factor."""
-    return factor_shapes(model.lora, expected_tensors(model.path))
 
 
 def taken(receiver: WeightReceiver, path: str | None, shapes: Shapes) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from rollout.adapter import factors_of
 from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
 from slime_like.checks.environment import expandable_segments
@@ -15,6 +14,7 @@ from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConf
 from slime_like.errors import EngineError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import module_ends
+from slime_like.weights.expected_tensors import expected_factors
 
 SLEEP_ARGUMENT = "enable_memory_saver"
 SAMPLING_BACKEND = "pytorch"
@@ -82,7 +82,7 @@ def _lora(model: ModelConfig) -> dict[str, Any]:
     if not model.lora.sends_factors:
         return {}
     arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": model.lora.rank, "max_loras_per_batch": 2}
-    arguments |= {"lora_target_modules": module_ends(factors_of(model)), "lora_strict_loading": True}
+    arguments |= {"lora_target_modules": module_ends(expected_factors(model)), "lora_strict_loading": True}
     return arguments | ({"lora_backend": "torch_native"} if on_cpu() else {})
 
 

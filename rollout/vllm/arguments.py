@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from rollout.adapter import factors_of
 from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
 from rollout.vllm.sampling import MOST_TIES
 from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import module_ends
+from slime_like.weights.expected_tensors import expected_factors
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -123,7 +123,7 @@ def _lora(model: ModelConfig) -> dict[str, Any]:
     if not model.lora.sends_factors:
         return {}
     rank = 1 << max(3, ((model.lora.rank or 0) - 1).bit_length())  # vLLM's sizes are powers of two from 8
-    modules = module_ends(factors_of(model))
+    modules = module_ends(expected_factors(model))
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2, "lora_target_modules": modules}
 
 

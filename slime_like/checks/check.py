@@ -83,7 +83,11 @@ CHECKS: Sequence[Check] = (
     Check("rollout.engine", {"engine"}, lambda run: names.engine_name_problems(run.rollout)),
     Check("algorithm.minibatches", {"training"}, devices.minibatch_problems),
     Check("rollout.engine-args", {"engine"}, lambda run: engine_arguments.engine_problems(run.rollout)),
-    Check("rollout.adapter", {"model", "engine"}, sized=engine_arguments.adapter_problems),
+    Check(
+        "rollout.adapter",
+        {"model", "engine"},
+        sized=lambda run, size: engine_arguments.adapter_problems(run.model, run.rollout.engine, size),
+    ),
     Check("cluster.gpus-idle", {"training"}, devices.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, devices.colocation_problems),
     Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),

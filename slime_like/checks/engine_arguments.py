@@ -11,6 +11,7 @@ from typing import Any
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import ModelConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes
 from slime_like.weights.adapter import factor_shapes
@@ -130,9 +131,9 @@ def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterat
         yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"
 
 
-def adapter_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+def adapter_problems(model: ModelConfig, engine: str, dimensions: ModelDimensions) -> Iterator[str]:
     """Check that the engine can apply the factors; none for a custom engine."""
-    lora, engine, remedy = config.model.lora, config.rollout.engine, "use model.lora.sync=merged"
+    lora, remedy = model.lora, "use model.lora.sync=merged"
     if not lora.sends_factors:
         return
     if engine == "vllm" and (lora.rank or 0) > 512:
@@ -140,7 +141,7 @@ def adapter_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator
     if engine in OWNED and (special := dimensions.attention.special):
         yield f"model.lora.sync=adapter: {engine} may compute {special} without the factors; {remedy}"
     with suppress(WeightFilesError):  # another check reports it
-        names = factor_shapes(lora, header_shapes(config.model.path))
+        names = factor_shapes(lora, header_shapes(model.path))
         has_others = dimensions.num_experts and any(".self_attn." not in name for name in names)
         if has_others and engine in (*OWNED, *KNOWN):
             problem = f"{engine} applies no factors of experts, and of layers beside them"

@@ -3,10 +3,12 @@
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from slime_like.config import ModelConfig
 from slime_like.errors import CheckpointError, WeightSyncError
 from slime_like.interfaces import Manifest
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes
+from slime_like.weights.adapter import factor_shapes
 
 
 def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
@@ -23,6 +25,11 @@ def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(str(error), code="weight-files", who=f"model.path={directory}") from error
     dimensions = ModelDimensions.from_checkpoint(directory)
     return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+
+
+def expected_factors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every factor of a model on disk. Raises like ``expected_tensors``."""
+    return factor_shapes(model.lora, expected_tensors(model.path))
 
 
 def require_model(manifest: Manifest, model: Mapping[str, tuple[int, ...]], engine: str) -> None:

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.hugging_face.files import Adapter
-from backends.common.process.agreement import rank_error, together
+from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
@@ -37,9 +36,7 @@ from slime_like.interfaces import (
     WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import header_shapes
 from slime_like.trajectory import GRPOStats, PackedTrajectory
-from slime_like.weights.adapter import factor_shapes
 
 
 class StepOptimizer(Protocol):
@@ -186,19 +183,9 @@ class TrainerBase(TrainerBackend):
         if checkpoint is not None:
             self.state.load_weights(checkpoint)
         elif model.lora.path is not None:
-            self._load_adapter(model.lora.path)
+            self.state.load_adapter(model, model.lora.path, self.device)
         elif model.lora.is_set:
             self.state.fill_factors(Initial)
-
-    def _load_adapter(self, path: Path) -> None:
-        model, is_draft, what = self.config.model, self.dimensions.is_draft, f"loading {path}"
-
-        def opened() -> Any:
-            tensors = {name: shape for name, shape in header_shapes(model.path).items() if not is_draft(name)}
-            return Adapter(path, factor_shapes(model.lora, tensors))
-
-        with together(opened, what, self.device) as adapter:
-            together(lambda: self.state.fill_factors(lambda _: adapter), what, self.device)
 
     def _freeze(self, role: ModelRole) -> None:
         """Keep the weights of ``role`` for the same modules. It has no factors.

@@ -4,15 +4,20 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.hugging_face.files import Adapter
+from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies, HostPool, wait_for_device
 from backends.common.trainer.lora import Initial
 from backends.common.trainer.parking import Parking
+from slime_like.config import ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
+from slime_like.weights.expected_tensors import expected_factors
 
 
 class TrainerState(ABC):
@@ -55,6 +60,12 @@ class TrainerState(ABC):
     def fill_factors(self, source: Callable[[dict[str, tuple[int, ...]]], Initial]) -> None:
         """Fill all factors from ``source``, such as ``Trial``, which is given PEFT's names and whole shapes."""
         assert not self.factors(), "a state with factors defines it"
+
+    def load_adapter(self, model: ModelConfig, path: Path, device: torch.device) -> None:
+        """Read the factors of a PEFT adapter."""
+        what = f"loading {path}"
+        with together(lambda: Adapter(path, expected_factors(model)), what, device) as adapter:
+            together(lambda: self.fill_factors(lambda _: cast(Any, adapter)), what, device)
 
     def _changing(self, base: bool) -> list[Tensor]:
         return self.weights() if base else self.factors() or self.weights()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout.adapter import factors_of, taken
+from rollout.adapter import taken
 from rollout.sglang import arguments as sglang
 from rollout.vllm import arguments as vllm
 from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
@@ -15,6 +15,7 @@ from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
 from tests.support.rejections import Rejects
 
@@ -62,7 +63,7 @@ def test_sleeping_engines_keep_a_base_that_no_sync_brings(model: Path, engine: s
 
 def test_the_first_factors(model: Path, tmp_path: Path, rejects: Rejects) -> None:
     """They are 0, or those of an adapter, until others have arrived."""
-    receiver, shapes = WeightReceiver(), factors_of(ModelConfig.model_validate(given(model, "vllm").model))
+    receiver, shapes = WeightReceiver(), expected_factors(ModelConfig.model_validate(given(model, "vllm").model))
     zeros = taken(receiver, None, shapes)
     assert {name: tuple(each.shape) for name, each in zeros.items()} == shapes
     assert not any(each.any() for each in zeros.values())
