@@ -94,6 +94,11 @@ CHECKS: Sequence[Check] = (
     Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
     Check("rollout.agent", {"engine"}, agent.agent_problems),
     # the model's sizes
+    Check(
+        "model.adapter",
+        {"files", "model"},
+        sized=lambda run, size: model_directories.factor_problems(run.model, size),
+    ),
     Check("model.family", {"model", "trainer"}, sized=families.family_problems),
     Check(
         "trainer.layout",

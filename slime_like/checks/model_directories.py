@@ -15,7 +15,7 @@ from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes, weight_file_problems
 from slime_like.system.words import from_here
-from slime_like.weights.adapter import is_target, unmatched_targets
+from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -56,6 +56,28 @@ def lora_problems(model: ModelConfig) -> Iterator[str]:
                 yield f"model.lora.{name}={ours}: the adapter in model.lora.path has {value}; set it to that"
     with suppress(WeightFilesError):  # another check reports it
         yield from target_problems(lora, header_shapes(model.path) if lora.is_set else {})
+
+
+def factor_problems(model: ModelConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Check that the adapter to continue from has the factors of this model."""
+    lora = model.lora
+    if lora.path is None or not lora.is_set:
+        return
+    with suppress(WeightFilesError):  # another check reports it
+        tensors = header_shapes(model.path)
+        expected = factor_shapes(
+            lora, {name: each for name, each in tensors.items() if not dimensions.is_ignored(name)}
+        )
+        try:
+            found = {name.replace(".default.", "."): shape for name, shape in header_shapes(lora.path).items()}
+        except WeightFilesError as error:
+            yield f"model.lora.path: {error}"
+            return
+        if odd := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
+            yield (
+                f"model.lora.path={lora.path}: its tensors are not the factors of model.path, first {odd[0]} "
+                f"({len(odd)} in all); give the adapter's base as model.path, or another adapter"
+            )
 
 
 def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) -> Iterator[str]:

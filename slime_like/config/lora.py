@@ -60,6 +60,12 @@ class LoraConfig(Section):
         assert self.rank is not None
         return self.alpha / self.rank
 
+    @property
+    def base(self) -> str | None:
+        """The model that the adapter in ``path`` names as its base."""
+        file = None if self.path is None else self.path / ADAPTER_CONFIG
+        return None if file is None else json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:

@@ -1,6 +1,7 @@
 """Notes for the user before the first step. None of them is an error."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
@@ -32,7 +33,8 @@ def data_notes(
 
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
-    """Warn about bounds that clip nothing, a warm-up that outlasts the run, and an unset checkpoint interval."""
+    """Warn about bounds that clip nothing, an adapter of another base, a warm-up that outlasts the run, and an unset
+    checkpoint interval."""
     algorithm = config.algorithm
     if algorithm.loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _GSPO_LARGE:
         yield (
@@ -40,6 +42,9 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             "almost nothing, since the ratio of a sequence varies far less than the ratio of a token; the GSPO paper "
             "uses 3e-4 and 4e-4 with reduction: samples"
         )
+    base, model = config.model.lora.base, config.model.path
+    if base is not None and Path(base).resolve() != model.resolve():
+        yield f"the adapter in model.lora.path names {base} as its base; its factors are added to model.path={model}"
     updates, warmup = config.total_updates, config.trainer.optimizer.warmup_steps
     if warmup > updates:
         yield (

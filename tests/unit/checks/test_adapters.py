@@ -1,14 +1,22 @@
 """Factors that an engine cannot apply by itself."""
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from backends.common.hugging_face.directory import write_adapter_settings
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import EVALUATION
+from slime_like.config import LoraConfig, RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.weight_files import header_shapes
+from slime_like.orchestration.run.start_notes import settings_notes
+from slime_like.weights.adapter import factor_shapes
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
@@ -51,6 +59,32 @@ def test_factors_that_an_engine_cannot_apply(
 @pytest.mark.parametrize(("family", "engine", "flags"), SOUND)
 def test_factors_that_an_engine_applies(family: str, engine: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     assert check(load_config(None, given(tmp_path, family, engine, flags))) == []
+
+
+def test_an_adapter_has_the_factors_of_the_model(tmp_path: Path, rejects: Rejects) -> None:
+    model, other, adapter = tmp_path / "tiny", tmp_path / "other", tmp_path / "hf"
+    make_tiny_model(model, "qwen3")
+    make_tiny_model(other, "qwen3", num_hidden_layers=1)
+    shutil.copytree(model, tmp_path / "copy")
+    adapter.mkdir()
+    lora = LoraConfig(rank=4)
+    tensors = {name: np.ones(shape, np.float32) for name, shape in factor_shapes(lora, header_shapes(model)).items()}
+    write_adapter_settings(adapter, lora, model, tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+
+    def chosen(path: Path) -> RunConfig:
+        sizes = ["--data.max_prompt_tokens", "64", "--rollout.max_new_tokens", "64"]
+        flags = ["--model.path", str(path), "--model.lora.path", str(adapter), "--rollout.engine", "transformers"]
+        return load_config(None, [*sound_flags(tmp_path), *sizes, *flags])
+
+    for path, is_base in ((model, True), (tmp_path / "copy", False)):
+        assert check(chosen(path)) == []
+        assert any("as its base" in note for note in settings_notes(chosen(path))) != is_base
+    with rejects(ConfigError, "model.adapter"):
+        require_valid(chosen(other))
+    (adapter / "adapter_model.safetensors").write_bytes(b"1234567")
+    with rejects(ConfigError, "model.adapter"):
+        require_valid(chosen(model))
 
 
 def test_an_adapter_is_no_model(tmp_path: Path, rejects: Rejects) -> None:
