@@ -16,7 +16,6 @@ import psutil
 import pytest
 import torch
 
-from rollout.transformers.engine import TransformersEngine
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import ConversationTask, EngineHealth, Generation, GenerationRequest
@@ -186,15 +185,12 @@ HALFWAY_S = 0.1
 """Time after which a ``long`` response is interrupted."""
 ENDS_S = 30
 """Bound on what ends immediately."""
-
-
-def long(engine: EngineUnderTest) -> int:
-    """Return the tokens of a response that is long enough to be interrupted."""
-    return 700 if isinstance(engine.engine, TransformersEngine) else 250
+LONG = 700
+"""Tokens of a response that is long enough to be interrupted on a busy machine."""
 
 
 def long_request(engine: EngineUnderTest, prompt: list[int], **fields: Any) -> GenerationRequest:
-    return engine.request(prompt, max_new_tokens=long(engine), ignore_eos=True, temperature=COLD, **fields)
+    return engine.request(prompt, max_new_tokens=LONG, ignore_eos=True, temperature=COLD, **fields)
 
 
 def test_a_pause_ends_running_requests(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
@@ -350,7 +346,7 @@ def test_health_counts_running_requests(engine: EngineUnderTest, prompts: list[l
     assert all(generation.finish_reason == "abort" for generations in ended for generation in generations)
     assert busy.alive and idle.alive
     assert busy.running_requests == len(prompts)
-    assert 0 < busy.outstanding_tokens <= 2 * long(engine) * len(prompts)
+    assert 0 < busy.outstanding_tokens <= 2 * LONG * len(prompts)
     assert (idle.running_requests, idle.outstanding_tokens) == (0, 0)
 
 
