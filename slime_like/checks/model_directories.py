@@ -61,7 +61,7 @@ def lora_problems(model: ModelConfig) -> Iterator[str]:
 def factor_problems(model: ModelConfig, dimensions: ModelDimensions) -> Iterator[str]:
     """Check that the adapter to continue from has the factors of this model."""
     lora = model.lora
-    if lora.path is None or not lora.is_set:
+    if lora.path is None or not lora.is_set or any(lora_problems(model)):
         return
     with suppress(WeightFilesError):  # another check reports it
         tensors = header_shapes(model.path)

@@ -11,12 +11,15 @@ from safetensors.numpy import save_file
 
 from backends.common.hugging_face.directory import write_adapter_settings
 from slime_like.checks.check import check, require_valid
+from slime_like.config import LoraConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError
+from slime_like.weights.adapter import ADAPTER_FILE, factor_shapes
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
 TARGETS = ["q_proj", "v_proj"]
+MATRICES = [f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(12) for name in TARGETS]
 WRITTEN: dict[str, Any] = {
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "auto_mapping", "base_model_name_or_path")),
     **dict.fromkeys(("corda_config", "eva_config", "exclude_modules", "kasa_config", "layer_replication")),
@@ -36,6 +39,8 @@ def adapter(tmp_path: Path) -> Path:
     directory = tmp_path / "adapter"
     directory.mkdir()
     (directory / "adapter_config.json").write_text(json.dumps(WRITTEN))
+    shapes = factor_shapes(LoraConfig(rank=4), dict.fromkeys(MATRICES, (2, 2)))
+    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, directory / ADAPTER_FILE)
     return directory
 
 
@@ -43,10 +48,7 @@ def adapter(tmp_path: Path) -> Path:
 def flags(tmp_path: Path) -> list[str]:
     """Flags of a run on a model with two matrices in its layers."""
     flags = sound_flags(tmp_path)
-    layers = [
-        f"model.layers.{layer}.{name}" for layer in range(12) for name in ("self_attn.q_proj", "self_attn.v_proj")
-    ]
-    weights = {f"{name}.weight": np.ones((2, 2), np.float32) for name in [*layers, "lm_head"]}
+    weights = {name: np.ones((2, 2), np.float32) for name in [*MATRICES, "lm_head.weight"]}
     save_file(weights, tmp_path / "model" / "model.safetensors")
     return flags
 
