@@ -67,8 +67,9 @@ def unmatched_targets(settings: LoraConfig, weights: Iterable[tuple[str, Shape]]
 def adapter_facts(model: ModelConfig) -> dict[str, Any]:
     """Return what a checkpoint of factors must agree with, as JSON values; nothing without factors."""
     lora = model.lora
-    facts = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "base": fingerprint(model.path)}
-    return facts if lora.is_set else {}
+    if not lora.is_set:
+        return {}
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets), "base": fingerprint(model.path)}
 
 
 def facts_problem(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
