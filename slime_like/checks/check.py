@@ -97,7 +97,7 @@ CHECKS: Sequence[Check] = (
     Check(
         "model.adapter",
         {"files", "model"},
-        sized=lambda run, size: model_directories.factor_problems(run.model, size),
+        sized=lambda run, _: model_directories.factor_problems(run.model),
     ),
     Check("model.family", {"model", "trainer"}, sized=families.family_problems),
     Check(

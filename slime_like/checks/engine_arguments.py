@@ -13,7 +13,7 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import WeightFilesError, header_shapes
+from slime_like.models.weight_files import WeightFilesError, model_shapes
 from slime_like.weights.adapter import factor_shapes
 
 
@@ -141,10 +141,10 @@ def adapter_problems(model: ModelConfig, engine: str, dimensions: ModelDimension
     if engine in OWNED and (special := dimensions.attention.special):
         yield f"model.lora.sync=adapter: {engine} may compute {special} without the factors; {remedy}"
     with suppress(WeightFilesError):  # another check reports it
-        names = factor_shapes(lora, header_shapes(model.path))
+        names = factor_shapes(lora, model_shapes(model.path))
         has_others = dimensions.num_experts and any(".self_attn." not in name for name in names)
         if has_others and engine in (*OWNED, *KNOWN):
-            problem = f"{engine} applies no factors of experts, and of layers beside them"
+            problem = f"{engine} applies factors only to attention in a model with experts"
             yield f"model.lora.targets={list(lora.targets)}: {problem}; target attention, or {remedy}"
 
 

@@ -13,7 +13,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig, ReferenceConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import WeightFilesError, header_shapes, weight_file_problems
+from slime_like.models.weight_files import WeightFilesError, header_shapes, model_shapes, weight_file_problems
 from slime_like.system.words import from_here
 from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets
 
@@ -58,16 +58,13 @@ def lora_problems(model: ModelConfig) -> Iterator[str]:
         yield from target_problems(lora, header_shapes(model.path) if lora.is_set else {})
 
 
-def factor_problems(model: ModelConfig, dimensions: ModelDimensions) -> Iterator[str]:
+def factor_problems(model: ModelConfig) -> Iterator[str]:
     """Check that the adapter to continue from has the factors of this model."""
     lora = model.lora
     if lora.path is None or not lora.is_set or any(lora_problems(model)):
         return
     with suppress(WeightFilesError):  # another check reports it
-        tensors = header_shapes(model.path)
-        expected = factor_shapes(
-            lora, {name: each for name, each in tensors.items() if not dimensions.is_ignored(name)}
-        )
+        expected = factor_shapes(lora, model_shapes(model.path))
         try:
             found = {name.replace(".default.", "."): shape for name, shape in header_shapes(lora.path).items()}
         except WeightFilesError as error:

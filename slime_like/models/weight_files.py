@@ -57,6 +57,14 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: shape for file in weight_files(directory) for name, shape in _shapes(file).items()}
 
 
+def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of a model. Leaves out stored tensors that are not separate weights
+    (``ModelDimensions.is_ignored``). Raises like ``header_shapes`` and ``ModelDimensions.from_checkpoint``."""
+    shapes = header_shapes(directory)
+    dimensions = ModelDimensions.from_checkpoint(directory)
+    return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+
+
 def fingerprint(directory: Path) -> int | None:
     """Return a CRC-32 of samples of the weight files, the same for a copy; ``None`` if they cannot be read."""
     crc = 0

@@ -6,25 +6,20 @@ from pathlib import Path
 from slime_like.config import ModelConfig
 from slime_like.errors import CheckpointError, WeightSyncError
 from slime_like.interfaces import Manifest
-from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import WeightFilesError, header_shapes
+from slime_like.models.weight_files import WeightFilesError, model_shapes
 from slime_like.weights.adapter import factor_shapes
 
 
 def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every tensor in a full weight update of this model. Reads headers only.
 
-    Leaves out stored tensors that are not separate weights (``ModelDimensions.is_ignored``).
-
     Raises:
         CheckpointError: the directory has no safetensors file, or a damaged one.
     """
     try:
-        shapes = header_shapes(Path(directory))
+        return model_shapes(Path(directory))
     except WeightFilesError as error:
         raise CheckpointError(str(error), code="weight-files", who=f"model.path={directory}") from error
-    dimensions = ModelDimensions.from_checkpoint(directory)
-    return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
 
 
 def expected_factors(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,7 @@ from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.small_recipe import layers_of, small_recipe
-from slime_like.weights.adapter import factor_shapes
+from slime_like.weights.expected_tensors import expected_factors
 
 _START_S, _REST_S, _STOP_S = 900.0, 1800.0, 120.0
 _LOOK_EVERY_S = 0.2
@@ -120,7 +120,7 @@ def _export(path: Path, trained: ModelConfig) -> Outcome:
     """Load the exported model like a user."""
     try:
         if trained.lora.is_set:
-            found, expected = header_shapes(path), factor_shapes(trained.lora, header_shapes(trained.path))
+            found, expected = header_shapes(path), expected_factors(trained)
             return Outcome(found == expected, "export", f"{path} is a PEFT adapter of {counted(len(found), 'factor')}")
         with without_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(path)
