@@ -1,5 +1,6 @@
 """Parity of low-rank factors: the hand-written reference, one rank's results, and their comparisons."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn.utils import parametrize
 from backends.common.trainer.lora import Initial
 from slime_like.algorithms.packing.pack import zero_weight_pack
 from slime_like.config import AlgorithmConfig, LoraConfig, RunConfig
-from slime_like.interfaces import RankPlacement, Scores
+from slime_like.interfaces import RankCoordinates, RankPlacement, Scores
 from slime_like.models.weight_files import header_shapes
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.adapter import factor_names, factor_shapes
@@ -168,15 +169,22 @@ def fill(trainer: Any, factors: Factors) -> None:
     trainer.optimizer.megatron.reload_model_params()
 
 
+def packs_of_rank(
+    place: RankCoordinates, packs: Sequence[PackedTrajectory]
+) -> tuple[list[int], list[PackedTrajectory], list[PackedTrajectory]]:
+    """Return numbers and packs of a replica, and these filled up to as many as every replica has."""
+    indices = list(range(place.data, len(packs), place.data_size))
+    mine = [packs[index] for index in indices]
+    return indices, mine, mine + [zero_weight_pack(packs[0])] * (-(-len(packs) // place.data_size) - len(mine))
+
+
 def lora_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, factors: Factors
 ) -> LoraResult:
     """Return everything that the tests compare, from one rank."""
     with running(placement, config) as trainer:
         place = trainer.coordinates
-        indices = list(range(place.data, len(packs), place.data_size))
-        mine = [packs[index] for index in indices]
-        filled = mine + [zero_weight_pack(packs[0])] * (-(-len(packs) // place.data_size) - len(mine))
+        indices, mine, filled = packs_of_rank(place, packs)
         base = exported_from(trainer)
         fill(trainer, factors)
         trainer._freeze(config.roles["reference"])  # as if the run continued an adapter

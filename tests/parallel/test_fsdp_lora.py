@@ -13,12 +13,21 @@ import torch
 
 from backends.fsdp.checkpoint import StoredCheckpoint
 from backends.fsdp.weights import export_buckets
-from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
+from slime_like.algorithms.packing.pack import real_tokens
 from slime_like.config import RunConfig
 from slime_like.interfaces import Manifest, RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.adapter import ADAPTER
-from tests.parallel.lora import Factors, Given, LoraCase, LoraResult, check_lora, check_merged, make_lora_case
+from tests.parallel.lora import (
+    Factors,
+    Given,
+    LoraCase,
+    LoraResult,
+    check_lora,
+    check_merged,
+    make_lora_case,
+    packs_of_rank,
+)
 from tests.parallel.parity import STEPS, Settings
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_from, exported_gradients, optimizer_steps, running, same_bits, train_windows
@@ -82,9 +91,7 @@ def fsdp_lora_rank(
     """Return everything that the tests compare, from one rank."""
     with running(placement, config) as trainer:
         place = trainer.coordinates
-        indices = list(range(place.data, len(packs), place.data_size))
-        mine = [packs[index] for index in indices]
-        filled = mine + [zero_weight_pack(packs[0])] * (-(-len(packs) // place.data_size) - len(mine))
+        indices, mine, filled = packs_of_rank(place, packs)
         base, frozen = exported_from(trainer), base_of(trainer)
         trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
         scored, reference = trainer.score(filled)[: len(mine)], trainer.score(filled, "reference")[: len(mine)]
