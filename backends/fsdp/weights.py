@@ -64,7 +64,7 @@ def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
 
 @torch.no_grad()
 def fill(model: LogprobModel, parameters: Mapping[str, Tensor], source: HfCheckpoint | Initial) -> None:
-    """Fill this rank's rows of ``parameters``, which are by name. Those of no stored tensor become 0."""
+    """Fill this rank's rows of ``parameters``, given by name. Rows that no stored tensor has become 0."""
     for name, parameter in parameters.items():
         shard = shard_of(parameter).zero_()
         for piece in model.pieces(name, shard, rows_of_rank(parameter).start):

@@ -4,7 +4,7 @@ Every layer adds ``scale * B (A x)`` to its output. If the weight's rows are spl
 B, and A is replicated. If its columns are split, so is A, and B is replicated. Either way, ranks exchange only A x.
 
 The gradient of a replicated factor is whole on every rank, unless ranks have different tokens (sequence parallelism) or
-parts of an expert's sum. Megatron then adds the gradients of all ranks, like those of norms.
+parts of an expert's sum. Megatron then adds up the ranks' gradients, as it does for norms.
 """
 
 import contextlib

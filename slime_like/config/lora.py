@@ -46,12 +46,12 @@ class LoraConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether factors are trained."""
+        """True if factors are trained."""
         return self.rank is not None
 
     @property
     def sends_factors(self) -> bool:
-        """Whether engines get only the factors."""
+        """True if engines get only the factors."""
         return self.is_set and self.sync == "adapter"
 
     @property

@@ -89,7 +89,7 @@ class RunConfig(Section):
         return Roles({role.name: role for role in (policy, *frozen)})
 
     def has_same_base(self, role: ModelRole) -> bool:
-        """Whether a role's weights are the policy's first weights, so only trained weights must be swapped for it."""
+        """Return whether a role has the policy's first weights, so that only trained weights are swapped for it."""
         model = self.model
         return role.path is None or (role.path == model.path and (model.weights is None or model.lora.is_set))
 

@@ -1,4 +1,4 @@
-"""What a prompt brings, from its row to its pack."""
+"""Tokens and other inputs of a prompt, on the way from its row to its pack."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

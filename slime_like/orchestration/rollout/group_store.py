@@ -121,7 +121,7 @@ class GroupStore:
             self._ledger.add(_ids(tasks), REISSUED, version=self.version, reason="engine died")
 
     def move(self, tasks: Sequence[GroupTask], stage: str) -> None:
-        """Pass tasks on to a stage, behind those that are there."""
+        """Move tasks to the end of a stage."""
         with self.changed:
             for task in tasks:
                 task.stage, task.engine, task.answer = stage, None, None
