@@ -53,6 +53,8 @@ class SampledFields:
             ``None`` for demonstrations.
         support_ids, support_sizes: ids that each token was drawn from, concatenated, and their number per token (0: the
             whole vocabulary). Set if sampling is truncated: all logprobs are then over these ids. Otherwise ``None``.
+        routes: (prompt_len + response_len - 1, layers with experts, choices) experts of each token that was read, in
+            the router's order; -1: unknown. For ``algorithm.routing_replay``.
     """
 
     __slots__ = ()
@@ -61,6 +63,9 @@ class SampledFields:
     weight_versions: Tensor | None = field(default=None, metadata=_tensor(torch.int64, optional=True))
     support_ids: Tensor | None = field(default=None, metadata=_tensor(torch.int32, optional=True, over="supports"))
     support_sizes: Tensor | None = field(default=None, metadata=_tensor(torch.int32, optional=True))
+    routes: Tensor | None = field(
+        default=None, metadata=_tensor(torch.int16, optional=True, over="inputs", entry_ndim=2)
+    )
 
 
 @dataclass(kw_only=True)
@@ -85,9 +90,8 @@ class Conversation:
 
     Attributes:
         turns: ``[start, end)`` of every sampled turn in the response's tokens. The other tokens are observations.
-        reward, success: sum over the environment's steps; success of the last step.
+        reward, success, metadata: sum over the environment's steps; success of the last one; metadata of each.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` if all had one.
-        metadata: metadata of every step, in order.
     """
 
     turns: tuple[tuple[int, int], ...]
@@ -98,10 +102,7 @@ class Conversation:
 
 
 class TensorsAsArrays:
-    """Dataclass that pickles its CPU tensors as NumPy arrays, which Ray passes in shared memory next to the pickle.
-
-    For a tensor, torch builds an archive, which costs 0.2 ms on either side.
-    """
+    """Dataclass that pickles CPU tensors as NumPy arrays, for Ray's shared memory. Torch's archives take 0.2 ms."""
 
     __slots__ = ()
 
@@ -321,8 +322,8 @@ class GRPOStats(TensorsAsArrays):
         num_tokens: number of loss-carrying tokens of the step.
         importance_weight, importance_clipfrac: mean importance weight; fraction that was changed. 0 without weights.
         bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.
-        moe_aux_loss: balancing loss of a mixture of experts, mean over layers and real tokens, before its coefficient.
-            1 is an even load; 0 if the objective has none. Not part of ``loss``.
+        moe_aux_loss: balancing loss of the routers, mean over layers and tokens, before its coefficient. 1 is an even
+            load; 0 if the objective has none. Not part of ``loss``.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
 

@@ -61,6 +61,9 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     moe_aux_loss_coef: float = Field(0.0, ge=0)
     """Coefficient of the experts' load-balancing loss."""
+    routing_replay: Literal["none", "old", "rollout"] = "none"
+    """Experts of each token in the policy's passes. none: the trainer's choice in each pass. old: its choice at the
+    start of the step. rollout: the engine's choice."""
     importance_correction: str = "none"
     """Importance weights from engine to trainer: none, truncate (tis), clip, mask (mis, icepop) or custom code."""
     importance_level: Literal["token", "sequence", "geometric"] = "token"
@@ -136,5 +139,12 @@ class AlgorithmConfig(Section):
                     f"importance_{name}={str(value).lower()} needs importance weights, but importance_correction=none; "
                     "set it, e.g. to truncate"
                 )
+        if self.routing_replay == "old" and self.epochs * self.minibatches == 1:
+            yield (
+                "routing_replay=old repeats the routes of the step's start in later updates, but epochs=1 and "
+                "minibatches=1 make only one; use none or rollout"
+            )
+        if self.routing_replay != "none" and self.loss == "sft":
+            yield f"routing_replay={self.routing_replay} needs sampled responses, but loss=sft has none; set it to none"
         if self.importance_low > self.importance_high:
             yield f"importance_low={self.importance_low} is above importance_high={self.importance_high}; swap them"

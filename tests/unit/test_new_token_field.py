@@ -50,7 +50,7 @@ _FIELDS = [
         lambda n: torch.arange(n) / 8, (lambda n: torch.zeros(n, dtype=torch.complex64),),
     ),
     NewField(
-        "ScoredFields", "routes", "torch.int64, optional=True, entry_ndim=2",
+        "ScoredFields", "tracks", "torch.int64, optional=True, entry_ndim=2",
         lambda n: torch.arange(6 * n).view(n, 2, 3),
         (lambda n: torch.zeros(n, 2, 3), lambda n: torch.zeros(n, 2, 2, dtype=torch.int64)),
     ),
