@@ -1,6 +1,6 @@
 """Pure tensor mathematics of packed RL: no process group, no Ray, no engine. Usable wherever torch is."""
 
-from slime_like.algorithms.advantages import ESTIMATORS, AdvantageEstimator, Groups, compute_advantages, find_estimator
+from slime_like.algorithms.advantages import AdvantageEstimator, Groups, compute_advantages, estimator, find_estimator
 from slime_like.algorithms.context import (
     ContextShard,
     merge_from_context_parallel,
@@ -33,7 +33,6 @@ from slime_like.algorithms.segments import spread_over_tokens
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 
 __all__ = [
-    "ESTIMATORS",
     "AdvantageEstimator",
     "BatchLoss",
     "ContextShard",
@@ -48,6 +47,7 @@ __all__ = [
     "build_loss",
     "compute_advantages",
     "compute_response_logprobs",
+    "estimator",
     "find_estimator",
     "fused_logprobs",
     "gae",

@@ -6,15 +6,15 @@ their advantages are exactly 0 instead of rounding noise divided by rounding noi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from slime_like.plugins.resolve import resolve
+from slime_like.plugins.objective import ADVANTAGES
+from slime_like.plugins.resolve import require_options, resolve
 
 Scope = Literal["group", "batch"]
 Level = Literal["sample", "turn", "token"]
@@ -44,6 +44,19 @@ class AdvantageEstimator:
             if getattr(self, name) not in known:
                 problem = f"{name}={getattr(self, name)!r}: unknown for an advantage estimator"
                 raise ValueError(f"{problem}; use {' or '.join(map(repr, known))}")
+
+    def __call__(self, rewards: Tensor, groups: Groups, **options: Any) -> Tensor:
+        """Return ``compute``'s result."""
+        return self.compute(rewards, groups, **options)
+
+
+def estimator(scope: Scope, level: Level = "sample") -> Callable[[Callable[..., Tensor]], AdvantageEstimator]:
+    """Make an ``AdvantageEstimator`` of the decorated function."""
+
+    def made(compute: Callable[..., Tensor]) -> AdvantageEstimator:
+        return AdvantageEstimator(compute, scope, level)
+
+    return made
 
 
 class Groups:
@@ -90,10 +103,10 @@ class Groups:
     def _sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.sizes.numel()).index_add(0, self.index, values)
 
-
-def _one_group(values: Tensor) -> Groups:
-    """Return the whole batch as one group."""
-    return Groups(torch.zeros_like(values, dtype=torch.int64))
+    @classmethod
+    def all_in_one(cls, values: Tensor) -> Self:
+        """Return the whole batch as one group."""
+        return cls(torch.zeros_like(values, dtype=torch.int64))
 
 
 def _integer_ids(group_ids: Sequence[int] | Tensor) -> Tensor:
@@ -113,33 +126,20 @@ def compute_advantages(
 ) -> Tensor:
     """Compute one advantage per sample, or per turn or token if that is the estimator's level.
 
-    ==================== ===== ================================================================================
-    estimator            scope formula
-    ==================== ===== ================================================================================
-    grpo                 group ``(r - mean_g) / std_g`` (DeepSeekMath, arXiv:2402.03300, section 4.1.2)
-    grpo_mean_only       group ``r - mean_g``
-    dr_grpo              group ``r - mean_g``; with reduction "constant" it is Dr. GRPO (arXiv:2503.20783, section 3.2)
-    rloo                 group ``r - mean of the group's other samples`` (arXiv:2402.14740, eq. 9)
-    reinforce_pp         batch ``(r - mean) / std`` over the batch (REINFORCE++, arXiv:2501.03262)
-    reinforce_pp_baseline batch ``(r - mean_g) / std of r - mean_g over the batch`` (the same, baseline form)
-    pass_through         group ``r``
-    ==================== ===== ================================================================================
-
     Args:
         rewards: (N,) total reward of every sample.
         group_ids: (N,) integers, the group of every sample. Groups must be complete, but may be uneven and in any
             order.
         estimator: registered name or `package.module:name` of an ``AdvantageEstimator``.
         lengths: (N,) turns or tokens of every sample, which ``rewards`` has one after the other.
-        options: ``eps``, the largest spread of rewards that counts as none (default 1e-6), and ``ddof`` of the standard
-            deviation (default 1, the sample standard deviation).
+        options: of the estimator.
 
     Returns:
         (N,) in the dtype of ``rewards`` (float32 for integers), on their device.
 
     Raises:
-        ValueError: an unknown estimator, shapes that differ, group ids that aren't integers, or advantages that aren't
-            one finite number per sample.
+        ValueError: an unknown estimator or option, shapes that differ, group ids that aren't integers, or advantages
+            that aren't one finite number per sample.
 
     Example:
         >>> compute_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), [7, 7, 9, 9])
@@ -156,6 +156,7 @@ def compute_advantages(
         return rewards.to(dtype)
     if found.level != "sample":
         options["lengths"] = lengths
+    require_options(f"advantage estimator {estimator}", found.compute, options, ("rewards", "groups"))
     advantages = found.compute(rewards.double(), groups, **options)
     _check_computed(estimator, advantages, rewards)
     return advantages.to(dtype)
@@ -176,63 +177,12 @@ def _check_computed(estimator: str, advantages: object, rewards: Tensor) -> None
 
 
 def find_estimator(name: str) -> AdvantageEstimator:
-    """Return the estimator with this name, a key of ``ESTIMATORS`` or `package.module:name`.
+    """Return the estimator with this name, a key of ``ADVANTAGES`` or `package.module:name`.
 
     Raises:
         ValueError: an unknown name, or an object that isn't an ``AdvantageEstimator``.
     """
-    estimator = resolve("advantage estimator", name, ESTIMATORS)
-    if not isinstance(estimator, AdvantageEstimator):
+    found = resolve("advantage estimator", name, ADVANTAGES)
+    if not isinstance(found, AdvantageEstimator):
         raise ValueError(f"advantage estimator {name!r} declares no scope; give an AdvantageEstimator, which does")
-    return estimator
-
-
-def _grpo(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    """``(r - mean_g) / std_g`` (DeepSeekMath, arXiv:2402.03300, section 4.1.2)."""
-    flat = groups.flat(rewards, eps)
-    spread = groups.std(rewards, ddof).masked_fill(flat, 1.0)
-    return ((rewards - groups.mean(rewards)) / spread).masked_fill(flat, 0.0)
-
-
-def _mean_only(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
-    """``r - mean_g`` (Dr. GRPO, arXiv:2503.20783, section 3.2, with reduction "constant")."""
-    return (rewards - groups.mean(rewards)).masked_fill(groups.flat(rewards, eps), 0.0)
-
-
-def _rloo(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
-    """``r - mean of the group's other samples`` (arXiv:2402.14740, eq. 9)."""
-    # r - (n mean - r) / (n - 1) = n / (n - 1) * (r - mean)
-    sizes = groups.sizes[groups.index]
-    return _mean_only(rewards, groups, eps) * sizes / (sizes - 1).clamp_min(1)
-
-
-def _reinforce_pp(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    """``(r - mean) / std`` over the batch (REINFORCE++, arXiv:2501.03262, section 3)."""
-    return _grpo(rewards, _one_group(rewards), eps, ddof)
-
-
-def _reinforce_pp_baseline(rewards: Tensor, groups: Groups, eps: float = 1e-6, ddof: int = 1) -> Tensor:
-    """``(r - mean_g) / std over the batch`` (REINFORCE++ with baseline, arXiv:2501.03262, section 3)."""
-    centred = _mean_only(rewards, groups, eps)
-    if float(centred.max() - centred.min()) <= eps:
-        return torch.zeros_like(centred)
-    # The batch mean of group-centred rewards is 0. Not subtracting its rounding noise keeps flat groups at exactly 0.
-    return centred / _one_group(centred).std(centred, ddof)
-
-
-def _pass_through(rewards: Tensor, groups: Groups, eps: float = 1e-6) -> Tensor:
-    """``r`` (REINFORCE without baseline: Williams 1992)."""
-    return rewards
-
-
-ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
-    {
-        "grpo": AdvantageEstimator(_grpo, "group"),
-        "grpo_mean_only": AdvantageEstimator(_mean_only, "group"),
-        "dr_grpo": AdvantageEstimator(_mean_only, "group"),
-        "rloo": AdvantageEstimator(_rloo, "group"),
-        "reinforce_pp": AdvantageEstimator(_reinforce_pp, "batch"),
-        "reinforce_pp_baseline": AdvantageEstimator(_reinforce_pp_baseline, "batch"),
-        "pass_through": AdvantageEstimator(_pass_through, "group"),
-    }
-)
+    return found

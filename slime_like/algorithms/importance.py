@@ -21,7 +21,7 @@ from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 from slime_like.plugins.resolve import resolve, resolve_callable
 
 if TYPE_CHECKING:
-    from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
+    from slime_like.config.algorithm import ImportanceConfig  # needs pydantic, which this layer doesn't
 
 Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
 """Function from (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True if a weight isn't the ratio."""
@@ -95,7 +95,7 @@ def importance_weights(
 
 
 def configured_weights(
-    config: AlgorithmConfig,
+    config: ImportanceConfig,
     old_logprobs: Tensor,
     behaviour_logprobs: Tensor,
     loss_mask: Tensor,
@@ -108,11 +108,11 @@ def configured_weights(
         behaviour_logprobs,
         loss_mask,
         response_lens,
-        correction or config.importance_correction,
-        config.importance_level,
-        config.importance_low,
-        config.importance_high,
-        config.importance_veto,
+        correction or config.correction,
+        config.level,
+        config.low,
+        config.high,
+        config.veto,
     )
 
 

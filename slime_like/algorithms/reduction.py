@@ -15,17 +15,17 @@ constant   1 / a fixed length                     samples that carry loss (Dr. G
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.segments import segment_sum
-from slime_like.plugins.resolve import resolve
+from slime_like.plugins.objective import REDUCTIONS
+from slime_like.plugins.resolve import require_options, resolve_callable
 
 Counts = Sequence[int]
 RolloutIds = Sequence[int] | Sequence[str] | Tensor
@@ -34,7 +34,7 @@ RolloutIds = Sequence[int] | Sequence[str] | Tensor
 class Reduction(Protocol):
     """A reduction. ``divisors``: 1 / token weight of each sample. ``denominator``: divisor of a whole step's sum."""
 
-    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]: ...
+    def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]: ...
 
     def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float: ...
 
@@ -42,7 +42,7 @@ class Reduction(Protocol):
 class TokenMean:
     """Mean over all loss-carrying tokens of the step (DAPO, arXiv:2503.14476, eq. 8)."""
 
-    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
+    def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [1.0] * len(counts)
 
     def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
@@ -52,7 +52,7 @@ class TokenMean:
 class SampleMean:
     """Mean per sample, then over the samples that carry loss (GRPO, arXiv:2402.03300, eq. 3)."""
 
-    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
+    def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(count) for count in counts]
 
     def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float:
@@ -63,7 +63,7 @@ class GroupMean:
     """Mean over the tokens of each group, then over the groups that carry loss: the literal eq. 8 of DAPO
     (arXiv:2503.14476), an expectation over prompts."""
 
-    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
+    def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         per_group = _tokens_per_group(counts, group_ids)
         return [float(per_group[group]) for group in group_ids]
 
@@ -71,26 +71,30 @@ class GroupMean:
         return float(sum(count > 0 for count in _tokens_per_group(counts, group_ids).values()))
 
 
+@dataclass(frozen=True)
 class ConstantLength(SampleMean):
-    """Sum of each sample over a fixed length, then the mean over samples (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    """Sum of each sample over a fixed length, then the mean over samples (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
-    def divisors(self, counts: Counts, group_ids: Sequence[int], constant: float | None) -> list[float]:
-        if constant is None or not 0 < constant < math.inf:
-            raise ValueError(f"reduction 'constant' needs a positive length, not {constant}; give the response limit")
-        return [float(constant)] * len(counts)
+    Attributes:
+        length: the divisor, usually the response limit.
+    """
 
+    length: float
 
-REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
-    {"tokens": TokenMean(), "samples": SampleMean(), "groups": GroupMean(), "constant": ConstantLength()}
-)
+    def __post_init__(self) -> None:
+        if not 0 < self.length < math.inf:
+            raise ValueError(f"reduction 'constant': length={self.length} is not positive; give the response limit")
+
+    def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
+        return [float(self.length)] * len(counts)
 
 
 def token_weights(
     reduction: str,
     loss_token_counts: Sequence[int] | Tensor,
     group_ids: Sequence[int] | Tensor,
-    constant_length: float | None = None,
     rollout_ids: RolloutIds | None = None,
+    **options: Any,
 ) -> list[float]:
     """Compute the weight of every loss-carrying token of each row.
 
@@ -98,16 +102,16 @@ def token_weights(
         reduction: tokens, samples, groups or constant.
         loss_token_counts: loss-carrying tokens of each row.
         group_ids: each row's group; give all rows of a group together.
-        constant_length: divisor for ``constant``, usually the response limit.
         rollout_ids: each row's rollout, unique over all groups; by default every row is a rollout.
+        options: of the reduction.
 
     Returns:
         One weight per row; 0 for a row without loss-carrying tokens.
 
     Raises:
         TypeError: a count, a group or a rollout isn't an integer.
-        ValueError: the reduction is unknown, lengths differ, a rollout has rows in several groups, or ``constant``
-            has no length.
+        ValueError: the reduction is unknown or does not take the options, lengths differ, or a rollout has rows in
+            several groups.
 
     Example:
         >>> token_weights("samples", [4, 0, 2], group_ids=[1, 1, 2])
@@ -115,8 +119,8 @@ def token_weights(
         >>> token_weights("samples", [3, 1, 2], group_ids=[1, 1, 2], rollout_ids=["1-0", "1-0", "2-0"])
         [0.25, 0.25, 0.5]
     """
-    found, rows = _checked(reduction, loss_token_counts, group_ids, rollout_ids)
-    divisors = found.divisors(rows.totals, rows.groups, constant_length)
+    rows = _checked(loss_token_counts, group_ids, rollout_ids)
+    divisors = build_reduction(reduction, **options).divisors(rows.totals, rows.groups)
     return [1.0 / divisors[at] if count else 0.0 for at, count in zip(rows.rollouts, rows.counts, strict=True)]
 
 
@@ -125,12 +129,14 @@ def step_denominator(
     loss_token_counts: Sequence[int] | Tensor,
     group_ids: Sequence[int] | Tensor,
     rollout_ids: RolloutIds | None = None,
+    **options: Any,
 ) -> float:
     """Return the divisor of one optimizer step's weighted sum.
 
     Args:
         reduction: tokens, samples, groups or constant.
-        loss_token_counts, group_ids, rollout_ids: as in ``token_weights``, for every row of the step on all ranks.
+        loss_token_counts, group_ids, rollout_ids, options: as in ``token_weights``, for every row of the step on all
+            ranks.
 
     Returns:
         The number of tokens, samples (rollouts) or groups that carry loss.
@@ -142,12 +148,20 @@ def step_denominator(
         >>> step_denominator("samples", [4, 0, 2], group_ids=[1, 1, 2])
         2.0
     """
-    found, rows = _checked(reduction, loss_token_counts, group_ids, rollout_ids)
+    rows = _checked(loss_token_counts, group_ids, rollout_ids)
     if not any(rows.counts):
         raise ValueError(
             f"no token of the step's {len(rows.counts)} samples carries loss; skip the step or check the masks"
         )
-    return found.denominator(rows.totals, rows.groups)
+    return build_reduction(reduction, **options).denominator(rows.totals, rows.groups)
+
+
+def build_reduction(name: str, **options: Any) -> Reduction:
+    """Build the reduction with this name, a key of ``REDUCTIONS``. Raises ``ValueError`` as ``token_weights``."""
+    made = resolve_callable("reduction", name, REDUCTIONS)
+    require_options(f"reduction {name}", made, options)
+    reduction: Reduction = made(**options)
+    return reduction
 
 
 def sum_of_sample_mean(
@@ -203,11 +217,10 @@ class _Rows:
 
 
 def _checked(
-    reduction: str,
     loss_token_counts: Sequence[int] | Tensor,
     group_ids: Sequence[int] | Tensor,
     rollout_ids: RolloutIds | None,
-) -> tuple[Reduction, _Rows]:
+) -> _Rows:
     if len(loss_token_counts) != len(group_ids):
         raise ValueError(
             f"{len(loss_token_counts)} token counts but {len(group_ids)} group ids; give one of each per sample"
@@ -215,7 +228,7 @@ def _checked(
     counts, groups = list(map(index, _listed(loss_token_counts))), list(map(index, _listed(group_ids)))
     ids = range(len(counts)) if rollout_ids is None else _listed(rollout_ids)
     ids = [each if isinstance(each, str) else index(each) for each in ids]
-    return resolve("reduction", reduction, REDUCTIONS), _by_rollout(counts, groups, ids)
+    return _by_rollout(counts, groups, ids)
 
 
 def _by_rollout(counts: list[int], groups: list[int], ids: Sequence[int | str]) -> _Rows:

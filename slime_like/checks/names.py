@@ -7,10 +7,13 @@ from typing import Any
 
 from slime_like.checks.engine_install import interpreter_problem, is_installed
 from slime_like.checks.rows import first_row
-from slime_like.config.algorithm import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, AlgorithmConfig
+from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.part import Part
+from slime_like.config.reading.parts import documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
+from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from slime_like.plugins.resolve import CUSTOM, import_path_problem
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
@@ -44,13 +47,23 @@ def engine_installation_problems(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def algorithm_name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    known = {"loss": LOSSES, "kl_estimator": KL_ESTIMATORS, "importance_correction": CORRECTIONS}
-    for field, names in known.items():
-        yield from _unknown_or_not_importable(f"algorithm.{field}", getattr(algorithm, field), [*names])
+    """Check the parts of the loss, with their options."""
+    yield from _part_problems("algorithm.loss", algorithm.loss, LOSSES)
+    yield from _part_problems("algorithm.reduction", algorithm.reduction, REDUCTIONS)
+    yield from _unknown_or_not_importable("algorithm.kl.estimator", algorithm.kl.estimator, KL_ESTIMATORS)
+    correction = algorithm.importance.correction
+    yield from _unknown_or_not_importable("algorithm.importance.correction", correction, CORRECTIONS)
 
 
 def advantage_name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    return _unknown_or_not_importable("algorithm.advantage", algorithm.advantage, [*ADVANTAGES])
+    return _part_problems("algorithm.advantage", algorithm.advantage, ADVANTAGES)
+
+
+def _part_problems(field: str, part: Part, known: Mapping[str, str]) -> Iterator[str]:
+    yield from _unknown_or_not_importable(field, part.name, [*known])
+    if part.name in known:
+        problems = documented(part.name, known[part.name]).option_problems(part.options)
+        yield from (f"{field}.{problem}" for problem in problems)
 
 
 def reward_problems(reward: RewardConfig) -> Iterator[str]:

@@ -7,8 +7,9 @@ import sys
 import textwrap
 from pathlib import Path
 
-from slime_like.commands.parts import Part, named_parts
+from slime_like.commands.parts import named_parts
 from slime_like.config.reading.fields import Field, sections
+from slime_like.config.reading.parts import Part
 
 _REWARDS = "reward.functions"
 _NAMES = """\

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from slime_like.config.algorithm import BATCH_ADVANTAGES, GROUP_ADVANTAGES, AlgorithmConfig
+from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import POLICY, REFERENCE, ModelRole, Roles
@@ -23,6 +23,7 @@ from slime_like.config.sections import (
     ReferenceConfig,
 )
 from slime_like.config.trainer import FSDP, TrainerConfig
+from slime_like.plugins.objective import BATCH_ADVANTAGES, GROUP_ADVANTAGES
 
 MAX_STEPS = 999_999
 """Names of checkpoints and saved rollouts have six digits, so they sort by step."""
@@ -61,7 +62,7 @@ class RunConfig(Section):
     @property
     def supervised(self) -> bool:
         """Whether the run trains on demonstrations, without engines and rewards."""
-        return self.algorithm.loss == "sft"
+        return self.algorithm.supervised
 
     @property
     def starts_engines(self) -> bool:
@@ -171,7 +172,7 @@ class RunConfig(Section):
         yield from self._trainer_conflicts()
         if self.supervised:
             if self.algorithm.needs_reference:
-                yield "algorithm.loss=sft has no reference; set algorithm.kl_coef and algorithm.kl_reward_coef to 0"
+                yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
             return
         yield from self._sampling_conflicts()
         yield from self._placement_conflicts()
@@ -188,20 +189,20 @@ class RunConfig(Section):
         for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
             if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
                 yield f"{field}.temperature={value}: vLLM allows at most {VLLM_MAX_TEMPERATURE}; lower it or use sglang"
-        if rollout.samples_per_prompt == 1 and algorithm.advantage in GROUP_ADVANTAGES:
+        if rollout.samples_per_prompt == 1 and algorithm.advantage.name in GROUP_ADVANTAGES:
             yield (
                 f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
                 "so every advantage would be 0; use at least 2, or advantage: reinforce_pp"
             )
-        buffer, most = algorithm.overlong_buffer, rollout.max_new_tokens
+        buffer, most = algorithm.overlong.buffer, rollout.max_new_tokens
         if buffer is not None and buffer > most:
-            yield f"algorithm.overlong_buffer={buffer} exceeds rollout.max_new_tokens={most}; use at most that"
+            yield f"algorithm.overlong.buffer={buffer} exceeds rollout.max_new_tokens={most}; use at most that"
         if rollout.max_staleness > 0 and self.cluster.placement == "colocated":
             yield f"rollout.max_staleness={rollout.max_staleness} needs cluster.placement=separate; use it, or set 0"
-        if rollout.max_staleness > 0 and "importance_correction" not in algorithm.model_fields_set:
+        if rollout.max_staleness > 0 and "correction" not in algorithm.importance.model_fields_set:
             yield (
                 f"rollout.max_staleness={rollout.max_staleness} biases the gradient by samples of older weights; set "
-                "algorithm.importance_correction to truncate or mask, or to none to accept the bias"
+                "algorithm.importance.correction to truncate or mask, or to none to accept the bias"
             )
         if rollout.bounded_top_k != -1 and self.trainer.backend not in ("megatron", FSDP):
             yield (
@@ -222,7 +223,7 @@ class RunConfig(Section):
             yield "sync.transport=colocated needs cluster.placement=colocated; use auto"
         if self.reference.placement == "workers" and not self.algorithm.needs_reference:
             yield (
-                "reference.placement=workers needs algorithm.kl_coef or algorithm.kl_reward_coef above 0; set one of "
+                "reference.placement=workers needs algorithm.kl.coef or algorithm.kl_reward.coef above 0; set one of "
                 "them, or remove it"
             )
         elif self.reference.placement == "workers" and self.debug.load_rollouts is not None:
@@ -254,11 +255,14 @@ class RunConfig(Section):
             "cluster.placement=colocated": (self.cluster.placement == "colocated", "use placement: separate"),
             f"algorithm.epochs * minibatches={updates}": (updates > 1, "set both to 1"),
             f"algorithm.advantage={algorithm.advantage}": (
-                algorithm.advantage in BATCH_ADVANTAGES,
+                algorithm.advantage.name in BATCH_ADVANTAGES,
                 "use one that compares within groups",
             ),
-            f"algorithm.kl_reward_coef={algorithm.kl_reward_coef:g}": (algorithm.kl_reward_coef > 0, "use kl_coef"),
-            "algorithm.importance_normalize=true": (algorithm.importance_normalize, "set it to false"),
+            f"algorithm.kl_reward.coef={algorithm.kl_reward.coef:g}": (
+                algorithm.kl_reward.coef > 0,
+                "use algorithm.kl",
+            ),
+            "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),
             f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g}": (
                 algorithm.moe_aux_loss_coef > 0,
                 "set it to 0",
@@ -276,5 +280,5 @@ class RunConfig(Section):
         """Yield settings that agents exclude. A rewritten history gives several rows, on different ranks."""
         algorithm = self.algorithm
         yield from algorithm.row_conflicts()
-        if algorithm.overlong_buffer is not None:
-            yield f"algorithm.overlong_buffer={algorithm.overlong_buffer} does not apply to rollout.agent; remove it"
+        if algorithm.overlong.buffer is not None:
+            yield f"algorithm.overlong.buffer={algorithm.overlong.buffer} does not apply to rollout.agent; remove it"

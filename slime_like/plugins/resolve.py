@@ -1,8 +1,9 @@
 """Lookup of the object that a setting names: a registered one, or custom code in a module or a file."""
 
 import ast
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -102,3 +103,15 @@ def resolve_callable(kind: str, name: str, known: Mapping[str, Any]) -> Callable
     if not callable(found):
         raise ValueError(f"{kind} {name!r} is a {type(found).__name__}, which cannot be called; correct the name")
     return found
+
+
+def require_options(
+    subject: str, function: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = ()
+) -> None:
+    """Raise ``ValueError`` unless a call with ``given`` by position and ``options`` by name is possible."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*given, **options)
+    except TypeError as error:
+        takes = ", ".join(map(str, signature.parameters.values())) or "nothing"
+        raise ValueError(f"{subject} cannot be called with its options: {error}; it takes {takes}") from error

@@ -64,10 +64,10 @@ def step_flags(dimensions: ModelDimensions, dtype: str) -> list[str]:
         "trainer.optimizer.clip_grad": clip,
         "trainer.optimizer.eps": clip / dimensions.num_parameters**0.5,
         "trainer.optimizer.weight_decay": 0.1,
-        "algorithm.kl_coef": 0.05,
+        "algorithm.kl.coef": 0.05,
         "algorithm.entropy_coef": 0.01,
-        "algorithm.clip_low": 0.99,
-        "algorithm.clip_high": 100.0,
+        "algorithm.loss.clip_low": 0.99,
+        "algorithm.loss.clip_high": 100.0,
     }
     if dimensions.num_experts:
         values["algorithm.moe_aux_loss_coef"] = 0.01

@@ -9,9 +9,10 @@ from torch import Tensor
 from backends.common.step.sums import StepSums
 from slime_like.algorithms.importance import find_correction
 from slime_like.algorithms.losses.kl import find_kl_estimator
-from slime_like.algorithms.losses.loss import Loss, check_terms, find_policy
+from slime_like.algorithms.losses.loss import Loss, build_policy, check_terms
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.config import AlgorithmConfig
+from slime_like.config.part import Part
 from slime_like.errors import TrainerError
 from slime_like.plugins.traceback import naming
 from slime_like.trajectory import PackedTrajectory
@@ -22,7 +23,7 @@ class Objective:
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._loss = configured_loss(algorithm)
-        self._freezes = not (algorithm.loss == "sft" or algorithm.scores_policy)
+        self._freezes = not (algorithm.supervised or algorithm.scores_policy)
 
     def add(
         self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor
@@ -61,19 +62,19 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
         TrainerError: a user's part cannot be imported or built; or, when called, it raised or returned something
             invalid.
     """
-    policy = _UsersPolicy(config) if ":" in config.loss else find_policy(config.loss)(config)
-    estimator = _users_function("algorithm.kl_estimator", config.kl_estimator, find_kl_estimator)
-    correction = _users_function("algorithm.importance_correction", config.importance_correction, find_correction)
+    policy = _UsersPolicy(config.loss) if ":" in config.loss.name else build_policy(config.loss)
+    estimator = _users_function("algorithm.kl.estimator", config.kl.estimator, find_kl_estimator)
+    correction = _users_function("algorithm.importance.correction", config.importance.correction, find_correction)
     return Loss(config, policy, estimator, correction)
 
 
 class _UsersPolicy:
     """A user's policy term."""
 
-    def __init__(self, config: AlgorithmConfig) -> None:
-        self._path = config.loss
+    def __init__(self, loss: Part) -> None:
+        self._path = loss.name
         with _naming("algorithm.loss", self._path, "__init__"):
-            self._policy = find_policy(config.loss)(config)
+            self._policy = build_policy(loss)
             self.name = self._policy.name
             self.needs_old, self.needs_advantages = self._policy.needs_old, self._policy.needs_advantages
 

@@ -43,7 +43,8 @@ class GRPOLoss:
     """``build_loss(config)`` for direct use, from logprobs or from logits in one tensor or in chunks.
 
     Example:
-        >>> GRPOLoss(AlgorithmConfig(kl_coef=0.1)).forward(logits, targets, ref_logprobs, advantages).loss.backward()
+        >>> loss = GRPOLoss(AlgorithmConfig(kl={"coef": 0.1}))
+        >>> loss.forward(logits, targets, ref_logprobs, advantages).loss.backward()
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -123,7 +124,7 @@ class GRPOLoss:
         cast_weights = weights.to(logprobs.dtype)
         inputs = LossInputs(logprobs.flatten(), mask.flatten(), cast_weights, entropy.flatten(), **flat)
         inputs.response_lens = lengths
-        if self.config.importance_normalize and self.config.importance_correction != "none":
+        if self.config.importance.normalize and self.config.importance.correction != "none":
             inputs.advantages = self._normalised_advantages(inputs, weights)
         output = self.loss(inputs)
         stats = output.sums.to_stats(denominator, 0.0, 0.0)
@@ -135,23 +136,23 @@ class GRPOLoss:
     def _normalised_advantages(self, inputs: LossInputs, weights: Tensor) -> Tensor:
         """Return the advantages divided by the mean importance weight of the batch."""
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
-        made = configured_weights(self.config, old, behaviour, inputs.loss_mask, inputs.response_lens)
+        made = configured_weights(self.config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens)
         return required(inputs, "advantages") / mean_weight(made.weights, inputs.loss_mask, weights)
 
     def _reduce(
         self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | Tensor | None
     ) -> tuple[Tensor, float]:
         """Return the weight of every token, and the denominator of the batch."""
-        reduction = self.config.reduction
+        reduction = self.config.reduction.name
         if (reduction != "tokens" and lengths is None) or (reduction == "groups" and group_ids is None):
             needed = "response_lens and group_ids" if reduction == "groups" else "response_lens"
             raise ValueError(f"reduction {reduction!r} needs {needed}; give them, or use the reduction 'tokens'")
         sizes = [mask.numel()] if lengths is None else lengths.tolist()
         counts = [int(part.sum()) for part in mask.split(sizes)]
         groups = [0] * len(counts) if group_ids is None else group_ids  # the other reductions ignore groups
-        weights = token_weights(reduction, counts, groups, self.config.constant_length)
+        weights = token_weights(reduction, counts, groups, **self.config.reduction.options)
         per_token = spread_over_tokens(weights, torch.tensor(sizes, device=mask.device))
-        return per_token, step_denominator(reduction, counts, groups)
+        return per_token, step_denominator(reduction, counts, groups, **self.config.reduction.options)
 
 
 def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:

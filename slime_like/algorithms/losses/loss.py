@@ -17,13 +17,15 @@ from slime_like.algorithms.importance import (
     off_policy_sequence_mask,
 )
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
-from slime_like.algorithms.losses.policy import POLICY_LOSSES, PolicyLoss, required, token_ratio
+from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
-from slime_like.plugins.resolve import resolve_callable
+from slime_like.plugins.objective import LOSSES
+from slime_like.plugins.resolve import require_options, resolve_callable
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
+    from slime_like.config.part import Part
 
 
 def build_loss(config: AlgorithmConfig) -> Loss:
@@ -36,24 +38,32 @@ def build_loss(config: AlgorithmConfig) -> Loss:
         The loss. Call it with the ``LossInputs`` of a micro-batch.
 
     Raises:
-        ValueError: an unknown name or import path, or an object that isn't a ``PolicyLoss``.
+        ValueError: an unknown name or import path, an object that isn't a ``PolicyLoss``, or an option that it
+            doesn't have or allow.
 
     Example:
-        >>> build_loss(AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4)).needs_old
+        >>> build_loss(AlgorithmConfig(loss={"name": "ppo_clip", "clip_high": 0.28})).needs_old
         True
     """
-    return Loss(config, find_policy(config.loss)(config))
+    return Loss(config, build_policy(config.loss))
 
 
-def find_policy(name: str) -> Callable[[AlgorithmConfig], PolicyLoss]:
+def build_policy(loss: Part) -> PolicyLoss:
+    """Build a policy term with its options. Raises as ``build_loss``."""
+    made = find_policy(loss.name)
+    require_options(f"loss {loss.name}", made, loss.options)
+    return made(**loss.options)
+
+
+def find_policy(name: str) -> Callable[..., PolicyLoss]:
     """Return the class of the policy term with this name, or at ``package.module:name``. Raises as ``build_loss``."""
-    found: Any = resolve_callable("loss", name, POLICY_LOSSES)
+    found: Any = resolve_callable("loss", name, LOSSES)
     missing = [attribute for attribute in ("name", "needs_old", "needs_advantages") if not hasattr(found, attribute)]
     if missing:
         raise ValueError(
             f"loss {name!r} has no {' and no '.join(missing)}; define the attributes that `PolicyLoss` describes"
         )
-    return cast("Callable[[AlgorithmConfig], PolicyLoss]", found)
+    return cast("Callable[..., PolicyLoss]", found)
 
 
 class Loss:
@@ -83,13 +93,13 @@ class Loss:
         correction: Correction | None = None,
     ) -> None:
         self._config, self._policy = config, policy
-        corrects = config.importance_correction != "none"
-        self._correct = (correction or find_correction(config.importance_correction)) if corrects else None
+        corrects = config.importance.correction != "none"
+        self._correct = (correction or find_correction(config.importance.correction)) if corrects else None
         self.name = policy.name
-        self.needs_reference = config.kl_coef > 0
-        self.needs_old = policy.needs_old or corrects or (self.needs_reference and config.kl_importance_weighted)
+        self.needs_reference = config.kl.coef > 0
+        self.needs_old = policy.needs_old or corrects or (self.needs_reference and config.kl.importance_weighted)
         if self.needs_reference:
-            self._kl_estimator = kl_estimator or find_kl_estimator(config.kl_estimator)
+            self._kl_estimator = kl_estimator or find_kl_estimator(config.kl.estimator)
         self.needs_behaviour = corrects
         self.needs_entropy = config.entropy_coef > 0
 
@@ -115,7 +125,7 @@ class Loss:
         kl = self._kl(inputs)
         per_token = policy
         if kl is not None:
-            per_token = per_token + self._config.kl_coef * kl
+            per_token = per_token + self._config.kl.coef * kl
         if self.needs_entropy:
             per_token = per_token - self._config.entropy_coef * required(inputs, "entropy")
         loss = _weighted_sum(per_token, inputs)
@@ -125,7 +135,9 @@ class Loss:
         if self._correct is None:
             return None
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
-        return configured_weights(self._config, old, behaviour, inputs.loss_mask, inputs.response_lens, self._correct)
+        return configured_weights(
+            self._config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens, self._correct
+        )
 
     def _corrected(self, per_token: Tensor, correction: ImportanceWeights | None, inputs: LossInputs) -> Tensor:
         if correction is not None:
@@ -150,7 +162,7 @@ class Loss:
         if not self.needs_reference:
             return None
         kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._kl_estimator)
-        return token_ratio(inputs) * kl if self._config.kl_importance_weighted else kl
+        return token_ratio(inputs) * kl if self._config.kl.importance_weighted else kl
 
 
 def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:

@@ -16,7 +16,10 @@ from pydantic_core import PydanticUndefined
 
 from slime_like.config.base import split_optional
 from slime_like.config.filling import AUTO, FILLING
+from slime_like.config.part import Part
 from slime_like.config.run import RunConfig
+
+Kind = Literal["text", "many", "entries", "part", "sections"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +28,13 @@ class Field:
 
     Attributes:
         name: dotted name, e.g. ``trainer.parallel.tensor``.
-        kind: "text" takes one value, "many" several. "entries" is a mapping of free keys, and "sections" a list of
-            sections; a flag gives both as YAML.
+        kind: "text" takes one value, "many" several. "entries" is a mapping of free keys, "part" a name with options,
+            and "sections" a list of sections; a flag gives these as YAML.
         default: ``PydanticUndefined`` if there is none.
     """
 
     name: str
-    kind: Literal["text", "many", "entries", "sections"]
+    kind: Kind
     type_text: str
     default: Any
     description: str
@@ -48,6 +51,8 @@ def value_text(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Part) and not value.options:
+        return value.name
     if isinstance(value, BaseModel):  # sorted, because the order of a set differs between processes
         value = {key: getattr(value, key) for key in sorted(value.model_fields_set)}
     if isinstance(value, tuple | list):
@@ -87,7 +92,7 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[F
 
 
 def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation is not Part
 
 
 @cache
@@ -104,8 +109,10 @@ def _docstrings(module: str) -> dict[str, str]:
     }
 
 
-def _kind(annotation: Any) -> Literal["text", "many", "entries", "sections"]:
+def _kind(annotation: Any) -> Kind:
     origin = get_origin(annotation)
+    if annotation is Part:
+        return "part"
     if origin is tuple:
         return "sections" if _is_section(get_args(annotation)[0]) else "many"
     return "entries" if origin is dict else "text"
@@ -123,5 +130,5 @@ def _type_text(annotation: Any) -> str:
         return f"list of {_type_text(arguments[0])}"
     if _is_section(annotation):
         return "{" + ", ".join(annotation.model_fields) + "}"
-    names = {str: "text", int: "integer", float: "number", bool: "true | false", Path: "path"}
+    names = {str: "text", int: "integer", float: "number", bool: "true | false", Path: "path", Part: "name or mapping"}
     return names[annotation]

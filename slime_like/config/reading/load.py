@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from slime_like.config.filling import AUTO, FILLING, fill
-from slime_like.config.reading.fields import all_fields
+from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.hub import with_snapshots
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
@@ -48,7 +48,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
             parts.append(_setting(name, values))
         except ValueError as error:
             problems.append(Problem("flag-value", f"--{name}: {error}", name))
-    data, undecided = _merged(parts, path)
+    data, undecided = _merged(_spelled_out(parts), path)
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
@@ -105,13 +105,31 @@ def _read(path: Path) -> DictConfig:
     return read
 
 
+def _spelled_out(parts: Sequence[DictConfig]) -> list[DictConfig]:
+    """Return the layers with ``{name: ...}`` for the name of a part, so options of later layers are merged into it.
+
+    A name alone removes the options of earlier layers. Options alone belong to the name before them, or the default.
+    """
+    names = [field.name for field in all_fields().values() if field.kind == "part"]
+    layers = [OmegaConf.create({}), *parts]
+    for name in names:
+        OmegaConf.update(layers[0], name, value_text(all_fields()[name].default))
+        given = [OmegaConf.select(layer, name) for layer in layers]
+        last = max(at for at, value in enumerate(given) if isinstance(value, str))
+        for at in range(last):
+            if given[at] is not None:
+                OmegaConf.update(layers[at], name, None)
+        OmegaConf.update(layers[last], name, {"name": given[last]}, merge=False)
+    return layers
+
+
 def _merged(parts: Sequence[DictConfig], path: Path | None) -> tuple[dict[str, Any], list[str]]:
     """Return plain values, interpolations resolved, and the names of the fields that are still ``???``."""
     try:
         merged = OmegaConf.merge(*parts)
         plain: Any = OmegaConf.to_container(merged, resolve=True)
         return plain, sorted(OmegaConf.missing_keys(merged))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list instead of a mapping
         where = "" if path is None else f"{path}: "
         raise ConfigError(f"{where}{_reason(error)}; correct the interpolation", code="yaml-syntax") from error
 

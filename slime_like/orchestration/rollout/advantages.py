@@ -42,10 +42,10 @@ class Advantages:
             response_lens: length of each rollout; see ``Rollout.length``.
         """
         totals = weighted_rewards(self._reward, rewards)
-        buffer = self._algorithm.overlong_buffer
+        buffer = self._algorithm.overlong.buffer
         if buffer is None:
             return totals
-        limit, factor = self._max_new_tokens, self._algorithm.overlong_factor
+        limit, factor = self._max_new_tokens, self._algorithm.overlong.factor
         return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
 
     def of_rows(self, rollouts: Sequence[Rollout[Any]], totals: Tensor, step: int) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class Advantages:
             RewardError: see ``of_step``.
         """
         group_ids = [rollout.group_id for rollout in rollouts]
-        if (level := configured_estimator(self._algorithm.advantage).level) == "sample":
+        if (level := configured_estimator(self._algorithm.advantage.name).level) == "sample":
             found = self.of_step(totals, group_ids, step)
             return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
         sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
@@ -74,9 +74,9 @@ class Advantages:
         Raises:
             RewardError: the estimator, possibly a user's, failed or did not return one finite number per entry.
         """
-        name = self._algorithm.advantage
-        with naming(RewardError, "estimator-failed", "algorithm.advantage", name, "compute", f"step {step}"):
-            advantages = compute_advantages(totals, group_ids, name, lengths, eps=self._algorithm.advantage_eps)
+        chosen = self._algorithm.advantage
+        with naming(RewardError, "estimator-failed", "algorithm.advantage", chosen.name, "compute", f"step {step}"):
+            advantages = compute_advantages(totals, group_ids, chosen.name, lengths, **chosen.options)
         if self._shuffle_seed is not None:
             generator = torch.Generator().manual_seed(self._shuffle_seed * 1_000_003 + step)
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
@@ -102,8 +102,8 @@ class Advantages:
                 frozen[row.sequence_id]["ref_logprobs"],
                 row.loss_mask,
                 torch.tensor([row.response_len]),
-                self._algorithm.kl_reward_coef,
-                self._algorithm.kl_reward_estimator,
+                self._algorithm.kl_reward.coef,
+                self._algorithm.kl_reward.estimator,
             )[1]
             for row in trajectories
         }
@@ -161,10 +161,10 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
     mask = torch.cat([row.loss_mask for row in rows])
     old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])
     behaviour = torch.cat([row.logprobs for row in rows if row.logprobs is not None])  # not None: engines sampled
-    name = algorithm.importance_correction
-    correcting = naming(TrainerError, "custom-loss-failed", "algorithm.importance_correction", name, "")
+    name = algorithm.importance.correction
+    correcting = naming(TrainerError, "custom-loss-failed", "algorithm.importance.correction", name, "")
     with correcting if ":" in name else nullcontext():
-        weights = configured_weights(algorithm, old, behaviour, mask, lengths).weights
+        weights = configured_weights(algorithm.importance, old, behaviour, mask, lengths).weights
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
     ranks.call("scaling advantages", RankTraining.divide_advantages, mean)

@@ -134,7 +134,7 @@ class RolloutSource(ABC):
         """Return whether the group's rewards differ, if ``rollout.drop_zero_spread`` requires it."""
         rewards = weighted_rewards(self._config.reward, rewarded.rewards)  # differing lengths don't make a group useful
         spread = float(rewards.max() - rewards.min())
-        return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.advantage_eps
+        return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.least_spread
 
     def _abort(self) -> None:
         """Abort and drop all groups, wherever they are."""

@@ -75,7 +75,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
 
 def _open(config: RunConfig, stack: ExitStack) -> Run:
     if config.rollout.stream and not config.supervised:
-        require_group_scope(config.algorithm.advantage)
+        require_group_scope(config.algorithm.advantage.name)
     if config.rollout.agent.is_set and not config.supervised:
         require_token_ratios(config.algorithm)
     lock = stack.enter_context(RunLock(config.run_dir))

@@ -7,9 +7,6 @@ from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.system.words import counted
 
-_GSPO_LARGE = 0.01
-"""GSPO's paper uses 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1), PPO uses 0.2."""
-
 
 def data_notes(
     max_prompt_tokens: int, wanted: int, prompts: PromptSource, datasets: Mapping[str, Sequence[Prompt]] | None = None
@@ -33,15 +30,7 @@ def data_notes(
 
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
-    """Warn about bounds that clip nothing, an adapter of another base, a warm-up that outlasts the run, and an unset
-    checkpoint interval."""
-    algorithm = config.algorithm
-    if algorithm.loss == "gspo" and min(algorithm.clip_low, algorithm.clip_high) >= _GSPO_LARGE:
-        yield (
-            f"algorithm.loss=gspo with clip_low={algorithm.clip_low:g} and clip_high={algorithm.clip_high:g} clips "
-            "almost nothing, since the ratio of a sequence varies far less than the ratio of a token; the GSPO paper "
-            "uses 3e-4 and 4e-4 with reduction: samples"
-        )
+    """Warn about an adapter of another base, a warm-up that outlasts the run, and an unset checkpoint interval."""
     base, model = config.model.lora.base, config.model.path
     if base is not None and Path(base).resolve() != model.resolve():
         yield f"the adapter in model.lora.path names {base} as its base; its factors are added to model.path={model}"

@@ -57,9 +57,9 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
             ranks.call(f"scoring with the {role.name} weights", RankTraining.score_batch, role.name)
             if not role.trained:
                 records[role.name] = _scoring_record(trajectories, time.perf_counter() - started)
-        if config.algorithm.kl_reward_coef > 0:
+        if config.algorithm.kl_reward.coef > 0:
             Advantages(config).penalise_kl(ranks, trajectories, step)
-        if config.algorithm.importance_normalize:
+        if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
     return records
 

@@ -99,7 +99,7 @@ class ExperienceBatcher:
         counts, group_ids, rollout_ids = _loss_tokens(groups)
         if len(set(rollout_ids)) < len(rollout_ids):
             require_token_ratios(algorithm)
-        weights = token_weights(algorithm.reduction, counts, group_ids, algorithm.constant_length, rollout_ids)
+        weights = token_weights(algorithm.reduction.name, counts, group_ids, rollout_ids, **algorithm.reduction.options)
         for trajectory, weight in zip(groups, weights, strict=True):
             trajectory.token_weight = weight
 
@@ -117,7 +117,8 @@ class ExperienceBatcher:
                 who="optimizer step",
                 remedy="check that answers are not empty and that agents call the model",
             )
-        return step_denominator(self._algorithm.reduction, counts, groups, rollouts)
+        reduction = self._algorithm.reduction
+        return step_denominator(reduction.name, counts, groups, rollouts, **reduction.options)
 
     def pack_full(self, waiting: Sequence[ScoredTrajectory]) -> tuple[Window, list[ScoredTrajectory]]:
         """Return (window of full micro-batches, sequences left for later). The window may be empty.
@@ -237,7 +238,7 @@ def require_token_ratios(algorithm: AlgorithmConfig) -> None:
     Raises:
         ConfigError: with every setting that has such a ratio.
     """
-    problems, name = list(algorithm.row_conflicts()), algorithm.loss
+    problems, name = list(algorithm.row_conflicts()), algorithm.loss.name
     if ":" in name and _may_be_per_sequence(name):
         problems.append(
             f"algorithm.loss={name}: the loss may need all tokens of a sequence together, but rollouts with several "

@@ -12,10 +12,9 @@ from typing import Any
 
 from slime_like.errors import ConfigError
 from slime_like.interfaces.agent import Agent, AgentResult, AgentTask
-from slime_like.plugins.resolve import resolve_callable
+from slime_like.plugins.resolve import require_options, resolve_callable
 from slime_like.plugins.traceback import code_of
 from slime_like.sandbox.agents.command import run_command
-from slime_like.sandbox.rewards.signature import require_options
 from slime_like.sandbox.serving import Handler, adopt_orphans, serve, untrusted
 from slime_like.system.processes import end_descendants, process_ids, resident_bytes
 
@@ -51,7 +50,7 @@ def _function(name: str, options: dict[str, Any]) -> tuple[_Run, CodeType | None
         solve: Agent = resolve_callable("agent", name, {})
         if not inspect.iscoroutinefunction(solve):
             raise ValueError(f"agent {name!r} is not an `async def`; make it one")
-        require_options(f"agent {name!r}", inspect.signature(solve), ("task",), options)
+        require_options(f"agent {name!r}", solve, options, ("task",))
     except ValueError as error:
         raise ConfigError([f"rollout.agent: {error}"]) from error
     return lambda task, _: asyncio.run(solve(task, **options)), code_of(solve)

@@ -1,12 +1,10 @@
 """Environments by name or by import path."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from slime_like.interfaces.environment import Environment
-from slime_like.plugins.resolve import resolve_callable
-from slime_like.sandbox.rewards.signature import require_options
+from slime_like.plugins.resolve import require_options, resolve_callable
 
 REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:Calculator"}
 """Included environments, as import paths. Workers import them; this package never does."""
@@ -18,7 +16,7 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     Raises ``ValueError`` if there is no such class, or it does not take the options.
     """
     found = resolve_callable("environment", name, REGISTERED)
-    require_options(f"environment {name!r}", inspect.signature(found), (), options)
+    require_options(f"environment {name!r}", found, options)
     try:
         return found(**options)
     except Exception as error:

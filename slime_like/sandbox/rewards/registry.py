@@ -1,12 +1,11 @@
 """Included reward functions, and the lookup of a function by name or import path."""
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slime_like.plugins.resolve import may_have_parameter, resolve_callable
-from slime_like.sandbox.rewards.signature import GIVEN, ROW, require_options
+from slime_like.plugins.resolve import may_have_parameter, require_options, resolve_callable
+from slime_like.sandbox.rewards.signature import GIVEN, ROW
 
 if TYPE_CHECKING:
     from slime_like.config import RunConfig
@@ -76,7 +75,7 @@ def try_options(name: str, function: RewardCallable, options: Mapping[str, Any])
 
     Functions without side effects are called once. For a service, only the request is checked; nothing is sent.
     """
-    require_options(f"reward function {name!r}", inspect.signature(function), GIVEN, options)
+    require_options(f"reward function {name!r}", function, options, GIVEN)
     if name in SERVICES:
         from slime_like.sandbox.rewards.services import check_service  # it imports http and ssl
 

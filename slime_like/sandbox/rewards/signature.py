@@ -1,8 +1,10 @@
 """Checks that workers can call a function with its options."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from slime_like.plugins.resolve import require_options
 
 GIVEN = ("prompt", "response", "answer")
 ROW = "row"
@@ -26,20 +28,9 @@ def require_reward(name: str, function: Callable[..., Any], options: Mapping[str
     if not _OF_OTHERS.isdisjoint(names) or (sorted(meant) == sorted(GIVEN) and meant != list(GIVEN)):
         raise ValueError(f"it takes ({', '.join(names)}), but receives {', '.join(GIVEN)} by position; take these")
     given = {ROW: None} if takes_row(function, options) else {}
-    require_options(f"reward function {name!r}", signature, GIVEN, {**options, **given})
+    require_options(f"reward function {name!r}", function, {**options, **given}, GIVEN)
 
 
 def takes_row(function: Callable[..., Any], options: Mapping[str, Any]) -> bool:
     """Return whether the function has a parameter for the row that its options do not set."""
     return ROW in inspect.signature(function).parameters and ROW not in options
-
-
-def require_options(
-    subject: str, signature: inspect.Signature, given: Sequence[str], options: Mapping[str, Any]
-) -> None:
-    """Raise ``ValueError`` unless a call with ``given`` by position and ``options`` by name is possible."""
-    try:
-        signature.bind(*given, **options)
-    except TypeError as error:
-        takes = ", ".join(map(str, signature.parameters.values())) or "nothing"
-        raise ValueError(f"{subject} cannot be called with its options: {error}; it takes {takes}") from error

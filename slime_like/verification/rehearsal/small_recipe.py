@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config import ParallelConfig, ReferenceConfig, RolloutConfig, RunConfig, TrainerConfig
+from slime_like.config.part import Part
 from slime_like.models.dimensions import ModelDimensions
 
 RANKS = 8
@@ -40,8 +41,8 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         },
         "algorithm": {
             "minibatches": min(2, algorithm.minibatches),
-            "constant_length": _at_most(new_tokens, algorithm.constant_length),
-            "overlong_buffer": _at_most(max(1, new_tokens // 2), algorithm.overlong_buffer),
+            "reduction": _reduction(algorithm.reduction, new_tokens),
+            "overlong": {"buffer": _at_most(max(1, new_tokens // 2), algorithm.overlong.buffer)},
         },
         "trainer": _trainer(config.trainer, budget),
         "reference": _reference(config.reference, algorithm.needs_reference, model),
@@ -105,6 +106,11 @@ def _reference(reference: ReferenceConfig, is_needed: bool, model: Path) -> dict
     if is_needed and reference.placement == "workers":
         small |= {"workers": 1, "parallel": _small_axes(reference.parallel)}
     return small
+
+
+def _reduction(reduction: Part, new_tokens: int) -> dict[str, Any]:
+    small = reduction.model_dump()
+    return small | {"length": min(new_tokens, small["length"])} if "length" in small else small
 
 
 def _at_most(limit: int, value: int | None) -> int | None:

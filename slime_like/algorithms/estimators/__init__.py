@@ -1,0 +1,1 @@
+"""Advantage estimators, one function each; see ``slime_like.algorithms.advantages``."""
