@@ -84,7 +84,7 @@ def flags(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> l
         "rollout.stop_token_ids": _STOP_IDS,
         "rollout.max_staleness": manner.ahead,
         "rollout.stream": str(manner.streams).lower(),
-        "algorithm.importance_correction": "truncate",
+        "algorithm.importance.correction": "truncate",
         "reward.functions": "[{name: length, options: {limit: 0, buffer: 1024}}]",
         "trainer.target_tokens_per_batch": 1024,
         "trainer.optimizer.lr": 1e-6,

@@ -121,7 +121,7 @@ def _flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
         "--rollout.samples_per_prompt", "4",
         "--reward.functions",
         "[{name: math_verify}, {name: environment}, {name: format, options: {pattern: '.*[a-m].*'}}]",
-        "--algorithm.kl_coef", "0.01",
+        "--algorithm.kl.coef", "0.01",
         "--reference.placement", "workers",
         "--trainer.optimizer.warmup_steps", "0",
         "--trainer.optimizer.decay", "constant",

@@ -56,7 +56,7 @@ def flags(root: Path, model: Path, steps: int, engine: str) -> list[str]:
         "--rollout.engine", engine,
         "--rollout.prompts_per_step", "8",
         "--rollout.samples_per_prompt", "4",
-        "--algorithm.kl_coef", "0.01",
+        "--algorithm.kl.coef", "0.01",
         "--reward.functions", "[{name: math_verify}, {name: format, options: {pattern: '.*[a-m].*'}}]",
         "--checkpoint.every", "10",
         "--checkpoint.export_hf", "false",

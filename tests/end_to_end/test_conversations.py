@@ -70,7 +70,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         "--evaluation.temperature", "1",
         "--rollout.python", str(make_interpreter(tmp_path / "other")),
         "--rollout.prompts_per_step", "16", "--rollout.max_staleness", "1",
-        "--algorithm.importance_correction", "truncate", "--trainer.optimizer.lr", "4e-4",
+        "--algorithm.importance.correction", "truncate", "--trainer.optimizer.lr", "4e-4",
         "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16",
         "--trainer.cpu_threads", "1", "--logging.progress", "plain",
     ]  # fmt: skip

@@ -30,7 +30,7 @@ LAYOUTS = {
 
 def flags(tiny: Tiny, root: Path, *layout: str) -> list[str]:
     return tiny.rl_flags(
-        root / "run", "--rollout.engine", "transformers", "--algorithm.kl_coef", "0.01", "--checkpoint.every", "1",
+        root / "run", "--rollout.engine", "transformers", "--algorithm.kl.coef", "0.01", "--checkpoint.every", "1",
         "--algorithm.minibatches", "2", "--algorithm.epochs", "2",
         "--evaluation.every", "1", "--trainer.target_tokens_per_batch", "256",
         # AdamW's first step is the gradient's sign. If rounding decides it, weights differ by twice the rate, and one

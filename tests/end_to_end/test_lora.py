@@ -14,7 +14,7 @@ RANK, SHOWN = 6, 4
 LORA = ["--model.lora.rank", str(RANK), "--model.lora.alpha", "9", "--trainer.optimizer.lr", "1e-2"]
 FSDP = ["--trainer.backend", "fsdp"]
 TWO = ["--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true"]
-AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance_correction", "truncate", "--rollout.stream", "true"]
+AHEAD = ["--rollout.max_staleness", "1", "--algorithm.importance.correction", "truncate", "--rollout.stream", "true"]
 CASES: dict[str, list[str]] = {
     "vllm-adapter": TWO,
     "sglang-adapter": FSDP,
@@ -36,7 +36,7 @@ def test_engines_and_trainer_agree(tiny: Tiny, tmp_path: Path, case: str) -> Non
     """Factors change at a high rate, so an engine with old ones would be found."""
     engine, form = case.split("-")[:2]
     flags = ["--rollout.engine", engine, "--model.lora.sync", form, "--steps", "3", "--evaluation.files", "[]"]
-    flags += ["--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
+    flags += ["--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1"]
     run_dir = tmp_path / "run"
     succeed(tiny.rl_flags(run_dir, *flags, *LORA, *CASES[case]), tmp_path / "log")
     rows = steps_of(run_dir)

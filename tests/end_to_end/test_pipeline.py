@@ -21,7 +21,7 @@ def test_sampling_runs_ahead_within_its_bound_and_survives_a_kill(tiny: Tiny, tm
     flags = tiny.rl_flags(
         run_dir, "--steps", "8", "--rollout.max_staleness", str(bound), "--checkpoint.every", "2",
         "--rollout.engine", "transformers",
-        "--algorithm.importance_correction", "truncate", "--algorithm.minibatches", "1", "--evaluation.files", "[]",
+        "--algorithm.importance.correction", "truncate", "--algorithm.minibatches", "1", "--evaluation.files", "[]",
         "--rollout.stream", "true", "--trainer.target_tokens_per_batch", "64", "--trainer.parallel.data", "2",
     )  # fmt: skip
     with Command(flags, tmp_path / "log-0") as command:
@@ -49,7 +49,7 @@ def test_dropped_groups_are_in_the_ledger_with_a_reason(tiny: Tiny, tmp_path: Pa
     run_dir = tmp_path / "run"
     flags = tiny.rl_flags(
         run_dir, "--rollout.engine", "transformers", "--rollout.oversample", "1.5", "--rollout.drop_zero_spread",
-        "true", "--steps", "3", "--evaluation.files", "[]", "--algorithm.kl_coef", "0.05", "--reference.placement",
+        "true", "--steps", "3", "--evaluation.files", "[]", "--algorithm.kl.coef", "0.05", "--reference.placement",
         "workers", "--algorithm.minibatches", "1",
     )  # fmt: skip
     succeed(flags, tmp_path / "log")

@@ -14,7 +14,7 @@ REJECTED = ("--trainer.parallel.tensor", "3")  # nothing is traced then, which w
 
 def planned(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Plan:
     monkeypatch.chdir(ROOT)
-    small = "--trainer.target_tokens_per_batch 2048 --rollout.max_new_tokens 512 --algorithm.kl_coef 0.1"
+    small = "--trainer.target_tokens_per_batch 2048 --rollout.max_new_tokens 512 --algorithm.kl.coef 0.1"
     workers = [*small.split(), "--reference.placement", "workers", *flags]
     return make_plan(PlannedRun.of(load_config(ROOT / "configs" / "qwen2.5_0.5b.yaml", workers)))
 

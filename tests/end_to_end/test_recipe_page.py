@@ -30,7 +30,7 @@ MOE = "Mixture of experts"
 WITH = {"Long context": ("GSPO", "TIS"), "One GPU": ("CISPO", "MIS")}
 _LIMITS = {
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 8},
-    "algorithm": {"constant_length": 8, "overlong_buffer": 4, "minibatches": 2},
+    "algorithm": {"reduction": {"name": "constant", "length": 8}, "overlong": {"buffer": 4}, "minibatches": 2},
 }
 
 

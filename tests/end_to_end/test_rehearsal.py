@@ -105,7 +105,7 @@ def test_a_run_is_killed_resumed_and_exported_and_a_failing_reward_is_found(
 
 
 def test_low_rank_factors_are_trained_resumed_and_exported(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe.flags += ["--model.lora.rank", "4", "--algorithm.kl_coef", "0.01", "--checkpoint.async_save", "true"]
+    recipe.flags += ["--model.lora.rank", "4", "--algorithm.kl.coef", "0.01", "--checkpoint.async_save", "true"]
     code, stages, faults = recipe.rehearse(capsys)
     assert (code, stages, faults) == (0, STAGES, {})
 

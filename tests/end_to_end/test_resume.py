@@ -36,7 +36,7 @@ def flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
     return tiny.rl_flags(
         root / "run", "--rollout.engine", "transformers", "--steps", str(STEPS), "--checkpoint.every", str(SAVE),
         "--checkpoint.keep", "4",
-        "--algorithm.minibatches", "1", "--algorithm.kl_coef", "0.1", "--reference.update_interval", str(REFRESH),
+        "--algorithm.minibatches", "1", "--algorithm.kl.coef", "0.1", "--reference.update_interval", str(REFRESH),
         "--trainer.optimizer.lr", "1e-3", *more,
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, eng
     A run with vLLM over the whole vocabulary: test_killed_colocated_engines.py.
     """
     run_dir = tmp_path / "run"
-    flags = [*cut.split(), "--rollout.engine", engine, "--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1"]
+    flags = [*cut.split(), "--rollout.engine", engine, "--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1"]
     flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
     flags += ["--logging.tensorboard", "true"]
     halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
@@ -170,7 +170,7 @@ _TRUNCATED = {
 def test_truncated_samples_are_trained_over_their_supports(tiny: Tiny, case: str, tmp_path: Path) -> None:
     """Engine, trainer and reference agree about each logprob of the first step."""
     flags = ["--rollout.engine", case.partition("-")[0], "--rollout.top_p", "0.9"]
-    flags += ["--algorithm.kl_coef", "0.01", "--algorithm.minibatches", "1", "--evaluation.files", "[]"]
+    flags += ["--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1", "--evaluation.files", "[]"]
     flags += _TRUNCATED[case].replace("GAME", f"{tmp_path}/game.py:Game").split()
     (tmp_path / "game.py").write_text(_GAME)
     succeed(tiny.rl_flags(tmp_path / "run", *flags, "--checkpoint.export_hf", "false"), tmp_path / "log")

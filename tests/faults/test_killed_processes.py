@@ -72,7 +72,7 @@ def test_a_rank_killed_while_waiting_for_an_engine_is_reported_first(tiny: Tiny,
 
 def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path: Path) -> None:
     """Groups wait for the successor of the only worker. Each is trained once, with reference logprobs."""
-    flags = ["--steps", "4", "--rollout.prompts_per_step", "16", "--algorithm.kl_coef", "0.1"]
+    flags = ["--steps", "4", "--rollout.prompts_per_step", "16", "--algorithm.kl.coef", "0.1"]
     run_dir = tmp_path / "run"
     with Command(quick(tiny, run_dir, *flags, "--reference.placement", "workers"), tmp_path / "log") as command:
         _running(command, "ray::TrainerRank.score").kill()

@@ -31,7 +31,13 @@ def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> 
     sequences = scored_sequences(LENGTHS)
     # A wide clip range: rounding a ratio across its edge would change the gradient abruptly.
     layout = {"attention": "ring", **settings}
-    config = parity_config(checkpoint, tmp_path / "run", layout, "bfloat16", clip_low=0.99, clip_high=100.0)
+    config = parity_config(
+        checkpoint,
+        tmp_path / "run",
+        layout,
+        "bfloat16",
+        loss={"name": "ppo_clip", "clip_low": 0.99, "clip_high": 100.0},
+    )
     reference = Reference(checkpoint, config.algorithm)
     reference.round_weights()
     denominator, pack = samples_with_loss(sequences), pack_sequences(sequences)

@@ -37,7 +37,7 @@ ROUTED_MEAN_BOUND, ROUTED_GRADIENT_BOUND = 0.04, 0.3
 """Bounds for a mixture of experts, in which rounding sends some tokens to other experts."""
 LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 # A wide clip: a ratio that rounding moves over the clip's bound would change the gradient abruptly.
-WIDE = {"clip_low": 0.99, "clip_high": 100.0}
+WIDE = {"loss": {"name": "ppo_clip", "clip_low": 0.99, "clip_high": 100.0}}
 UNTESTED = ReferenceStep([], [], 0.0, 0.0, {})
 
 
@@ -183,7 +183,7 @@ def reference_model(placement: RankPlacement, root: Path, backend: str) -> None:
     sequences = scored_sequences(LENGTHS)
     packs = [pack_sequences(sequences)]
     other = save_checkpoint("qwen3", root / "other", seed=1)
-    config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {}, kl_coef=0.1)
+    config = _config(backend, save_checkpoint("qwen3", root / "model"), root, {}, kl={"coef": 0.1})
     config = RunConfig(**{**dict(config), "reference": {"path": other}})
     judge = Reference(other, config.algorithm)
     judge.round_weights()

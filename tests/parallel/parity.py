@@ -36,7 +36,7 @@ MASKED = (7,)
 TAIL = 5  # padding at the end of the first pack
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 4.0}
-ALGORITHM = {"kl_coef": 0.05, "entropy_coef": 0.01, "reduction": "samples"}
+ALGORITHM = {"kl": {"coef": 0.05}, "entropy_coef": 0.01, "reduction": "samples"}
 BALANCE = {"qwen3_moe": 0.2, "deepseek_v3": 0.2, "deepseek_v3_direct": 0.2}
 """Coefficient of the routers' balancing loss, chosen to make up about half of their gradients."""
 

@@ -470,7 +470,7 @@ def _scored(trainer: MegatronTrainer, weights: Any) -> Tensor:
 
 def test_saved_weights_become_the_reference_under_the_same_and_another_layout(tmp_path: Path) -> None:
     """The optimizer is sharded and gathers overlap, so that saving has to wait for them; then one rank loads them."""
-    model, reference = _model(tmp_path / "model", "tp2"), {"algorithm": {"kl_coef": 0.1}}
+    model, reference = _model(tmp_path / "model", "tp2"), {"algorithm": {"kl": {"coef": 0.1}}}
     layout = {"tensor": 2, "sequence": True, "distributed": True}
     config = _config(model, tmp_path, layout, "bfloat16", **reference)
     wrote = run_ranks(_save_weights_and_refer, 2, tmp_path / "first", config, tmp_path / "weights")

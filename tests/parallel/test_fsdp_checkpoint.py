@@ -270,5 +270,5 @@ def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None
 def test_saved_weights_become_the_reference(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "deepseek_v3")
     config = _config(tmp_path / "model", tmp_path, {"data": 2})
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coef": 0.1})})
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": {"coef": 0.1}})})
     run_ranks(_refer, 2, tmp_path / "ranks", config, tmp_path / "weights")

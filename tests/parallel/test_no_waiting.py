@@ -30,10 +30,9 @@ from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
 
 ALGORITHM = {
     "loss": "gspo",
-    "kl_coef": 0.05,
+    "kl": {"coef": 0.05},
     "entropy_coef": 0.01,
-    "importance_correction": "truncate",
-    "importance_level": "sequence",
+    "importance": {"correction": "truncate", "level": "sequence"},
     "off_policy_mask": 0.1,
 }
 

@@ -126,7 +126,13 @@ def test_bfloat16_stays_near_the_reference(layout: str, tmp_path: Path) -> None:
     """
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    config = parity_config(checkpoint, tmp_path, LAYOUTS[layout], "bfloat16", clip_low=0.99, clip_high=100.0)
+    config = parity_config(
+        checkpoint,
+        tmp_path,
+        LAYOUTS[layout],
+        "bfloat16",
+        loss={"name": "ppo_clip", "clip_low": 0.99, "clip_high": 100.0},
+    )
     reference = Reference(checkpoint, config.algorithm)
     reference.model.bfloat16().double()
     denominator = samples_with_loss(sequences)

@@ -24,7 +24,7 @@ from tests.support.rollout_rows import batcher_of, cut_into_rows, random_cuts
 
 BUDGET, SHARED_BUDGET = 48, 28
 ROLLOUTS = 20  # in groups of two
-OBJECTIVE: dict[str, Any] = {"kl_coef": 0.0, "importance_correction": "truncate", "importance_high": 1.1}
+OBJECTIVE: dict[str, Any] = {"kl": {"coef": 0.0}, "importance": {"correction": "truncate", "high": 1.1}}
 # backend, layout, reduction
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "tp2-sp": ("megatron", {"tensor": 2, "sequence": True}, "tokens"),
@@ -92,7 +92,7 @@ _IN_ACCEPTANCE = "experts-tp2-sp-ep2"
 def test_rows_train_like_whole_rollouts(name: str, models: dict[bool, Path], tmp_path: Path) -> None:
     backend, layout, reduction = CASES[name]
     model = models[name.startswith("experts")]
-    objective = {**OBJECTIVE, "reduction": reduction, "constant_length": 19 if reduction == "constant" else None}
+    objective = {**OBJECTIVE, "reduction": {"name": reduction, "length": 19 if reduction == "constant" else None}}
     if backend == "fsdp":
         config = fsdp_config(Case(model, [], cast(Any, None)), tmp_path, layout, **objective)
     else:

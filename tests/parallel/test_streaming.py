@@ -95,7 +95,7 @@ def train_windows(
 def test_streamed_updates_equal_those_of_the_whole_batch(
     layout: dict[str, Any], fewest: int, qwen3: Path, tmp_path: Path
 ) -> None:
-    algorithm: dict[str, Any] = {"importance_correction": "truncate", "importance_high": 1.02, "reduction": "groups"}
+    algorithm: dict[str, Any] = {"importance": {"correction": "truncate", "high": 1.02}, "reduction": "groups"}
     config = parity_config(qwen3, tmp_path, layout, **algorithm)
     trainer = config.trainer.model_copy(update={"target_tokens_per_batch": BUDGET})
     config = config.model_copy(update={"trainer": trainer})

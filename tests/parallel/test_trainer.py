@@ -59,7 +59,7 @@ def test_the_only_update_of_a_batch_computes_its_old_logprobs(
 ) -> None:
     """Old logprobs and the update, with importance correction, are the same with and without a scoring pass."""
     pack = pack_sequences(scored_sequences(LENGTHS))
-    algorithm = {"importance_correction": "truncate"}
+    algorithm = {"importance": {"correction": "truncate"}}
     configs = [
         _config(qwen3, tmp_path, layout, algorithm=algorithm | {"old_logprobs": source}) for source in ("score", "auto")
     ]
@@ -90,7 +90,7 @@ def _gradients_with_and_without_filling(
 
 def test_zero_weight_micro_batches_add_exactly_nothing(qwen3: Path, tmp_path: Path) -> None:
     pack = pack_sequences(scored_sequences(LENGTHS))
-    config = _config(qwen3, tmp_path, algorithm={"kl_coef": 0.1, "entropy_coef": 0.1})
+    config = _config(qwen3, tmp_path, algorithm={"kl": {"coef": 0.1}, "entropy_coef": 0.1})
     ((alone, filled),) = run_ranks(_gradients_with_and_without_filling, 1, tmp_path / "ranks", config, pack)
     assert any(gradient.any() for gradient in alone)
     assert _same(alone, filled)
@@ -203,7 +203,7 @@ def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(
     layout: dict[str, Any], qwen3: Path, tmp_path: Path
 ) -> None:
     other = save_checkpoint("qwen3", tmp_path / "reference", seed=1)
-    config = _config(qwen3, tmp_path, layout, reference={"path": other}, algorithm={"kl_coef": 0.1})
+    config = _config(qwen3, tmp_path, layout, reference={"path": other}, algorithm={"kl": {"coef": 0.1}})
     sequences = scored_sequences(LENGTHS)
     world = config.trainer.parallel.world_size
     results = run_ranks(_score_both, world, tmp_path / "ranks", config, pack_sequences(sequences))
@@ -227,7 +227,7 @@ def _scores_of_three(placement: RankPlacement, config: RunConfig, pack: PackedTr
 def test_a_third_model_needs_only_a_role(qwen3: Path, tmp_path: Path) -> None:
     """Each model scores with its weights, in any order, under the names of its fields."""
     others = {seed: save_checkpoint("qwen3", tmp_path / f"model{seed}", seed=seed) for seed in (1, 2)}
-    config = _config(qwen3, tmp_path, reference={"path": others[1]}, algorithm={"kl_coef": 0.1})
+    config = _config(qwen3, tmp_path, reference={"path": others[1]}, algorithm={"kl": {"coef": 0.1}})
     sequences = scored_sequences(LENGTHS)
     (found,) = run_ranks(_scores_of_three, 1, tmp_path / "ranks", config, pack_sequences(sequences), others[2])
     paths = {"policy": qwen3, "reference": others[1], "teacher": others[2]}

@@ -85,7 +85,7 @@ def test_a_cluster_that_does_not_answer_is_rejected(
 def test_a_cluster_is_private_and_places_what_fits(tmp_path: Path, rejects: Rejects) -> None:
     """A run that needs more devices than the cluster has is rejected immediately."""
     references = {"placement": "workers", "workers": 2}
-    fits = config(tmp_path, trainer={"parallel": {"data": 3}}, reference=references, algorithm={"kl_coef": 0.1})
+    fits = config(tmp_path, trainer={"parallel": {"data": 3}}, reference=references, algorithm={"kl": {"coef": 0.1}})
     larger = config(tmp_path, trainer={"parallel": {"data": 300}})
     fits.run_dir.mkdir()
     with Cluster(fits.cluster, fits.run_dir / "worker_logs", slots=6):

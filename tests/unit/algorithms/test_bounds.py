@@ -68,7 +68,7 @@ def is_finite(output: LossOutput, gradient: Tensor) -> bool:
 
 def require_finite(loss: str, rows: Sequence[Sequence[float]], parts: Sequence[str]) -> None:
     names = zip(("importance_correction", "importance_level", "kl_estimator"), parts, strict=True)
-    terms: dict[str, Any] = {"kl_coef": 0.1, "kl_importance_weighted": True, "off_policy_mask": 0.1, **dict(names)}
+    terms: dict[str, Any] = {"kl": {"coef": 0.1, "importance_weighted": True}, "off_policy_mask": 0.1, **dict(names)}
     assert is_finite(*loss_of(AlgorithmConfig(loss=loss, **terms), rows))
 
 
@@ -106,7 +106,7 @@ def test_inside_the_bound_nothing_changes(distance: float, old: float) -> None:
     rows = [(old + distance, old, old, old, -1.0), (old, old, old, old, 0.0)]
     current, before = (torch.tensor(x, dtype=torch.float32) for x in (old + distance, old))
     difference = current - before
-    output, gradient = loss_of(AlgorithmConfig(loss="ppo_clip", clip_high=0.0), rows)
+    output, gradient = loss_of(AlgorithmConfig(loss={"name": "ppo_clip", "clip_high": 0.0}), rows)
     if abs(float(difference)) <= 20:
         expected = torch.exp(difference)
         pessimistic = torch.maximum(expected, expected.clamp(0.8, 1.0))
@@ -155,7 +155,7 @@ def test_a_masked_vocabulary(name: str) -> None:
     forbidden[:, 2] = forbidden[1, 3] = True
     leaf = logits.requires_grad_()
     targets = torch.tensor([0, 3, 2, 1])  # the second and third are forbidden
-    config = AlgorithmConfig(loss=name, kl_coef=0.1, entropy_coef=0.01)
+    config = AlgorithmConfig(loss=name, kl={"coef": 0.1}, entropy_coef=0.01)
     result = GRPOLoss(config)(
         leaf.masked_fill(forbidden, -INF),
         targets,

@@ -24,7 +24,7 @@ def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def test_chunked_padded_logits(sizes: list[int]) -> None:
     """Chunks of any sizes match a plain dense computation."""
     logits, targets, reference, advantages, mask = logits_case()
-    loss, policy, kl, ratio, clipfrac, logprobs = GRPOLoss(AlgorithmConfig(kl_coef=0.2)).forward(
+    loss, policy, kl, ratio, clipfrac, logprobs = GRPOLoss(AlgorithmConfig(kl={"coef": 0.2})).forward(
         list(logits.split(sizes, dim=1)), targets, reference, advantages, mask
     )
     expected, _ = dense_scores(logits, targets)
@@ -48,7 +48,7 @@ def test_packed_and_padded_agree(reduction: str, name: str) -> None:
     lengths = torch.tensor([6, 2, 5, 1])
     mask = torch.arange(6)[None] < lengths[:, None]
     config = AlgorithmConfig(
-        loss=name, kl_coef=0.2, reduction=reduction, constant_length=7 if reduction == "constant" else None
+        loss=name, kl={"coef": 0.2}, reduction={"name": reduction, "length": 7 if reduction == "constant" else None}
     )
     groups = [1, 1, 2, 2]
     padded = GRPOLoss(config).forward(logits, targets, reference, advantages, mask, old_logprobs=old, group_ids=groups)
@@ -72,7 +72,7 @@ def test_each_form_of_a_value_gives_the_same() -> None:
     logits, targets, reference, advantages, _ = logits_case()
     lengths = torch.tensor([6, 2, 5, 1])
     mask = torch.arange(6)[None] < lengths[:, None]
-    loss = GRPOLoss(AlgorithmConfig(kl_coef=0.2, reduction="groups"))
+    loss = GRPOLoss(AlgorithmConfig(kl={"coef": 0.2}, reduction="groups"))
     given = (logits[mask], targets[mask], reference[mask])
     further = {"old_logprobs": reference[mask] - 0.2, "response_lens": lengths}
     one = loss(*given, advantages, group_ids=[1, 1, 2, 2], temperature=0.7, **further)

@@ -86,8 +86,8 @@ def test_a_veto_in_the_loss() -> None:
     far = inputs.old_logprobs.clone()
     far[int(inputs.loss_mask.nonzero()[0])] -= 12
     given = replace(inputs, old_logprobs=far)
-    config = {"loss": "policy_gradient", "importance_correction": "tis"}
-    outputs = [build_loss(AlgorithmConfig(**config, **more))(given) for more in ({}, {"importance_veto": 1e-4})]
+    config = {"loss": "policy_gradient", "importance": {"correction": "tis"}}
+    outputs = [build_loss(AlgorithmConfig(**config, **more))(given) for more in ({}, {"importance": {"veto": 1e-4}})]
     plain, vetoed = (torch.autograd.grad(output.loss, given.logprobs)[0] for output in outputs)
     assert plain[: LENGTHS[0]].any() and not vetoed[: LENGTHS[0]].any()
     assert torch.equal(plain[LENGTHS[0] :], vetoed[LENGTHS[0] :])
@@ -114,14 +114,14 @@ def test_normalised_weights_average_one(name: str) -> None:
     advantages = torch.randn(9, generator=g, dtype=torch.float64)
 
     def run(**more: object) -> tuple[Tensor, Tensor]:
-        config = AlgorithmConfig(loss=name, kl_coef=0.5, importance_correction="tis", importance_high=1.2, **more)
+        config = AlgorithmConfig(loss=name, kl={"coef": 0.5}, importance={"correction": "tis", "high": 1.2}, **more)
         recorded = {"old_logprobs": old, "behaviour_logprobs": engine, "response_lens": lengths}
         result = GRPOLoss(config)(logits, targets, reference, advantages, **recorded)
         return result[0] - 0.5 * result[2], result[1]
 
     mean = (old - engine).exp().clamp_max(1.2).mean()
     assert abs(mean - 1) > 0.01
-    (plain, policy), (normalised, normalised_policy) = run(), run(importance_normalize=True)
+    (plain, policy), (normalised, normalised_policy) = run(), run(importance={"normalize": True})
     assert normalised.item() == pytest.approx(plain.item() / mean.item())
     assert normalised_policy.item() == pytest.approx(policy.item() / mean.item())
 
@@ -141,17 +141,17 @@ def negative(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
 def test_a_custom_correction() -> None:
     """A correction by import path. Its results are checked."""
     inputs, here = make_inputs(), "tests.unit.algorithms.test_importance"
-    config = AlgorithmConfig(importance_correction=f"{here}:squared", importance_high=9.0, loss="policy_gradient")
+    config = AlgorithmConfig(importance={"correction": f"{here}:squared", "high": 9.0}, loss="policy_gradient")
     rho = (inputs.old_logprobs - inputs.behaviour_logprobs).exp()
     expected = -(rho**2).clamp(0.5, 9.0) * inputs.advantages * inputs.logprobs * inputs.token_weights
     assert build_loss(config)(inputs).loss.item() == pytest.approx(expected[inputs.loss_mask].sum().item())
     for name in ("broadcast", "negative", "squard"):
         with pytest.raises(ValueError, match=r"unit\.algorithms\.test_importance"):
-            build_loss(AlgorithmConfig(importance_correction=f"{here}:{name}"))(inputs)
+            build_loss(AlgorithmConfig(importance={"correction": f"{here}:{name}"}))(inputs)
 
 
 def test_figures_of_a_correction() -> None:
-    config = AlgorithmConfig(importance_correction="truncate", importance_high=1.1)
+    config = AlgorithmConfig(importance={"correction": "truncate", "high": 1.1})
     stats = build_loss(config)(make_inputs()).sums.to_stats(1.0, 0.0, 0.0)
     ratios = [math.exp(x) for x in log_ratios("token")]
     assert stats.importance_weight.item() == pytest.approx(statistics.mean(min(r, 1.1) for r in ratios))

@@ -111,23 +111,32 @@ def sft(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: T
 
 
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-CORRECTED = {"importance_low": 0.5, "importance_high": 2.0}
+CORRECTED = {"importance": {"low": 0.5, "high": 2.0}}
 CASES: dict[str, tuple[Formula, dict[str, Any]]] = {
-    "ppo_clip": (ppo, {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2, "kl_coef": 0.2, "kl_estimator": "k3"}),
+    "ppo_clip": (
+        ppo,
+        {
+            "loss": {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2},
+            "kl": {"coef": 0.2, "estimator": "k3"},
+        },
+    ),
     "gspo": (
         gspo,
-        {"clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.1, "kl_estimator": "k2"}
-        | {"importance_correction": "mask", "importance_level": "sequence", **CORRECTED},
+        {"loss": {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.1}, "kl": {"coef": 0.1, "estimator": "k2"}}
+        | {"importance": {"correction": "mask", "level": "sequence"}, **CORRECTED},
     ),
     "cispo": (
         cispo,
-        {"clip_low": 0.2, "clip_high": 0.3, "kl_coef": 0.1, "kl_estimator": "k1", "kl_importance_weighted": True}
-        | {"importance_correction": "truncate", "importance_high": 1.1},
+        {
+            "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3},
+            "kl": {"coef": 0.1, "estimator": "k1", "importance_weighted": True},
+        }
+        | {"importance": {"correction": "truncate", "high": 1.1}},
     ),
     "policy_gradient": (
         policy_gradient,
-        {"importance_correction": "mask", "importance_level": "geometric", "importance_low": 0.8}
-        | {"importance_high": 1.3, "off_policy_mask": 0.12},
+        {"importance": {"correction": "mask", "level": "geometric", "low": 0.8}}
+        | {"importance": {"high": 1.3}, "off_policy_mask": 0.12},
     ),
     "sft": (sft, {}),
 }
@@ -232,7 +241,7 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
     constant = CONSTANT_LENGTH if reduction == "constant" else None
     expected, size, expected_gradients = reference(sequences, name, reduction)
     config = AlgorithmConfig(
-        loss=name, reduction=reduction, constant_length=constant, entropy_coef=ENTROPY_COEF, **CASES[name][1]
+        loss=name, reduction={"name": reduction, "length": constant}, entropy_coef=ENTROPY_COEF, **CASES[name][1]
     )
     model, total, sums = TinyModel(dtype), torch.zeros((), dtype=torch.float64), LossSums.zeros()
     for members in random_split(sequences, seed):

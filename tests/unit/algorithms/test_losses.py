@@ -58,11 +58,14 @@ def ppo(ratio: float, a: float, low: float = 0.2, high: float = 0.2, dual: float
 
 TOKEN_FORMULAS = [
     ({"loss": "ppo_clip"}, lambda lp, old, a: ppo(math.exp(lp - old), a)),
-    ({"loss": "ppo_clip", "clip_low": 0.1, "clip_high": 0.4}, lambda lp, old, a: ppo(math.exp(lp - old), a, 0.1, 0.4)),
-    ({"loss": "ppo_clip", "dual_clip": 1.5}, lambda lp, old, a: ppo(math.exp(lp - old), a, dual=1.5)),
+    (
+        {"loss": {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.4}},
+        lambda lp, old, a: ppo(math.exp(lp - old), a, 0.1, 0.4),
+    ),
+    ({"loss": {"name": "ppo_clip", "dual_clip": 1.5}}, lambda lp, old, a: ppo(math.exp(lp - old), a, dual=1.5)),
     ({"loss": "policy_gradient"}, lambda lp, old, a: -a * lp),
-    ({"loss": "cispo", "clip_high": 0.3}, lambda lp, old, a: -clip(math.exp(lp - old), 0.8, 1.3) * a * lp),
-    ({"loss": "cispo", "clip_low": 1.0}, lambda lp, old, a: -clip(math.exp(lp - old), 0.0, 1.2) * a * lp),
+    ({"loss": {"name": "cispo", "clip_high": 0.3}}, lambda lp, old, a: -clip(math.exp(lp - old), 0.8, 1.3) * a * lp),
+    ({"loss": {"name": "cispo", "clip_low": 1.0}}, lambda lp, old, a: -clip(math.exp(lp - old), 0.0, 1.2) * a * lp),
     ({"loss": "sft"}, lambda lp, old, a: -lp),
 ]
 
@@ -81,7 +84,7 @@ def test_token_losses(settings, formula) -> None:  # type: ignore[no-untyped-def
 def test_gspo() -> None:
     """Each sequence has one ratio, over its loss-carrying tokens, clipped as a whole."""
     inputs = make_inputs(distance=0.3)
-    output = build_loss(AlgorithmConfig(loss="gspo", clip_low=0.05, clip_high=0.1))(inputs)
+    output = build_loss(AlgorithmConfig(loss={"name": "gspo", "clip_low": 0.05, "clip_high": 0.1}))(inputs)
     expected, ratios = torch.zeros((), dtype=torch.float64), []
     columns = (inputs.loss_mask, inputs.logprobs - inputs.old_logprobs, inputs.advantages, inputs.token_weights)
     for kept, difference, a, weights in zip(*(column.split(LENGTHS) for column in columns), strict=True):
@@ -119,7 +122,10 @@ def test_ratio_and_clip_fraction_come_from_the_old_policy() -> None:
 
 # Settings, and the function from ratios and advantages to clipped tokens.
 CLIPPED = [
-    ({"loss": "ppo_clip", "dual_clip": 1.5}, lambda r, a: ((r > 1.2) & (a > 0)) | ((r < 0.8) & (a < 0)) | (r > 1.5)),
+    (
+        {"loss": {"name": "ppo_clip", "dual_clip": 1.5}},
+        lambda r, a: ((r > 1.2) & (a > 0)) | ((r < 0.8) & (a < 0)) | (r > 1.5),
+    ),
     ({"loss": "cispo"}, lambda r, a: (r < 0.8) | (r > 1.2)),
     ({"loss": "policy_gradient"}, lambda r, a: torch.zeros(len(r))),
 ]
@@ -140,13 +146,13 @@ def test_figures_of_each_loss(settings, clipped) -> None:  # type: ignore[no-unt
 
 # ------------------------------------------------------------------------------------------------------------ KL
 EXACT = [
-    ({"kl_estimator": "k2"}, True, True),
-    ({"kl_estimator": "k3"}, True, False),
-    ({"kl_estimator": "k2"}, False, False),
-    ({"kl_estimator": "k1", "kl_importance_weighted": True}, True, True),
-    ({"kl_estimator": "k3", "kl_importance_weighted": True}, True, True),
-    ({"kl_estimator": "k1", "kl_importance_weighted": True}, False, True),
-    ({"kl_estimator": "k3", "kl_importance_weighted": True}, False, True),
+    ({"kl": {"estimator": "k2"}}, True, True),
+    ({"kl": {"estimator": "k3"}}, True, False),
+    ({"kl": {"estimator": "k2"}}, False, False),
+    ({"kl": {"estimator": "k1", "importance_weighted": True}}, True, True),
+    ({"kl": {"estimator": "k3", "importance_weighted": True}}, True, True),
+    ({"kl": {"estimator": "k1", "importance_weighted": True}}, False, True),
+    ({"kl": {"estimator": "k3", "importance_weighted": True}}, False, True),
 ]
 
 
@@ -165,7 +171,7 @@ def test_expected_kl_gradient(settings: dict[str, Any], on_policy: bool, exact: 
         ref_logprobs=log_reference,
         advantages=torch.zeros(6),
     )
-    loss = build_loss(AlgorithmConfig(loss="policy_gradient", kl_coef=1.0, **settings))(inputs).loss
+    loss = build_loss(AlgorithmConfig(loss="policy_gradient", kl={"coef": 1.0}, **settings))(inputs).loss
     reverse_kl = (log_policy.exp() * (log_policy - log_reference)).sum()
     gradients = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, reverse_kl)]
     assert torch.allclose(*gradients, atol=1e-12) == exact
@@ -173,7 +179,7 @@ def test_expected_kl_gradient(settings: dict[str, Any], on_policy: bool, exact: 
 
 def test_k1_without_importance_weights_is_rejected() -> None:
     with pytest.raises(ValidationError, match="zero expected gradient"):
-        AlgorithmConfig(kl_coef=0.1, kl_estimator="k1")
+        AlgorithmConfig(kl={"coef": 0.1, "estimator": "k1"})
 
 
 def test_k3_keeps_precision_where_policies_agree() -> None:
@@ -203,16 +209,16 @@ def mean_power(difference: Tensor) -> Tensor:
 
 def test_a_custom_kl_estimator() -> None:
     inputs, here = make_inputs(), "tests.unit.algorithms.test_losses"
-    sums = build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:fourth_power"))(inputs).sums
+    sums = build_loss(AlgorithmConfig(kl={"coef": 0.3, "estimator": f"{here}:fourth_power"}))(inputs).sums
     kl = inputs.token_weights * inputs.loss_mask * (inputs.logprobs - inputs.ref_logprobs) ** 4
     assert sums.kl_loss.item() == pytest.approx(kl.sum().item())
     with pytest.raises(ValueError, match=r"unit\.algorithms\.test_losses:mean_power"):
-        build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator=f"{here}:mean_power"))(inputs)
+        build_loss(AlgorithmConfig(kl={"coef": 0.3, "estimator": f"{here}:mean_power"}))(inputs)
 
 
 def test_parts_are_reported_without_their_coefficients() -> None:
     inputs = make_inputs()
-    sums = build_loss(AlgorithmConfig(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.2))(inputs).sums
+    sums = build_loss(AlgorithmConfig(kl={"coef": 0.3, "estimator": "k2"}, entropy_coef=0.2))(inputs).sums
     kl = inputs.token_weights * inputs.loss_mask * 0.5 * (inputs.logprobs - inputs.ref_logprobs) ** 2
     assert sums.kl_loss.item() == pytest.approx(kl.sum().item())
     assert sums.policy_loss.item() == pytest.approx(build_loss(AlgorithmConfig())(inputs).loss.item())
@@ -222,8 +228,8 @@ def test_parts_are_reported_without_their_coefficients() -> None:
 @pytest.mark.parametrize("name", ["ppo_clip", "policy_gradient", "gspo", "cispo", "sft"])
 def test_masked_tokens_have_no_effect(name: str) -> None:
     """Not even nan or inf affect the value, the gradient or a metric."""
-    correction = {"importance_correction": "truncate", "importance_level": "sequence", "off_policy_mask": 0.1}
-    config = AlgorithmConfig(loss=name, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.1, **correction)
+    correction = {"importance": {"correction": "truncate", "level": "sequence"}, "off_policy_mask": 0.1}
+    config = AlgorithmConfig(loss=name, kl={"coef": 0.1, "estimator": "k2"}, entropy_coef=0.1, **correction)
     clean, results = make_inputs(), []
     junk = {"logprobs": math.nan, "entropy": math.inf, "old_logprobs": -math.inf, "behaviour_logprobs": math.nan}
     junk |= {"ref_logprobs": -math.inf, "advantages": 1e30, "token_weights": math.nan}
@@ -241,7 +247,7 @@ def test_masked_tokens_have_no_effect(name: str) -> None:
 def test_a_fully_masked_micro_batch_keeps_its_graph() -> None:
     inputs = replace(make_inputs(), loss_mask=torch.zeros(TOTAL, dtype=torch.bool))
     for name in ("ppo_clip", "gspo", "sft"):
-        output = build_loss(AlgorithmConfig(loss=name, kl_coef=0.1))(inputs)
+        output = build_loss(AlgorithmConfig(loss=name, kl={"coef": 0.1}))(inputs)
         gradient = torch.autograd.grad(output.loss, inputs.logprobs)[0]
         assert output.loss == 0 and not gradient.any() and output.sums.num_tokens == 0
     empty = {f.name: None if f.name == "response_lens" else getattr(inputs, f.name)[:0] for f in fields(inputs)}
@@ -249,7 +255,7 @@ def test_a_fully_masked_micro_batch_keeps_its_graph() -> None:
 
 
 def test_sums_survive_the_vectors_and_add_up() -> None:
-    config = AlgorithmConfig(kl_coef=0.1, importance_correction="mask")
+    config = AlgorithmConfig(kl={"coef": 0.1}, importance={"correction": "mask"})
     one, two = (build_loss(config)(make_inputs(seed, distance=15.0)).sums for seed in (1, 2))
     assert LossSums.from_vectors(*one.to_vectors()) == one
     both = one.add(two)
@@ -262,7 +268,7 @@ def test_sums_survive_the_vectors_and_add_up() -> None:
 
 def test_needs() -> None:
     """Missing inputs are not replaced."""
-    terms = {"kl_coef": 0.1, "entropy_coef": 0.1, "importance_correction": "truncate"}
+    terms = {"kl": {"coef": 0.1}, "entropy_coef": 0.1, "importance": {"correction": "truncate"}}
     for name in ("ppo_clip", "gspo", "cispo"):
         loss = build_loss(AlgorithmConfig(loss=name, **terms))
         assert loss.name == name
@@ -272,7 +278,7 @@ def test_needs() -> None:
                 loss(replace(make_inputs(), **{missing: None}))
     for name in ("policy_gradient", "sft"):
         assert not build_loss(AlgorithmConfig(loss=name)).needs_old
-    assert build_loss(AlgorithmConfig(loss="sft", kl_coef=0.1, kl_importance_weighted=True)).needs_old
+    assert build_loss(AlgorithmConfig(loss="sft", kl={"coef": 0.1, "importance_weighted": True})).needs_old
 
 
 def test_value_loss() -> None:

@@ -32,9 +32,9 @@ from tests.unit.algorithms.cases import (
 from tests.unit.algorithms.test_invariance import weigh
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "ppo_clip": {"kl_coef": 0.2, "entropy_coef": 0.05, "importance_correction": "truncate", "importance_high": 1.5},
-    "cispo": {"clip_low": 1.0, "kl_coef": 0.1, "kl_estimator": "k2"},
-    "policy_gradient": {"importance_correction": "mask"},
+    "ppo_clip": {"kl": {"coef": 0.2}, "entropy_coef": 0.05, "importance": {"correction": "truncate", "high": 1.5}},
+    "cispo": {"loss": {"name": "ppo_clip", "clip_low": 1.0}, "kl": {"coef": 0.1, "estimator": "k2"}},
+    "policy_gradient": {"importance": {"correction": "mask"}},
 }
 
 
@@ -90,7 +90,7 @@ def test_rows_of_a_rollout_train_like_the_whole(
 ) -> None:
     """The rows are cut twice and shuffled. Some rows and rollouts carry no loss."""
     constant = CONSTANT_LENGTH if reduction == "constant" else None
-    config = AlgorithmConfig(loss=objective, reduction=reduction, constant_length=constant, **OBJECTIVES[objective])
+    config = AlgorithmConfig(loss=objective, reduction={"name": reduction, "length": constant}, **OBJECTIVES[objective])
     rollouts, pick = batch(shapes, seed), random.Random(seed)
     rollouts[0].loss_mask[0] = True
     expected = step(rollouts, config)
@@ -153,9 +153,9 @@ def test_rollouts_that_do_not_fit_are_rejected() -> None:
 
 def test_settings_per_sequence() -> None:
     """Settings that need sequence lengths are listed by name. A level without a correction has no effect."""
-    assert AlgorithmConfig(importance_level="sequence").per_sequence == ()
-    corrected = {"importance_correction": "mask", "importance_veto": 1e-4}
-    assert AlgorithmConfig(importance_level="geometric", **corrected).per_sequence == (
+    assert AlgorithmConfig(importance={"level": "sequence"}).per_sequence == ()
+    corrected = {"importance": {"correction": "mask", "veto": 1e-4}}
+    assert AlgorithmConfig(importance={"level": "geometric"}, **corrected).per_sequence == (
         "importance_level=geometric", "importance_veto=0.0001",
     )  # fmt: skip
     (row,) = batch([(3, 4)])

@@ -105,8 +105,8 @@ def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Re
 
 
 PARTS = {
-    "kl_estimator": {"loss": "policy_gradient", "kl_coef": 0.1},
-    "importance_correction": {"loss": "policy_gradient"},
+    "kl": {"estimator": {"loss": "policy_gradient", "kl": {"coef": 0.1}}},
+    "importance": {"correction": {"loss": "policy_gradient"}},
 }
 
 
@@ -123,7 +123,7 @@ def test_a_failing_estimator_or_correction_names_its_line(own: Path, setting: st
 
 def test_a_custom_correction_is_computed(own: Path) -> None:
     given = replace(inputs(), old_logprobs=torch.ones(4), behaviour_logprobs=torch.zeros(4), advantages=torch.ones(4))
-    config = AlgorithmConfig(loss="policy_gradient", importance_correction="own_losses:fine")
+    config = AlgorithmConfig(loss="policy_gradient", importance={"correction": "own_losses:fine"})
     assert float(configured_loss(config)(given).sums.importance_weight) == pytest.approx(4 * math.e)
 
 

@@ -88,7 +88,7 @@ FSDP = ["--trainer.backend", "fsdp"]
 SHORT = {
     "COMMAND": "AGENT --rollout.agent.command [sh]",
     "AGENT": "--reward.functions '[{name: agent}]'",
-    "AHEAD": "--rollout.max_staleness 1 --algorithm.importance_correction truncate",
+    "AHEAD": "--rollout.max_staleness 1 --algorithm.importance.correction truncate",
 }
 
 # Code and field of the only problem, and the flags that have it. TMP represents the test's directory.
@@ -126,8 +126,8 @@ trainer.backend trainer.backend --trainer.backend fdsp
 algorithm algorithm.loss --algorithm.loss ppo
 algorithm algorithm.loss --algorithm.loss a-b:c
 algorithm.advantage algorithm.advantage --algorithm.advantage gae
-algorithm algorithm.kl_estimator --algorithm.kl_estimator k9
-algorithm algorithm.importance_correction --algorithm.importance_correction tiss
+algorithm algorithm.kl.estimator --algorithm.kl.estimator k9
+algorithm algorithm.importance.correction --algorithm.importance.correction tiss
 rollout.environment rollout.environment.name --rollout.environment.name calculators
 rollout.environment rollout.environment.options --rollout.environment.name calculator --rollout.environment.options.open x
 rollout.environment rollout.environment.template --rollout.environment.name calculator --rollout.environment.template '<tool>'
@@ -138,10 +138,10 @@ rollout.agent rollout.agent.host COMMAND --rollout.agent.host node
 rollout.agent rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7 --cluster.nodes 2 --cluster.allow_idle_gpus true
 rollout.agent-custom rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7
 trainer.token-budget rollout.max_model_len COMMAND --rollout.max_model_len 2000 --trainer.target_tokens_per_batch 1500
-reference.model reference.path --algorithm.kl_reward_coef 0.1 --reference.path TMP/none
-reference.model reference.path --algorithm.kl_coef 0.1 --reference.path TMP/none
-reference.model reference.path --algorithm.kl_coef 0 --reference.path TMP/none
-reference.model reference.parallel.tensor --algorithm.kl_coef 0.1 --reference.placement workers --reference.parallel.tensor 3
+reference.model reference.path --algorithm.kl_reward.coef 0.1 --reference.path TMP/none
+reference.model reference.path --algorithm.kl.coef 0.1 --reference.path TMP/none
+reference.model reference.path --algorithm.kl.coef 0 --reference.path TMP/none
+reference.model reference.parallel.tensor --algorithm.kl.coef 0.1 --reference.placement workers --reference.parallel.tensor 3
 algorithm.minibatches algorithm.minibatches --algorithm.minibatches 65
 algorithm.minibatches trainer.parallel.data --trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2
 algorithm.minibatches trainer.parallel.data --trainer.parallel.data 3 --rollout.prompts_per_step 2 --algorithm.loss sft
@@ -184,12 +184,12 @@ fields-conflict rollout.top_p --rollout.top_k 513
 fields-conflict rollout.oversample AHEAD --rollout.oversample 1.5
 fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp
 fields-conflict rollout.samples_per_prompt --rollout.samples_per_prompt 1
-fields-conflict algorithm.overlong_buffer --algorithm.overlong_buffer 257
+fields-conflict algorithm.overlong.buffer --algorithm.overlong.buffer 257
 fields-conflict rollout.stream --rollout.stream true --cluster.placement colocated
 fields-conflict rollout.stream --rollout.stream true --algorithm.minibatches 2
 fields-conflict rollout.stream --rollout.stream true --algorithm.advantage reinforce_pp_baseline
-fields-conflict rollout.stream --rollout.stream true --algorithm.kl_reward_coef 0.1
-fields-conflict rollout.stream AHEAD --rollout.stream true --algorithm.importance_normalize true
+fields-conflict rollout.stream --rollout.stream true --algorithm.kl_reward.coef 0.1
+fields-conflict rollout.stream AHEAD --rollout.stream true --algorithm.importance.normalize true
 fields-conflict rollout.stream --rollout.stream true --debug.shuffle_advantages true
 fields-conflict rollout.environment.max_turn_tokens --rollout.environment.name calculator --rollout.environment.max_turn_tokens 300
 fields-conflict rollout.environment.max_turns --rollout.environment.max_turns 3
@@ -197,7 +197,7 @@ fields-conflict rollout.agent.max_calls --rollout.agent.max_calls 3
 fields-conflict rollout.agent.name AGENT --rollout.agent.name docs/examples/agents/calculator_agent.py:solve --rollout.agent.command [sh]
 fields-conflict rollout.agent.options COMMAND --rollout.agent.options.x y
 fields-conflict rollout.agent COMMAND --rollout.environment.name calculator
-fields-conflict algorithm.overlong_buffer COMMAND --algorithm.overlong_buffer 10
+fields-conflict algorithm.overlong.buffer COMMAND --algorithm.overlong.buffer 10
 fields-conflict algorithm.loss COMMAND --algorithm.loss gspo
 fields-conflict data.messages_key --data.messages_key messages
 fields-conflict trainer.optimizer.offload --trainer.optimizer.offload true --model.dtype float32
@@ -217,7 +217,7 @@ fields-conflict rollout.top_p --rollout.top_p 0.9 --rollout.engine custom
 fields-conflict trainer.backend --rollout.top_p 0.9 --trainer.backend custom
 fields-conflict rollout.stream --rollout.stream true --algorithm.moe_aux_loss_coef 0.01
 fields-conflict trainer.parallel.context --trainer.share_prefixes prompts --trainer.attention ring --trainer.parallel.context 2
-fields-conflict reference.parallel.context --trainer.share_prefixes tree --trainer.attention ring --reference.placement workers --reference.parallel.context 2 --algorithm.kl_coef 0.1
+fields-conflict reference.parallel.context --trainer.share_prefixes tree --trainer.attention ring --reference.placement workers --reference.parallel.context 2 --algorithm.kl.coef 0.1
 """.strip().splitlines()  # noqa: E501
 ]
 
@@ -242,7 +242,7 @@ def test_saved_rollouts_must_reach_the_last_step(tmp_path: Path, flags: list[str
     assert check(load_config(None, flags)) == []
     rejected([*flags, "--debug.shuffle_advantages", "true"], "fields-conflict")
     rejected([*flags, "--evaluation.files", str(tmp_path / "train.jsonl")], "debug.load-rollouts")
-    workers = ["--reference.placement", "workers", "--algorithm.kl_coef", "0.1"]
+    workers = ["--reference.placement", "workers", "--algorithm.kl.coef", "0.1"]
     rejected([*flags, *workers], "fields-conflict")
     rejected([*flags, "--steps", "4"], "debug.load-rollouts")
 
@@ -308,15 +308,15 @@ def test_missing_and_damaged_weights_are_found(
 ) -> None:
     model = write_checkpoint(tmp_path / "damaged")
     MODEL_FILES[damage](model / "model.safetensors")
-    flags += [f"--{field}", str(model), "--algorithm.kl_coef", "0.1"]
+    flags += [f"--{field}", str(model), "--algorithm.kl.coef", "0.1"]
     rejected(flags, f"{field.removesuffix('.path')}.weight-files")
 
 
 def test_a_reference_with_another_vocabulary_is_rejected(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
     write_checkpoint(tmp_path / "other", vocab_size=301)
-    flags += ["--algorithm.kl_coef", "0.1", "--reference.path", str(tmp_path / "other")]
+    flags += ["--algorithm.kl.coef", "0.1", "--reference.path", str(tmp_path / "other")]
     rejected(flags, "reference.model")
-    assert check(load_config(None, [*flags, "--algorithm.kl_coef", "0"])) == []
+    assert check(load_config(None, [*flags, "--algorithm.kl.coef", "0"])) == []
 
 
 def layered(layers: int, vocab_size: int) -> ModelDimensions:

@@ -58,7 +58,7 @@ def test_the_users_flags_take_precedence(tmp_path: Path) -> None:
     float32 = _config(model, ["--trainer.optimizer.lr", "0.5", "--model.dtype", "float32"], synthetic=False)
     assert (float32.steps, float32.trainer.optimizer.lr) == (2, 0.5)
     assert float32.trainer.target_tokens_per_batch == 8192
-    assert float32.algorithm.kl_coef > 0 and float32.algorithm.entropy_coef > 0
+    assert float32.algorithm.kl.coef > 0 and float32.algorithm.entropy_coef > 0
     experts = write_checkpoint(tmp_path / "experts", **EXPERTS)
     assert _config(experts, [], synthetic=True).algorithm.moe_aux_loss_coef > 0
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 GPU_RECIPES = [path for path in CONFIGS if "gpus_per_node" in path.read_text()]
 BOTH = f"--{REPLICAS} {AUTO} --{ENGINES} {AUTO}"
-WORKERS = "--reference.placement workers --reference.workers 2 --reference.parallel.tensor 4 --algorithm.kl_coef 0.1"
+WORKERS = "--reference.placement workers --reference.workers 2 --reference.parallel.tensor 4 --algorithm.kl.coef 0.1"
 SIZE = "--cluster.gpus_per_node 8 --cluster.nodes"
 
 

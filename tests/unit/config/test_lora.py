@@ -126,7 +126,7 @@ def test_targets_must_be_matrices_of_the_layers(flags: list[str], rejects: Rejec
 
 
 def test_a_worker_has_no_factors_to_update(flags: list[str], rejects: Rejects) -> None:
-    flags += ["--model.lora.rank", "4", "--algorithm.kl_coef", "0.1", "--reference.placement", "workers"]
+    flags += ["--model.lora.rank", "4", "--algorithm.kl.coef", "0.1", "--reference.placement", "workers"]
     config = load_config(None, flags)
     (role,) = config.roles.with_workers
     assert not config.for_worker(role).model.lora.is_set

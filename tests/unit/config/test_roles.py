@@ -11,7 +11,7 @@ from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.placement import Placement
 
 WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 2}, "path": "/models/ref"}
-KL = {"algorithm": {"kl_coef": 0.1}}
+KL = {"algorithm": {"kl": {"coef": 0.1}}}
 
 
 def config(**sections: Any) -> RunConfig:
@@ -25,7 +25,13 @@ def config(**sections: Any) -> RunConfig:
         ({}, ["policy"], [], [], []),
         ({"algorithm": {"minibatches": 2}}, ["policy"], [], ["policy"], []),
         (KL, ["policy", "reference"], ["reference"], ["reference"], []),
-        ({"algorithm": {"kl_reward_coef": 0.1}}, ["policy", "reference"], ["reference"], ["policy", "reference"], []),
+        (
+            {"algorithm": {"kl_reward": {"coef": 0.1}}},
+            ["policy", "reference"],
+            ["reference"],
+            ["policy", "reference"],
+            [],
+        ),
         (KL | {"reference": WORKERS}, ["policy", "reference"], [], [], ["reference"]),
         ({"algorithm": {"loss": "sft", "epochs": 2}}, ["policy"], [], [], []),
     ],

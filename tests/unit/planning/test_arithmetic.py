@@ -111,7 +111,7 @@ def test_a_sleeping_engine_keeps_its_context_graphs_and_groups(tensor: int, kept
 
 
 def test_colocated_devices_never_hold_optimizer_and_cache_together() -> None:
-    run = planned_run(rollout={"tensor": 4}, cluster={"placement": "colocated"}, algorithm={"kl_coef": 0.1})
+    run = planned_run(rollout={"tensor": 4}, cluster={"placement": "colocated"}, algorithm={"kl": {"coef": 0.1}})
     found = trainer_phases(run, plan_engine(run), RankKind("all", (0,)), estimate())
     phases = {phase.phase: phase.items.keys() for phase in found}
     assert set(phases) == {"training", "scoring", "weight sync", "generation"}
@@ -167,7 +167,11 @@ def test_host_memory_of_copies_that_a_run_makes() -> None:
 @pytest.mark.parametrize(("path", "swapped"), [(None, 0.25), (MODELS / "Qwen3-32B", 0.25), (MODELS / "Qwen3-4B", 4)])
 def test_factors_are_swapped_saved_and_sent_instead_of_weights(path: Path | None, swapped: float) -> None:
     """A reference with the same base has no factors, which are all that is swapped for it."""
-    sections: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "reference": {"path": path}, "rollout": {"tensor": 8}}
+    sections: dict[str, Any] = {
+        "algorithm": {"kl": {"coef": 0.1}},
+        "reference": {"path": path},
+        "rollout": {"tensor": 8},
+    }
     sections |= {"checkpoint": {"async_save": True}, "cluster": {"placement": "colocated"}}
     whole = planned_run(**sections)
     rank, kind = estimate(trained_bytes=GIB // 4), RankKind("all ranks", (0,))
@@ -271,7 +275,7 @@ def test_colocated_state_moves_at_the_link_s_rate(name: str, copies: int) -> Non
         ({"cluster": {"nodes": 1, "placement": "colocated"}, "trainer": {"parallel": {"data": 8}}}, ""),
         ({"rollout": {"tensor": 3}}, "rollout.tensor=3 does not divide cluster.gpus_per_node=8"),
         (
-            {"reference": {"placement": "workers", "parallel": {"tensor": 3}}, "algorithm": {"kl_coef": 0.01}},
+            {"reference": {"placement": "workers", "parallel": {"tensor": 3}}, "algorithm": {"kl": {"coef": 0.01}}},
             "reference.parallel.tensor=3 does not divide cluster.gpus_per_node=8",
         ),
     ],
@@ -305,7 +309,10 @@ def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> 
 
 
 def test_gradients_of_a_window_exist_only_in_training() -> None:
-    run, kind = planned_run(algorithm={"kl_coef": 0.1}, reference={"placement": "trainer"}), RankKind("all ranks", (0,))
+    run, kind = (
+        planned_run(algorithm={"kl": {"coef": 0.1}}, reference={"placement": "trainer"}),
+        RankKind("all ranks", (0,)),
+    )
     phases = {phase.phase: phase for phase in trainer_phases(run, None, kind, estimate(window_gradient_bytes=5 * GIB))}
     gradients = {name: phase.items["gradients"] for name, phase in phases.items()}
     assert gradients == {"training": 13 * GIB, "scoring": 8 * GIB}

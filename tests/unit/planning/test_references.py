@@ -19,7 +19,7 @@ WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
 
 def test_their_gpus_are_counted() -> None:
     sections: dict[str, Any] = {"rollout": {"num_engines": 4}, "cluster": {"nodes": 2}, "reference": WORKERS}
-    run = config(trainer={"parallel": {"data": 8}}, algorithm={"kl_coef": 0.01}, **sections)
+    run = config(trainer={"parallel": {"data": 8}}, algorithm={"kl": {"coef": 0.01}}, **sections)
     needed = gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.workers, needed.total) == (8, 4, {"reference": 8}, 20)
     (problem,) = checks.placement_problems(run)
@@ -41,7 +41,7 @@ def test_a_step_waits_for_whichever_is_slower() -> None:
     parallel = {"data": 2}
     for pipeline, slots in ((1, 1), (2, 9 / 8)):  # requests of 8 packs, and an idle slot for the second stage
         reference = {"placement": "workers", "workers": 2, "parallel": parallel | {"pipeline": pipeline}}
-        run = planned_run(reference=reference, algorithm={"kl_coef": 0.01}, **EIGHT_LONG_SAMPLES)
+        run = planned_run(reference=reference, algorithm={"kl": {"coef": 0.01}}, **EIGHT_LONG_SAMPLES)
         assert worker_seconds(run, run.config.roles["reference"], [estimate()]) == pytest.approx(ONE_PASS_S * slots)
     step = predict(run, [estimate()], None, None, references=30.0)
     assert step.scoring == 0.0

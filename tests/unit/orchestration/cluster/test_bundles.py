@@ -30,7 +30,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
         ({"trainer": {"parallel": {"tensor": 4}}, "cluster": {"placement": "colocated"}}, [1, 1, 1, 1]),
         ({"trainer": {"parallel": {"data": 2}}, "algorithm": {"loss": "sft"}}, [1, 1]),
         ({"debug": {"load_rollouts": "rollouts"}}, [1]),
-        ({"reference": REFERENCES, "algorithm": {"kl_coef": 0.1}, "rollout": {"tensor": 2}}, [1, 2, 1, 1, 1, 1]),
+        ({"reference": REFERENCES, "algorithm": {"kl": {"coef": 0.1}}, "rollout": {"tensor": 2}}, [1, 2, 1, 1, 1, 1]),
     ],
 )
 def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) -> None:
@@ -72,7 +72,7 @@ def test_nodes_are_filled_in_order(pieces: Pieces, free: list[int], expected: li
 
 def test_whether_a_run_fits_on_nodes(tmp_path: Path) -> None:
     """Six ranks, an engine, and a reference worker, of one rank and then of four ranks on one node."""
-    sections: dict[str, Any] = {"trainer": {"parallel": {"tensor": 3, "data": 2}}, "algorithm": {"kl_coef": 0.1}}
+    sections: dict[str, Any] = {"trainer": {"parallel": {"tensor": 3, "data": 2}}, "algorithm": {"kl": {"coef": 0.1}}}
     run = config(tmp_path, **sections, reference={"placement": "workers"})
     pieces = pieces_of(run)
     assert pieces.workers == [1] and fits_on_nodes(pieces, [6, 2]) and not fits_on_nodes(pieces, [6, 1])

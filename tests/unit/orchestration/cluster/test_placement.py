@@ -17,7 +17,7 @@ def test_ranks_are_counted_by_node(tmp_path: Path) -> None:
         run_dir=tmp_path,
         model={"path": tmp_path},
         trainer={"parallel": {"data": 6}},
-        algorithm={"kl_coef": 0.1},
+        algorithm={"kl": {"coef": 0.1}},
         reference={"placement": "workers", "workers": 2, "parallel": {"tensor": 2}},
     )
     placement = Placement(config)
@@ -48,7 +48,7 @@ def test_ranks_that_compute_next_to_an_engine(
         trainer={"parallel": {"data": 4}},
         rollout={"num_engines": 4, "tensor": 2, **rollout},
         cluster={"placement": cluster},
-        algorithm={"importance_correction": "truncate"},
+        algorithm={"importance": {"correction": "truncate"}},
     )
     placement = Placement(config)
     placement._nodes = [*"aaaa"] if cluster == "colocated" else [*"aaab", *"aaab"]

@@ -34,7 +34,7 @@ def config(**algorithm: Any) -> RunConfig:
 def test_weights_and_overlong_penalty() -> None:
     rewards = torch.tensor([[1.0, 0.5], [0.0, 0.25], [1.0, 0.0]])
     assert Advantages(config()).totals(rewards, [4, 7, 8]).tolist() == [2.5, 0.25, 2.0]
-    shaped = Advantages(config(overlong_buffer=4, overlong_factor=0.5)).totals(rewards, [4, 7, 8])
+    shaped = Advantages(config(overlong={"buffer": 4, "factor": 0.5})).totals(rewards, [4, 7, 8])
     assert shaped.tolist() == [2.5, 0.25 - 0.375, 1.5]
 
 
@@ -154,7 +154,7 @@ def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple
 
 def test_kl_in_the_reward(rejects: Rejects) -> None:
     """The advantage of ``reward - coef * sum of (log pi - log ref)`` reaches every response token of the packs."""
-    settings = config(kl_reward_coef=0.1, overlong_buffer=4)
+    settings = config(kl_reward={"coef": 0.1}, overlong={"buffer": 4})
     trajectories = batch(SHAPES)
     trainers, packs = one_rank(settings, trajectories)
     totals = []
@@ -179,7 +179,7 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
 
 def test_kl_of_several_rows_is_summed_per_rollout() -> None:
     """Rows of any length, in any order and pack, get the advantage of the uncut rollout."""
-    settings, whole = config(kl_reward_coef=0.1, advantage="grpo_mean_only"), batch(SHAPES)
+    settings, whole = config(kl_reward={"coef": 0.1}, advantage="grpo_mean_only"), batch(SHAPES)
     cut = [row for i, t in enumerate(whole) for row in cut_into_rows(t, range(1, t.response_len, 1 + i % 3))]
     rows = sorted(cut, key=lambda row: row.sequence_id[::-1])
     assert len(rows) > 2 * len(whole)
@@ -198,7 +198,7 @@ def test_kl_of_several_rows_is_summed_per_rollout() -> None:
 
 def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the ranks' advantages change: they are divided by the weighted mean of ``min(pi_old / pi_engine, 1.1)``."""
-    settings = config(importance_correction="truncate", importance_high=1.1, importance_normalize=True)
+    settings = config(importance={"correction": "truncate", "high": 1.1, "normalize": True})
     trajectories = batch(SHAPES)
     trainers, packs = one_rank(settings, trajectories)
     total = count = 0.0
@@ -214,7 +214,7 @@ def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch:
     assert [float(t.advantages.unique()) for t in trajectories] == before and abs(total / count - 1) > 0.01
     (tmp_path / "own_corrections.py").write_text("def boom(*given):\n    raise ValueError('boom')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    broken = config(importance_correction="own_corrections:boom", importance_normalize=True)
+    broken = config(importance={"correction": "own_corrections:boom", "normalize": True})
     with pytest.raises(TrainerError, match=r"boom failed with ValueError: boom \(.*own_corrections.py:2\)") as caught:
         normalise_importance(broken.algorithm, trainers, trajectories)
     assert caught.value.code == "custom-loss-failed"

@@ -145,7 +145,7 @@ OF_TRAINING = [
     ["--algorithm.loss", "sft"],
     ["--debug.load_rollouts", "kept"],
     ["--cluster.placement", "colocated"],
-    ["--reference.placement", "workers", "--algorithm.kl_coef", "0.1"],
+    ["--reference.placement", "workers", "--algorithm.kl.coef", "0.1"],
     ["--trainer.parallel.tensor", "4"],
     ["--rollout.samples_per_prompt", "64"],
     ["--sync.timeout_s", "1"],

@@ -196,7 +196,7 @@ def test_a_rollout_has_one_reward_and_one_advantage() -> None:
 
 def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
     """Sampled tokens of all rows count. In the last rollout, a single row, its observation counts, too."""
-    settings = config(algorithm={"overlong_buffer": 8, "advantage": "pass_through"}, rollout={"max_new_tokens": 9})
+    settings = config(algorithm={"overlong": {"buffer": 8}, "advantage": "pass_through"}, rollout={"max_new_tokens": 9})
     rows = scored(settings)
     penalties = {"7-0": 7 / 8, "7-1": 3 / 8, "7-2": 3 / 8, "7-3": 2 / 8}
     for rollout, reward in zip(rollouts_of(rows[:7]), REWARDS, strict=True):

@@ -120,7 +120,7 @@ def settings(run_dir: Path, **rollout: Any) -> RunConfig:
     sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
     return RunConfig(
         run_dir=run_dir, model={"path": run_dir / "model"}, steps=STEPS, rollout=sizes | rollout,
-        algorithm={"importance_correction": "truncate"},
+        algorithm={"importance": {"correction": "truncate"}},
     )  # fmt: skip
 
 

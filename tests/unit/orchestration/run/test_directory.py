@@ -90,23 +90,23 @@ def test_a_rejected_run_leaves_no_new_directory(tmp_path: Path) -> None:
 
 def test_changed_settings_are_reported_and_the_old_ones_kept(tmp_path: Path, run_dir: Path) -> None:
     """The run resumes from step 3 twice. Steps up to 3 are the original run's."""
-    checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))
+    checkpoint, changed = prepare_run_dir(config(tmp_path, algorithm={"kl": {"coef": 0.5}}, steps=9))
     assert checkpoint is not None and checkpoint.step == 3
-    assert changed == ["steps: 5 -> 9", "algorithm.kl_coef: 0.0 -> 0.5"]
-    assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.5
+    assert changed == ["steps: 5 -> 9", "algorithm.kl.coef: 0.0 -> 0.5"]
+    assert load_config(run_dir / "config.yaml", []).algorithm.kl.coef == 0.5
     assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
-    assert prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.5}, steps=9))[1] == []
-    _, changed = prepare_run_dir(config(tmp_path, algorithm={"kl_coef": 0.7}, steps=9))
-    assert changed == ["algorithm.kl_coef: 0.5 -> 0.7"]
+    assert prepare_run_dir(config(tmp_path, algorithm={"kl": {"coef": 0.5}}, steps=9))[1] == []
+    _, changed = prepare_run_dir(config(tmp_path, algorithm={"kl": {"coef": 0.7}}, steps=9))
+    assert changed == ["algorithm.kl.coef: 0.5 -> 0.7"]
     assert load_config(run_dir / "config.until-step-000003.yaml", []) == config(tmp_path)
-    assert load_config(run_dir / "config.yaml", []).algorithm.kl_coef == 0.7
+    assert load_config(run_dir / "config.yaml", []).algorithm.kl.coef == 0.7
 
 
 def test_accuracies_are_comparable_if_the_same_was_measured(tmp_path: Path, run_dir: Path) -> None:
     """Another first reward function or other data settings matter; reward weights and training settings do not."""
     second = {"name": "length", "options": {"target": 9}, "weight": 0.5}
     same = {"functions": [{"name": "math_verify", "weight": 2.0}, second]}
-    settings = config(tmp_path, reward=same, algorithm={"kl_coef": 0.5}, data={"train": [tmp_path / "a.jsonl"]})
+    settings = config(tmp_path, reward=same, algorithm={"kl": {"coef": 0.5}}, data={"train": [tmp_path / "a.jsonl"]})
     prepare_run_dir(settings)
     assert RunDirectory(settings).measured_otherwise_until() == 0
     write_checkpoint(run_dir, 4)
@@ -122,7 +122,7 @@ def test_a_rejected_start_changes_nothing(tmp_path: Path, run_dir: Path) -> None
     """For example, data may be rejected after the checkpoint is found and before the settings are recorded."""
     before = sorted(path.name for path in run_dir.iterdir())
     with RunLock(run_dir) as lock:
-        refused = RunDirectory(config(tmp_path, algorithm={"kl_coef": 0.5}))
+        refused = RunDirectory(config(tmp_path, algorithm={"kl": {"coef": 0.5}}))
         refused.make(refused.find_checkpoint(), lock)
     assert sorted(path.name for path in run_dir.iterdir()) == before
     assert prepare_run_dir(config(tmp_path))[1] == []

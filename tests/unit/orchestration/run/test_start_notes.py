@@ -54,7 +54,7 @@ SAVING: dict[str, Any] = {"checkpoint": {"every": 2, "keep": 1}}
     [
         (SAVING, 0),
         ({**SAVING, "algorithm": {"loss": "gspo"}}, 1),
-        ({**SAVING, "algorithm": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}}, 0),
+        ({**SAVING, "algorithm": {"loss": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}}}, 0),
         ({}, 1),  # a run of five steps and a single checkpoint
         ({"steps": 1}, 0),
         ({"checkpoint": {"every": 0}}, 0),

@@ -327,8 +327,8 @@ def test_windows_of_rows_add_up_to_the_batch(replicas: int) -> None:
 
 PER_SEQUENCE = {
     "loss": {"loss": "gspo"},
-    "level": {"importance_correction": "mask", "importance_level": "geometric"},
-    "veto": {"importance_correction": "mask", "importance_veto": 1e-4},
+    "level": {"importance": {"correction": "mask", "level": "geometric"}},
+    "veto": {"importance": {"correction": "mask", "veto": 1e-4}},
     "mask": {"off_policy_mask": 0.1},
     "custom": {"loss": "tests.unit.orchestration.trainer.test_batcher:Undeclared"},
     "custom, nowhere": {"loss": "tests.unit.orchestration.trainer.test_batcher:Nowhere"},
@@ -379,7 +379,7 @@ def test_a_plan_counts_the_bytes_of_packs() -> None:
     """The batch has the longest sequences without padding, scored by the reference and the trainer."""
     rollout = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 56}
     settings = config(
-        rollout=rollout, data={"max_prompt_tokens": 40}, algorithm={"kl_coef": 0.1, "minibatches": 3},
+        rollout=rollout, data={"max_prompt_tokens": 40}, algorithm={"kl": {"coef": 0.1}, "minibatches": 3},
         trainer={"target_tokens_per_batch": 96},
     )  # fmt: skip
     batch = [trajectory(group, index, 40, 56) for group in range(3) for index in range(2)]
