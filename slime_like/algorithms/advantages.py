@@ -6,7 +6,7 @@ their advantages are exactly 0 instead of rounding noise divided by rounding noi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -18,6 +18,7 @@ from slime_like.plugins.resolve import require_options, resolve
 
 Scope = Literal["group", "batch"]
 Level = Literal["sample", "turn", "token"]
+Need = Literal["tokens", "functions", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class AdvantageEstimator:
             entries of each sample.
         scope: "group" if completed groups suffice, "batch" if the whole batch is needed, which rules out streaming.
         level: "sample", "turn" or "token": the unit with one advantage, which is spread over its tokens.
+        needs: further arguments of ``compute``: "tokens", (N,) loss-carrying tokens of each sample; "functions" (N, F)
+            and "weights" (F,), the unweighted rewards of each function, and their weights.
 
     Raises:
         ValueError: an unknown scope or level.
@@ -38,6 +41,7 @@ class AdvantageEstimator:
     compute: Callable[..., Tensor]
     scope: Scope
     level: Level = "sample"
+    needs: tuple[Need, ...] = ()
 
     def __post_init__(self) -> None:
         for name, known in (("scope", get_args(Scope)), ("level", get_args(Level))):
@@ -45,16 +49,18 @@ class AdvantageEstimator:
                 problem = f"{name}={getattr(self, name)!r}: unknown for an advantage estimator"
                 raise ValueError(f"{problem}; use {' or '.join(map(repr, known))}")
 
-    def __call__(self, rewards: Tensor, groups: Groups, **options: Any) -> Tensor:
+    def __call__(self, rewards: Tensor, groups: Groups, *needed: Tensor, **options: Any) -> Tensor:
         """Return ``compute``'s result."""
-        return self.compute(rewards, groups, **options)
+        return self.compute(rewards, groups, *needed, **options)
 
 
-def estimator(scope: Scope, level: Level = "sample") -> Callable[[Callable[..., Tensor]], AdvantageEstimator]:
+def estimator(
+    scope: Scope, level: Level = "sample", needs: tuple[Need, ...] = ()
+) -> Callable[[Callable[..., Tensor]], AdvantageEstimator]:
     """Make an ``AdvantageEstimator`` of the decorated function."""
 
     def made(compute: Callable[..., Tensor]) -> AdvantageEstimator:
-        return AdvantageEstimator(compute, scope, level)
+        return AdvantageEstimator(compute, scope, level, needs)
 
     return made
 
@@ -92,13 +98,14 @@ class Groups:
         squares = self._sum((values - self.mean(values)).square())
         return (squares / (self.sizes - ddof).clamp_min(1)).sqrt()[self.index]
 
+    def max(self, values: Tensor) -> Tensor:
+        """Return (N,) maxima of the samples' groups."""
+        zeros = values.new_zeros(self.sizes.numel())
+        return zeros.scatter_reduce(0, self.index, values, "amax", include_self=False)[self.index]
+
     def flat(self, values: Tensor, eps: float) -> Tensor:
         """Return (N,) bool, True if the values of the sample's group all lie within ``eps`` of each other."""
-        low, high = (
-            values.new_zeros(self.sizes.numel()).scatter_reduce(0, self.index, values, how, include_self=False)
-            for how in ("amin", "amax")
-        )
-        return (high - low <= eps)[self.index]
+        return self.max(values) + self.max(-values) <= eps
 
     def _sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.sizes.numel()).index_add(0, self.index, values)
@@ -122,6 +129,7 @@ def compute_advantages(
     group_ids: Sequence[int] | Tensor,
     estimator: str = "grpo",
     lengths: Tensor | None = None,
+    given: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute one advantage per sample, or per turn or token if that is the estimator's level.
@@ -132,6 +140,7 @@ def compute_advantages(
             order.
         estimator: registered name or `package.module:name` of an ``AdvantageEstimator``.
         lengths: (N,) turns or tokens of every sample, which ``rewards`` has one after the other.
+        given: further arguments by name, as far as the estimator ``needs`` them.
         options: of the estimator.
 
     Returns:
@@ -156,10 +165,17 @@ def compute_advantages(
         return rewards.to(dtype)
     if found.level != "sample":
         options["lengths"] = lengths
-    require_options(f"advantage estimator {estimator}", found.compute, options, ("rewards", "groups"))
-    advantages = found.compute(rewards.double(), groups, **options)
+    needed = _needed(estimator, found, given or {})
+    require_options(f"advantage estimator {estimator}", found.compute, options, ("rewards", "groups", *needed))
+    advantages = found.compute(rewards.double(), groups, *needed.values(), **options)
     _check_computed(estimator, advantages, rewards)
     return advantages.to(dtype)
+
+
+def _needed(name: str, estimator: AdvantageEstimator, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if missing := [need for need in estimator.needs if need not in given]:
+        raise ValueError(f"advantage estimator {name!r} needs {' and '.join(missing)}; give tensors by name in `given`")
+    return {need: given[need].double() for need in estimator.needs}
 
 
 def _check_computed(estimator: str, advantages: object, rewards: Tensor) -> None:

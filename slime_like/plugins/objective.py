@@ -12,12 +12,17 @@ LOSSES: Mapping[str, str] = {
     "policy_gradient": f"{_ALGORITHMS}.losses.policy_gradient:PolicyGradient",
     "gspo": f"{_ALGORITHMS}.losses.gspo:GSPO",
     "cispo": f"{_ALGORITHMS}.losses.cispo:CISPO",
+    "sapo": f"{_ALGORITHMS}.losses.sapo:SAPO",
+    "gmpo": f"{_ALGORITHMS}.losses.gmpo:GMPO",
+    "dppo_tv": f"{_ALGORITHMS}.losses.dppo:DPPOTV",
+    "dppo_kl": f"{_ALGORITHMS}.losses.dppo:DPPOKL",
+    "dro": f"{_ALGORITHMS}.losses.dro:DRO",
     "sft": f"{_ALGORITHMS}.losses.sft:SFT",
 }
 """Policy terms, ``algorithm.loss``."""
 
-SEQUENCE_LOSSES = ("gspo",)
-"""Losses with one ratio per sequence."""
+SEQUENCE_LOSSES = ("gspo", "gmpo")
+"""Losses with a ratio of whole sequences."""
 
 ADVANTAGES: Mapping[str, str] = {
     "grpo": f"{_ALGORITHMS}.estimators.group:grpo",
@@ -26,14 +31,20 @@ ADVANTAGES: Mapping[str, str] = {
     "rloo": f"{_ALGORITHMS}.estimators.group:rloo",
     "reinforce_pp": f"{_ALGORITHMS}.estimators.batch:reinforce_pp",
     "reinforce_pp_baseline": f"{_ALGORITHMS}.estimators.batch:reinforce_pp_baseline",
+    "opo": f"{_ALGORITHMS}.estimators.group:opo",
+    "pass_at_k": f"{_ALGORITHMS}.estimators.group:pass_at_k",
+    "gpg": f"{_ALGORITHMS}.estimators.batch:gpg",
+    "gdpo": f"{_ALGORITHMS}.estimators.batch:gdpo",
     "pass_through": f"{_ALGORITHMS}.estimators.group:pass_through",
 }
 """Advantage estimators, ``algorithm.advantage``."""
 
-GROUP_ADVANTAGES = ("grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline")
+GROUP_ADVANTAGES = (
+    "grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "gdpo"
+)  # fmt: skip
 """Estimators that compare the samples of a group. With groups of one, every advantage is 0."""
 
-BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
+BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo")
 """Estimators that need the whole batch before the first advantage is known."""
 
 REDUCTIONS: Mapping[str, str] = {
@@ -48,7 +59,13 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 CORRECTIONS = ("none", "truncate", "clip", "mask", "tis", "mis", "icepop")
 
 ALIASES: Mapping[str, Mapping[str, str]] = {
-    "loss": {"vanilla": "ppo_clip", "ppo": "ppo_clip", "reinforce": "policy_gradient"},
-    "advantage": {"reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"},
+    "loss": {"vanilla": "ppo_clip", "ppo": "ppo_clip", "reinforce": "policy_gradient", "geo_mean": "gmpo"},
+    "advantage": {
+        "reinforce_plus_plus": "reinforce_pp",
+        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+        "rloo_vectorized": "rloo",
+        "grpo_vectorized": "grpo",
+        "grpo_passk": "pass_at_k",
+    },
 }
 """Names of other trainers (verl, TRL, slime) for the same formulas, by field of ``algorithm``."""

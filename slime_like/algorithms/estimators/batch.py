@@ -31,3 +31,33 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Groups, *, eps: float = 1e-6,
         return torch.zeros_like(centred)
     # The batch mean of group-centred rewards is 0. Not subtracting its rounding noise keeps flat groups at exactly 0.
     return centred / Groups.all_in_one(centred).std(centred, ddof)
+
+
+@estimator("batch")
+def gpg(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
+    """``alpha (r - mean_g)``, with ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546).
+
+    B counts samples, and M those in groups without spread, whose zeros would otherwise shrink the mean gradient. (verl
+    0.9.1 counts samples with reward 0 instead.)
+
+    Args:
+        eps: largest spread of a group's rewards that counts as none.
+    """
+    informative = (~groups.flat(rewards, eps)).sum()
+    return mean_only(rewards, groups, eps=eps) * (rewards.numel() / informative.clamp_min(1))
+
+
+@estimator("batch", needs=("functions", "weights"))
+def gdpo(
+    rewards: Tensor, groups: Groups, functions: Tensor, weights: Tensor, *, eps: float = 1e-6, ddof: int = 1
+) -> Tensor:
+    """``grpo`` of each reward function, weighted and summed, then normalized over the batch (GDPO, arXiv:2601.05242).
+
+    A function with a large spread does not drown out the others.
+
+    Args:
+        eps: largest spread of rewards that counts as none.
+        ddof: 1: sample standard deviation; 0: population.
+    """
+    each = [grpo(column, groups, eps=eps, ddof=ddof) for column in functions.unbind(dim=1)]
+    return reinforce_pp(torch.stack(each, dim=1) @ weights, groups, eps=eps, ddof=ddof)

@@ -1,5 +1,6 @@
 """Estimators that compare the samples of a group."""
 
+import torch
 from torch import Tensor
 
 from slime_like.algorithms.advantages import Groups, estimator
@@ -38,6 +39,37 @@ def rloo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     # r - (n mean - r) / (n - 1) = n / (n - 1) * (r - mean)
     sizes = groups.sizes[groups.index]
     return mean_only(rewards, groups, eps=eps) * sizes / (sizes - 1).clamp_min(1)
+
+
+@estimator("group", needs=("tokens",))
+def opo(rewards: Tensor, groups: Groups, tokens: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """``r - sum(l r) / sum(l)`` over the group, with lengths l in tokens (OPO, arXiv:2505.23585).
+
+    The baseline of least variance if a token's score has the same norm everywhere.
+
+    Args:
+        eps: largest spread of a group's rewards that counts as none.
+    """
+    lengths = tokens.to(rewards.dtype)
+    baseline = groups.mean(lengths * rewards) / groups.mean(lengths)
+    return (rewards - baseline).masked_fill(groups.flat(rewards, eps), 0.0)
+
+
+@estimator("group")
+def pass_at_k(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
+    """``max_g - max of the group's other samples``: pass@k with k samples per group (arXiv:2503.19595).
+
+    The unbiased gradient of the expected best reward, with the leave-one-out maximum as baseline: only a single best
+    sample has an advantage.
+
+    Args:
+        eps: largest spread of a group's rewards that counts as none.
+    """
+    best = groups.max(rewards)
+    others = groups.max(rewards.masked_fill(rewards == best, -torch.inf))
+    alone = groups.mean((rewards == best).to(rewards.dtype)) * groups.sizes[groups.index] < 1.5
+    lead = torch.where((rewards == best) & alone & others.isfinite(), best - others, 0.0)
+    return lead.masked_fill(groups.flat(rewards, eps), 0.0)
 
 
 @estimator("group")
