@@ -69,7 +69,7 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     with run.progress.waiting("training"):
         scoring = score(run, trajectories, step, clock)
         with clock.phase("train"):
-            updates = update(run, batch)
+            updates = update(run, batch, trajectories)
     return TrainedStep(trajectories, updates, scoring, batch.tokens)
 
 

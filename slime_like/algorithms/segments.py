@@ -35,6 +35,12 @@ def masked_segment_mean(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return masked_segment_sum(x, mask, lengths) / segment_sum(mask.double(), lengths).clamp_min(1)
 
 
+def masked_segment_max(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Return the largest ``x``, at least 0, at True entries of ``mask`` in every segment, (S,) float64."""
+    kept = torch.where(mask, x, 0.0).double()
+    return torch.segment_reduce(kept, "max", lengths=lengths, initial=0.0, unsafe=True)
+
+
 def spread_over_tokens(
     per_sequence: Tensor | Sequence[float], lengths: Tensor | Sequence[int], total: int | None = None
 ) -> Tensor:

@@ -18,14 +18,18 @@ class KLConfig(Section):
     """k1, k2, k3, low_var_kl (k3, at most 10) or custom code."""
     importance_weighted: bool = False
     """Multiply by pi / pi_old, for an unbiased gradient."""
+    straight_through: bool = False
+    """Use the gradient of k2, which is unbiased on-policy, with the estimator's value (verl's `k3+`)."""
 
     _absolute = field_validator("estimator")(absolute_code)
 
     def conflicts(self) -> Iterator[str]:
-        if self.coef > 0 and self.estimator == "k1" and not self.importance_weighted:
+        if self.straight_through and self.importance_weighted:
+            yield "straight_through and algorithm.kl.importance_weighted are both unbiased gradients; use one of them"
+        if self.coef > 0 and self.estimator == "k1" and not (self.importance_weighted or self.straight_through):
             yield (
                 f"estimator=k1 has zero expected gradient in a loss (algorithm.kl.coef={self.coef:g}); use k2 or k3, "
-                "or set algorithm.kl.importance_weighted: true"
+                "or set algorithm.kl.straight_through: true"
             )
 
 
@@ -68,6 +72,31 @@ class ImportanceConfig(Section):
             yield f"low={self.low} is above algorithm.importance.high={self.high}; swap them"
 
 
+class RejectionConfig(Section):
+    """Rejection of sequences on which engine and trainer differ too much. They carry no loss."""
+
+    estimator: Literal["none", "k2", "k3"] = "none"
+    """Estimator of the KL divergence from the engine to the trainer, per token; none: off."""
+    over: Literal["sum", "mean", "max"] = "mean"
+    """How a sequence's tokens are combined."""
+    bound: float = Field(0.01, gt=0, description="Largest divergence of a kept sequence, in nats.")
+    in_denominator: bool = True
+    """Rejected sequences count in the mean of the loss. false: the mean is over the kept ones."""
+
+    @property
+    def is_set(self) -> bool:
+        return self.estimator != "none"
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether rejection changes the denominator of the loss, so it must be known before the update."""
+        return self.is_set and not self.in_denominator
+
+    def conflicts(self) -> Iterator[str]:
+        if not self.is_set and (changed := self.changed):
+            yield f"{changed} is set, but algorithm.rejection.estimator is none; set it, e.g. to k3, or remove it"
+
+
 class OverlongConfig(Section):
     """DAPO's penalty for responses near the length limit."""
 
@@ -83,6 +112,8 @@ class AlgorithmConfig(Section):
     """Policy term: a name or custom code, with its options."""
     advantage: Part = Part(name="grpo")
     """Advantage estimator: a name or custom code, with its options."""
+    whiten: bool = False
+    """Normalize advantages to mean 0 and standard deviation 1 over the batch's tokens that carry loss."""
     reduction: Part = Part(name="tokens")
     """Mean of the loss: over tokens, per-sample means, per-group token means, or per-sample sums divided by a
     constant `length`."""
@@ -90,6 +121,7 @@ class AlgorithmConfig(Section):
     kl_reward: KLRewardConfig = KLRewardConfig()
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     importance: ImportanceConfig = ImportanceConfig()
+    rejection: RejectionConfig = RejectionConfig()
     off_policy_mask: float | None = Field(None, ge=0)
     """Mask sequences with a negative advantage if the policy has moved by more nats per token than this."""
     overlong: OverlongConfig = OverlongConfig()
@@ -121,10 +153,10 @@ class AlgorithmConfig(Section):
 
     @property
     def scores_policy(self) -> bool:
-        """Whether a pass before the first update computes old logprobs. Later updates, the KL in the reward and the
-        batch's mean importance weight need them."""
-        more = self.epochs * self.minibatches
-        return self.old_logprobs == "score" or more > 1 or self.kl_reward.coef > 0 or self.importance.normalize
+        """Whether a pass before the first update computes old logprobs. Later updates, the KL in the reward, the
+        batch's mean importance weight and a denominator without rejected sequences need them."""
+        before = self.kl_reward.coef > 0 or self.importance.normalize or self.rejection.shrinks
+        return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or before
 
     @property
     def least_spread(self) -> float:
@@ -139,6 +171,7 @@ class AlgorithmConfig(Section):
             "loss": self.loss if self.loss.name in SEQUENCE_LOSSES else None,
             "importance.level": importance.level if importance.is_set and importance.level != "token" else None,
             "importance.veto": importance.veto,
+            "rejection.estimator": self.rejection.estimator if self.rejection.is_set else None,
             "off_policy_mask": self.off_policy_mask,
         }
         return tuple(f"{name}={value}" for name, value in chosen.items() if value is not None)
@@ -153,6 +186,8 @@ class AlgorithmConfig(Section):
             )
 
     def conflicts(self) -> Iterator[str]:
+        if self.rejection.shrinks and self.reduction.name == "groups":
+            yield "rejection.in_denominator=false does not support algorithm.reduction=groups; use tokens or samples"
         if self.routing_replay == "old" and self.epochs * self.minibatches == 1:
             yield (
                 "routing_replay=old repeats the routes of the step's start in later updates, but epochs=1 and "

@@ -262,7 +262,9 @@ class RunConfig(Section):
                 algorithm.kl_reward.coef > 0,
                 "use algorithm.kl",
             ),
+            "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
             "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),
+            "algorithm.rejection.in_denominator=false": (algorithm.rejection.shrinks, "set it to true"),
             f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g}": (
                 algorithm.moe_aux_loss_coef > 0,
                 "set it to 0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +21,8 @@ from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_e
 from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
+from slime_like.algorithms.rejection import kept_sequences
+from slime_like.algorithms.segments import spread_over_tokens
 from slime_like.plugins.objective import LOSSES
 from slime_like.plugins.resolve import require_options, resolve_callable
 
@@ -97,10 +100,15 @@ class Loss:
         self._correct = (correction or find_correction(config.importance.correction)) if corrects else None
         self.name = policy.name
         self.needs_reference = config.kl.coef > 0
-        self.needs_old = policy.needs_old or corrects or (self.needs_reference and config.kl.importance_weighted)
+        self.needs_old = (
+            policy.needs_old
+            or corrects
+            or config.rejection.estimator != "none"
+            or (self.needs_reference and config.kl.importance_weighted)
+        )
         if self.needs_reference:
             self._kl_estimator = kl_estimator or find_kl_estimator(config.kl.estimator)
-        self.needs_behaviour = corrects
+        self.needs_behaviour = corrects or config.rejection.estimator != "none"
         self.needs_entropy = config.entropy_coef > 0
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -117,7 +125,7 @@ class Loss:
                 doesn't return (R,) values in ``PolicyTerms``.
         """
         inputs.check_shapes()
-        inputs = inputs.cleaned()
+        inputs, rejected = self._without_rejected(inputs.cleaned())
         terms = self._policy(inputs)
         check_terms(self.name, terms, inputs)
         correction = self._correction(inputs)
@@ -129,7 +137,20 @@ class Loss:
         if self.needs_entropy:
             per_token = per_token - self._config.entropy_coef * required(inputs, "entropy")
         loss = _weighted_sum(per_token, inputs)
-        return LossOutput(loss, _figures(inputs, loss, policy, kl, terms, correction))
+        sums = _figures(inputs, loss, policy, kl, terms, correction)
+        sums.rejected = rejected
+        return LossOutput(loss, sums)
+
+    def _without_rejected(self, inputs: LossInputs) -> tuple[LossInputs, Tensor]:
+        """Return the inputs without loss on rejected sequences, and the number of tokens that lose it."""
+        rejection, before = self._config.rejection, inputs.loss_mask.sum().double()
+        if rejection.estimator == "none":
+            return inputs, torch.zeros_like(before)
+        old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
+        lengths = required(inputs, "response_lens")
+        kept = kept_sequences(rejection, old, behaviour, inputs.loss_mask, lengths)
+        mask = inputs.loss_mask & spread_over_tokens(kept, lengths, inputs.loss_mask.numel())
+        return replace(inputs, loss_mask=mask).cleaned(), before - mask.sum()
 
     def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
         if self._correct is None:
@@ -161,7 +182,11 @@ class Loss:
     def _kl(self, inputs: LossInputs) -> Tensor | None:
         if not self.needs_reference:
             return None
-        kl = kl_estimate(inputs.logprobs, required(inputs, "ref_logprobs"), self._kl_estimator)
+        reference = required(inputs, "ref_logprobs")
+        kl = kl_estimate(inputs.logprobs, reference, self._kl_estimator)
+        if self._config.kl.straight_through:
+            exact = kl_estimate(inputs.logprobs, reference, "k2")
+            return exact + (kl - exact).detach()
         return token_ratio(inputs) * kl if self._config.kl.importance_weighted else kl
 
 

@@ -20,7 +20,7 @@ class LossSums:
         loss, policy_loss, kl_loss: weighted sums; divided by the step's denominator, the means of ``GRPOStats``.
         ratio, clipped, bounded, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped: sums over
             loss-carrying tokens.
-        num_tokens: number of loss-carrying tokens.
+        num_tokens, rejected: loss-carrying tokens, and tokens of rejected sequences, which do not count otherwise.
         old_gap_max, engine_gap_max: maxima over loss-carrying tokens.
     """
 
@@ -36,6 +36,7 @@ class LossSums:
     importance_weight: Tensor
     importance_clipped: Tensor
     num_tokens: Tensor
+    rejected: Tensor
     old_gap_max: Tensor
     engine_gap_max: Tensor
 

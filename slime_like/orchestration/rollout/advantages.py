@@ -1,6 +1,6 @@
 """Advantages from rewards: weights, overlong penalty, KL penalty and estimator."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,10 @@ from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.plugins.traceback import format_error, naming
-from slime_like.trajectory import ScoredTrajectory
+from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
+
+_LEAST_SPREAD = 1e-6
+"""A smaller standard deviation of advantages is rounding."""
 
 
 def weighted_rewards(reward: RewardConfig, rewards: Tensor) -> Tensor:
@@ -48,27 +51,58 @@ class Advantages:
         limit, factor = self._max_new_tokens, self._algorithm.overlong.factor
         return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
 
-    def of_rows(self, rollouts: Sequence[Rollout[Any]], totals: Tensor, step: int) -> dict[str, Tensor]:
+    def of_rows(
+        self, rollouts: Sequence[Rollout[Any]], rewards: Tensor, totals: Tensor, step: int
+    ) -> dict[str, Tensor]:
         """Return the advantages of rows by sequence id: the rollout's one, or (response_len,) with 0 on observations.
+
+        Args:
+            rewards: (N, num_funcs), one row per rollout.
+            totals: (N,) weighted rewards with all penalties.
 
         Raises:
             RewardError: see ``of_step``.
         """
+        found = self._of_rows(rollouts, self._given(rollouts, rewards, totals), totals, step)
+        return (
+            whitened([row for rollout in rollouts for row in rollout.rows], found) if self._algorithm.whiten else found
+        )
+
+    def _given(self, rollouts: Sequence[Rollout[Any]], rewards: Tensor, totals: Tensor) -> dict[str, Tensor]:
+        """Return what estimators may need. Penalties are one more function."""
+        weights = torch.tensor([function.weight for function in self._reward.functions])
+        penalties = (totals - rewards @ weights)[:, None]
+        return {
+            "tokens": torch.tensor([rollout.sampled_len for rollout in rollouts]),
+            "functions": torch.cat([rewards, penalties], dim=1),
+            "weights": torch.cat([weights, torch.ones(1)]),
+        }
+
+    def _of_rows(
+        self, rollouts: Sequence[Rollout[Any]], given: Mapping[str, Tensor], totals: Tensor, step: int
+    ) -> dict[str, Tensor]:
         group_ids = [rollout.group_id for rollout in rollouts]
         if (level := configured_estimator(self._algorithm.advantage.name).level) == "sample":
-            found = self.of_step(totals, group_ids, step)
+            found = self.of_step(totals, group_ids, step, given=given)
             return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
         sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
         counts = torch.tensor(list(map(len, sizes)))
         rewards = totals.new_zeros(int(counts.sum()))
         rewards[counts.cumsum(0)[counts > 0] - 1] = totals[counts > 0]
-        entries = self.of_step(rewards, group_ids, step, counts)
+        entries = self.of_step(rewards, group_ids, step, counts, given)
         tokens = entries.repeat_interleave(torch.cat(sizes))
         rows = [row for rollout in rollouts for row in rollout.rows]
         parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
         return {r.sequence_id: tokens.new_zeros(r.response_len).masked_scatter(r.loss_mask, p) for r, p in parts}
 
-    def of_step(self, totals: Tensor, group_ids: Sequence[int], step: int, lengths: Tensor | None = None) -> Tensor:
+    def of_step(
+        self,
+        totals: Tensor,
+        group_ids: Sequence[int],
+        step: int,
+        lengths: Tensor | None = None,
+        given: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Return a step's advantages, like ``totals``. The estimator gets the whole step, whatever its scope.
 
         Raises:
@@ -76,7 +110,7 @@ class Advantages:
         """
         chosen = self._algorithm.advantage
         with naming(RewardError, "estimator-failed", "algorithm.advantage", chosen.name, "compute", f"step {step}"):
-            advantages = compute_advantages(totals, group_ids, chosen.name, lengths, **chosen.options)
+            advantages = compute_advantages(totals, group_ids, chosen.name, lengths, given, **chosen.options)
         if self._shuffle_seed is not None:
             generator = torch.Generator().manual_seed(self._shuffle_seed * 1_000_003 + step)
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
@@ -111,10 +145,25 @@ class Advantages:
         rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
         totals = self.totals(rewards, [rollout.length for rollout in rollouts])
         totals += torch.stack([torch.stack([penalties[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
-        advantages = self.of_rows(rollouts, totals, step)
+        advantages = self.of_rows(rollouts, rewards, totals, step)
         for row in trajectories:
             row.advantages = advantages[row.sequence_id].expand(row.response_len)
         ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})
+
+
+def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return advantages with mean 0 and sample standard deviation 1 over all tokens that carry loss, 0 elsewhere.
+
+    Without a spread, all are 0.
+    """
+    each = {row.sequence_id: advantages[row.sequence_id].double().expand(row.response_len) for row in rows}
+    tokens = torch.cat([each[row.sequence_id][row.loss_mask] for row in rows])
+    spread = tokens.std() if tokens.numel() > 1 else tokens.new_zeros(())
+    scale = 1 / spread if float(spread) > _LEAST_SPREAD else 0.0
+    return {
+        row.sequence_id: ((each[row.sequence_id] - tokens.mean()) * scale).masked_fill(~row.loss_mask, 0.0).float()
+        for row in rows
+    }
 
 
 def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:

@@ -90,8 +90,8 @@ class Scorer:
         rollouts = rollouts_of(trajectories)
         places = {rollout.last.rollout_id: place for place, rollout in enumerate(rollouts)}
         totals = torch.cat([rewarded.totals for rewarded in groups])
-        advantages = self._advantages.of_rows(rollouts, totals, step)
         rewards = torch.cat([rewarded.rewards for rewarded in groups])
+        advantages = self._advantages.of_rows(rollouts, rewards, totals, step)
         successes = torch.cat([rewarded.successes for rewarded in groups])
         metadata = [entry for rewarded in groups for entry in rewarded.metadata]
         scores = [entry for rewarded in groups for entry in rewarded.scores]

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
 
+import torch
+
+from slime_like.algorithms.rejection import kept_sequences
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.advantages import Advantages, normalise_importance
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream
+from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream, split_by_group
 from slime_like.orchestration.trainer.calls import given
 from slime_like.orchestration.trainer.rank_training import RankTraining, StreamedStep
+from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.trajectory import GRPOStats, ScoredTrajectory
 
 
@@ -69,10 +73,31 @@ def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> Scoring
     return ScoringRecord(seconds, seconds, sum(row.response_len for row in rows), sum(row.total_len for row in rows))
 
 
-def update(run: Run, batch: TrainingBatch) -> list[GRPOStats]:
+def update(run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajectory]) -> list[GRPOStats]:
     """Run the optimizer steps of one training step: ``algorithm.epochs`` passes over the minibatches."""
+    shrinks = run.config.algorithm.rejection.shrinks
+    denominators = _of_kept(run, batch, trajectories) if shrinks else batch.denominators
     return [
         given(run.trainers.ranks.call("training", RankTraining.train_minibatch, index, denominator))[0]
         for _ in range(run.config.algorithm.epochs)
-        for index, denominator in enumerate(batch.denominators)
+        for index, denominator in enumerate(denominators)
     ]
+
+
+def _of_kept(run: Run, batch: TrainingBatch, rows: Sequence[ScoredTrajectory]) -> list[float]:
+    """Return each minibatch's denominator without rejected sequences, or with them if all are: its gradient is 0."""
+    algorithm = run.config.algorithm
+    frozen = frozen_scores(run.trainers.ranks, [row.sequence_id for row in rows], "old_logprobs")
+    kept = kept_sequences(
+        algorithm.rejection,
+        torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows]),
+        torch.cat([row.logprobs for row in rows if row.logprobs is not None]),  # not None: engines sampled
+        torch.cat([row.loss_mask for row in rows]),
+        torch.tensor([row.response_len for row in rows]),
+    )
+    counted = {row.sequence_id for row, is_kept in zip(rows, kept.tolist(), strict=True) if is_kept}
+    found = []
+    for minibatch, whole in zip(split_by_group(rows, algorithm.minibatches), batch.denominators, strict=True):
+        rest = [row for row in minibatch if row.sequence_id in counted and bool(row.loss_mask.any())]
+        found.append(run.batcher.denominator(rest) if rest else whole)
+    return found
