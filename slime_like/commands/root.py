@@ -18,6 +18,7 @@ from slime_like.commands import (
     train,
     verify,
     verify_engine,
+    verify_objective,
 )
 from slime_like.commands.command import Command
 from slime_like.errors import REFUSED
@@ -32,13 +33,14 @@ COMMANDS: Sequence[Command] = (
     score.COMMAND,
     verify.COMMAND,
     verify_engine.COMMAND,
+    verify_objective.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,
     report.COMMAND,
 )
 _GROUPS = {
-    "verify": ("compare parallel layouts with one rank, or try an engine", None),
+    "verify": ("compare parallel layouts with one rank, try an engine, or prove an objective", None),
     "convert": ("convert checkpoints between Hugging Face and Megatron, or compare them", convert.DESCRIPTION),
 }
 _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")

@@ -70,12 +70,12 @@ class Advantages:
 
     def _given(self, rollouts: Sequence[Rollout[Any]], rewards: Tensor, totals: Tensor) -> dict[str, Tensor]:
         """Return what estimators may need. Penalties are one more function."""
-        weights = torch.tensor([function.weight for function in self._reward.functions])
+        weights = torch.tensor([function.weight for function in self._reward.functions], dtype=rewards.dtype)
         penalties = (totals - rewards @ weights)[:, None]
         return {
             "tokens": torch.tensor([rollout.sampled_len for rollout in rollouts]),
             "functions": torch.cat([rewards, penalties], dim=1),
-            "weights": torch.cat([weights, torch.ones(1)]),
+            "weights": torch.cat([weights, weights.new_ones(1)]),
         }
 
     def _of_rows(
@@ -160,10 +160,8 @@ def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor
     tokens = torch.cat([each[row.sequence_id][row.loss_mask] for row in rows])
     spread = tokens.std() if tokens.numel() > 1 else tokens.new_zeros(())
     scale = 1 / spread if float(spread) > _LEAST_SPREAD else 0.0
-    return {
-        row.sequence_id: ((each[row.sequence_id] - tokens.mean()) * scale).masked_fill(~row.loss_mask, 0.0).float()
-        for row in rows
-    }
+    made = {name: ((values - tokens.mean()) * scale).to(advantages[name].dtype) for name, values in each.items()}
+    return {row.sequence_id: made[row.sequence_id].masked_fill(~row.loss_mask, 0.0) for row in rows}
 
 
 def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:

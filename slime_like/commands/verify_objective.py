@@ -1,0 +1,39 @@
+"""``slime-like verify objective``."""
+
+import argparse
+
+from slime_like.commands.command import Command, temporary_run_dir
+from slime_like.config.reading.load import load_config
+from slime_like.errors import ConfigError
+
+_WRONG = 1
+
+
+def _run(options: argparse.Namespace, flags: list[str]) -> int:
+    config = load_config(options.config, ["--model.path", "none-is-loaded", *flags], temporary_run_dir("verify"))
+    if config.supervised:
+        raise ConfigError("algorithm.loss=sft: demonstrations have no expected reward; choose another loss")
+    from slime_like.checks.names import advantage_name_problems, algorithm_name_problems
+
+    if problems := [*algorithm_name_problems(config.algorithm), *advantage_name_problems(config.algorithm)]:
+        raise ConfigError(problems)
+    from slime_like.verification.objective.verify import sentences, verify_objective  # imports torch
+
+    findings = verify_objective(config)
+    for line in sentences(findings):
+        print(line)
+    return _WRONG if any(finding.is_wrong for finding in findings) else 0
+
+
+COMMAND = Command(
+    "verify objective",
+    "compare the expected gradient of the objective with the true one, by enumeration",
+    _run,
+    "Enumerate every batch of responses of a tiny policy, in float64, and compare the expected gradient of the\n"
+    "configured loss, advantages, reduction and corrections with the gradient of the expected reward, of the KL and\n"
+    "of the entropy: on-policy, with an engine that rounds, in later updates and with stale samples, as far as the\n"
+    "run has them. A bias is attributed to settings: what remains if one of them were exact. Exit code 1: the\n"
+    "gradient does not point uphill, or custom code biases it. No model is loaded.",
+    paths={"[CONFIG.yaml]": "configuration of the run (default: only the flags)"},
+    usage="[--section.field VALUE ...]",
+)

@@ -1,0 +1,1 @@
+"""Proof of an objective: its expected gradient by enumeration, next to the true one."""

@@ -1,0 +1,202 @@
+"""Comparison of an objective's expected gradient with the true one, and the settings that cause a bias."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.config import RunConfig
+from slime_like.config.part import Part
+from slime_like.config.rollout import RewardConfig, RewardFunction
+from slime_like.orchestration.rollout.advantages import configured_estimator
+from slime_like.verification.objective.expectation import Enumeration, Policies, objective
+from slime_like.verification.objective.trees import ACTIONS, Tree, one_turn, two_turns
+
+UNBIASED = 1e-9
+"""Largest relative deviation that is rounding."""
+
+ON_POLICY = "on-policy"
+
+_ENGINE, _UPDATE, _STALE = 0.02, 0.1, 0.3
+"""Standard deviations of the logits' differences: between engine and trainer, over an update, and over staleness."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """How far the policies differ: the engine's from the trainer's at the start of the step, and that from now."""
+
+    name: str
+    engine: float = 0.0
+    update: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One part of the objective in one scenario.
+
+    Attributes:
+        part: "reward", "kl" or "entropy".
+        scale: the factor of the true gradient that fits best; 0 or less if the objective does not follow it at all.
+        bias: norm of the rest, relative to the fitted gradient.
+        terms: bias that would remain if a setting were exact, by the setting, for each setting that adds to it.
+    """
+
+    scenario: str
+    tree: str
+    part: str
+    scale: float
+    bias: float
+    terms: Mapping[str, float]
+
+    @property
+    def is_unbiased(self) -> bool:
+        return self.scale > 0 and self.bias <= UNBIASED
+
+    @property
+    def custom(self) -> list[str]:
+        """Settings of custom code that add to the bias."""
+        return [term for term in self.terms if ":" in term]
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if the gradient does not point uphill, or a custom part biases it. Built-in biases are known."""
+        return not self.scale > 0 or (self.scenario == ON_POLICY and self.bias >= 1) or bool(self.custom)
+
+
+def verify_objective(config: RunConfig) -> list[Finding]:
+    """Enumerate the objective in every scenario that the run can meet."""
+    tested = _of_one_reward(config)
+    per_batch = configured_estimator(config.algorithm.advantage.name).scope == "batch" or config.algorithm.whiten
+    talks = config.rollout.environment.name is not None or config.rollout.agent.is_set
+    trees = [one_turn(per_batch), two_turns(per_batch)] if talks else [one_turn(per_batch)]
+    shape = (2, 2) if per_batch else (1, 3)
+    return [
+        finding
+        for scenario in scenarios(config)
+        for tree in trees
+        for finding in _findings(tested, tree, scenario, *shape)
+    ]
+
+
+def scenarios(config: RunConfig) -> list[Scenario]:
+    """Return on-policy sampling, an engine that computes slightly differently, later updates and staleness."""
+    found = [Scenario(ON_POLICY), Scenario("engine rounds", engine=_ENGINE)]
+    if config.algorithm.epochs * config.algorithm.minibatches > 1:
+        found.append(Scenario("later update", update=_UPDATE))
+    if config.rollout.max_staleness > 0:
+        found.append(Scenario("stale samples", engine=_STALE))
+    return found
+
+
+def _of_one_reward(config: RunConfig) -> RunConfig:
+    """Return the configuration with one reward function, since the enumeration has its own rewards."""
+    reward = RewardConfig(functions=(RewardFunction(name="math_verify"),))
+    algorithm = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "old_logprobs": "score"})
+    return config.model_copy(update={"reward": reward, "algorithm": algorithm})
+
+
+def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, samples: int) -> Iterator[Finding]:
+    generator = torch.Generator().manual_seed(0)
+
+    def table(size: float) -> Tensor:
+        return size * torch.randn(prompts, tree.states, ACTIONS, generator=generator, dtype=torch.float64)
+
+    old = table(1.0)
+    policies = Policies(old + table(scenario.engine), old, old + table(scenario.update), table(1.0))
+    rewards = torch.rand(prompts, len(tree.responses), generator=generator, dtype=torch.float64)
+    truth = _true_gradients(tree, rewards, policies, config, samples)
+
+    def expected(changed: RunConfig, exact_ratio: bool = False) -> Tensor:
+        return -Enumeration(changed, tree, rewards, samples, exact_ratio).gradient(policies)
+
+    coefficients = {"kl": config.algorithm.kl.coef, "entropy": config.algorithm.entropy_coef}
+    alone = _without(config, "kl", "entropy")
+    reward = expected(alone)
+    scale, bias = _fit(reward, truth["reward"])
+    terms = {}
+    for term, changed, exact_ratio in _exact_terms(alone) if bias > UNBIASED else ():
+        left = _fit(expected(changed, exact_ratio), truth["reward"])[1]
+        if left < bias - UNBIASED:
+            terms[term] = left
+    yield Finding(scenario.name, tree.name, "reward", scale, bias, dict(sorted(terms.items(), key=lambda one: one[1])))
+    for part, coefficient in coefficients.items():
+        if coefficient > 0:
+            other = "entropy" if part == "kl" else "kl"
+            sign = -1 if part == "kl" else 1
+            scale, bias = _fit(sign * (expected(_without(config, other)) - reward), truth[part])
+            setting = f"kl.estimator={config.algorithm.kl.estimator}" if part == "kl" else "entropy_coef"
+            terms = {} if bias <= UNBIASED else {f"algorithm.{setting}": 0.0}
+            yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms)
+
+
+def _true_gradients(
+    tree: Tree, rewards: Tensor, policies: Policies, config: RunConfig, samples: int
+) -> dict[str, Tensor]:
+    current = policies.current.clone().requires_grad_()
+    at = Policies(policies.behaviour, policies.old, current, policies.reference)
+    values = objective(tree, rewards, at, config, samples)
+    return {name: torch.autograd.grad(value, current, retain_graph=True)[0] for name, value in values.items()}
+
+
+def _fit(found: Tensor, truth: Tensor) -> tuple[float, float]:
+    """Return the scale c that fits ``found`` to ``c * truth`` best, and the norm of the rest relative to the fit."""
+    scale = float((found * truth).sum() / (truth * truth).sum())
+    rest = float((found - scale * truth).norm())
+    return scale, rest / max(abs(scale) * float(truth.norm()), torch.finfo(torch.float64).tiny)
+
+
+def _without(config: RunConfig, *parts: str) -> RunConfig:
+    algorithm = config.algorithm
+    changes: dict[str, Any] = {}
+    if "kl" in parts:
+        changes["kl"] = algorithm.kl.model_copy(update={"coef": 0.0})
+    if "entropy" in parts:
+        changes["entropy_coef"] = 0.0
+    return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
+
+
+def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
+    """Yield each setting that may bias the gradient, the configuration with an exact one, and whether its loss then
+    weighs by the exact ratio of whole responses."""
+    algorithm = config.algorithm
+
+    def changed(**settings: Any) -> RunConfig:
+        return config.model_copy(update={"algorithm": algorithm.model_copy(update=settings)})
+
+    none = algorithm.importance.model_copy(update={"correction": "none"})
+    exact = algorithm.importance.model_copy(
+        update={"correction": "mask", "level": "sequence", "low": 0.0, "high": 1e300}
+    )
+    yield f"algorithm.loss={algorithm.loss}", changed(loss=Part(name="policy_gradient"), importance=none), True
+    if algorithm.advantage.name != "pass_at_k":
+        yield f"algorithm.advantage={algorithm.advantage}", changed(advantage=Part(name="rloo")), False
+    if algorithm.reduction.name != "constant":
+        length = Part(name="constant", length=1)  # type: ignore[call-arg]
+        yield f"algorithm.reduction={algorithm.reduction}", changed(reduction=length), False
+    yield f"algorithm.importance.correction={algorithm.importance.correction}", changed(importance=exact), False
+    if algorithm.rejection.is_set:
+        kept = algorithm.rejection.model_copy(update={"estimator": "none"})
+        yield f"algorithm.rejection.estimator={algorithm.rejection.estimator}", changed(rejection=kept), False
+    if algorithm.off_policy_mask is not None:
+        yield f"algorithm.off_policy_mask={algorithm.off_policy_mask:g}", changed(off_policy_mask=None), False
+    if algorithm.whiten:
+        yield "algorithm.whiten=true", changed(whiten=False), False
+    if config.rollout.drop_zero_spread:
+        rollout = config.rollout.model_copy(update={"drop_zero_spread": False})
+        yield "rollout.drop_zero_spread=true", config.model_copy(update={"rollout": rollout}), False
+
+
+def sentences(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield one line per finding."""
+    for one in findings:
+        where = f"{one.scenario}, {one.tree}: {one.part}"
+        if not one.scale > 0:
+            yield f"{where}: WRONG: the expected gradient does not point uphill (scale {one.scale:.3g})"
+        elif one.is_unbiased:
+            yield f"{where}: unbiased, {one.scale:.4g} times the true gradient"
+        else:
+            causes = ", ".join(f"{term} ({left:.2%} if it were exact)" for term, left in one.terms.items())
+            verdict = "WRONG: biased" if one.is_wrong else "biased"
+            yield f"{where}: {verdict} by {one.bias:.2%} of the gradient" + (f": {causes}" if causes else "")
