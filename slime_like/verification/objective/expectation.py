@@ -5,7 +5,7 @@ The advantages, token weights, denominators and losses are those of a run; only 
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +15,14 @@ from backends.common.step.objective import configured_loss
 from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.shaping import kl_penalty
 from slime_like.config import RunConfig
-from slime_like.orchestration.rollout.advantages import Advantages
+from slime_like.orchestration.rollout.advantages import Advantages, configured_estimator
 from slime_like.orchestration.rollout.rows import Rollout
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.objective.trees import Tree
 
-Logprobs = dict[str, list[list[Tensor]]]
-"""Logprobs of each policy, [prompt][response]."""
+_Place = tuple[int, int]
+"""A prompt, and one of its responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,121 +36,122 @@ class Policies:
     reference: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Responses [prompt][sample] of one step, with their probability under the engine's policy."""
-
-    responses: tuple[tuple[int, ...], ...]
-    probability: float
-
-
 class Enumeration:
     """All batches of a few prompts with a few samples each, and their rewards.
 
     Args:
         rewards: (prompts, responses of the tree) float64.
         samples: responses per prompt.
+        exact_ratio: weigh each response by its probability ratio, from the engine's policy to the current one.
     """
 
     def __init__(self, config: RunConfig, tree: Tree, rewards: Tensor, samples: int, exact_ratio: bool = False) -> None:
-        self._config, self._tree, self._rewards, self._samples = config, tree, rewards, samples
-        self._exact_ratio = exact_ratio
-        algorithm = config.algorithm
+        self._algorithm, self._drops = config.algorithm, config.rollout.drop_zero_spread
+        self._tree, self._rewards, self._samples, self._exact_ratio = tree, rewards, samples, exact_ratio
         self._advantages = Advantages(config)
-        self._batcher = ExperienceBatcher(algorithm, config.trainer, config.model, replicas=1, pad_token_id=0)
-        self._loss = configured_loss(algorithm)
+        self._batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas=1, pad_token_id=0)
+        self._loss = configured_loss(config.algorithm)
 
     def gradient(self, policies: Policies) -> Tensor:
         """Return the expected gradient of the loss with respect to the current logits."""
         current = policies.current.clone().requires_grad_()
-        logs = {
-            name: self._logprobs(current if name == "current" else getattr(policies, name))
-            for name in ("behaviour", "old", "current", "reference")
-        }
-        parts = [self._batch(batch, logs, current) for batch in self._batches(logs["behaviour"])]
-        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        output = self._loss(LossInputs(**columns))
+        tables = {"logprobs": current, "behaviour_logprobs": policies.behaviour}
+        tables |= {"old_logprobs": policies.old, "ref_logprobs": policies.reference}
+        columns = {name: self._columns(logits) for name, logits in tables.items()}
+        batches = list(self._batches(columns["behaviour_logprobs"]))
+        places = [place for batch, _ in batches for place in batch]
+        rows = [self._row(index, place) for index, place in enumerate(places)]
+        self._batcher.weigh(rows)
+        size = len(self._rewards) * self._samples
+        steps = [rows[start : start + size] for start in range(0, len(rows), size)]
+        scales = [p / self._batcher.denominator(step) for (_, p), step in zip(batches, steps, strict=True)]
+        weights = [row.token_weight * scales[index // size] for index, row in enumerate(rows)]
+        if self._exact_ratio:
+            moved = self._sums(columns["logprobs"].detach() - columns["behaviour_logprobs"]).exp()
+            weights = [weight * float(moved[place]) for weight, place in zip(weights, places, strict=True)]
+        lengths = torch.tensor([row.response_len for row in rows])
+        index = torch.cat([self._tokens(place) for place in places])
+        output = self._loss(
+            LossInputs(
+                loss_mask=torch.cat([row.loss_mask for row in rows]),
+                token_weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
+                entropy=self._entropies(current)[index],
+                advantages=self._advantages_of(steps, places, columns),
+                response_lens=lengths,
+                **{name: column[index] for name, column in columns.items()},
+            )
+        )
         found: Tensor = torch.autograd.grad(output.loss, current)[0]
         return found
 
-    def _logprobs(self, logits: Tensor) -> list[list[Tensor]]:
-        """Return logprobs [prompt][response]."""
-        return [[self._tree.logprobs(table, response) for response in self._tree.responses] for table in logits]
+    # ----------------------------------------------------------------------- columns: tokens of all prompts' responses
+    def _columns(self, logits: Tensor) -> Tensor:
+        """Return logprobs of every token of every response, prompt after prompt."""
+        return torch.cat([self._tree.logprobs(table, each) for table in logits for each in self._tree.responses])
 
-    def _batches(self, behaviour: Sequence[Sequence[Tensor]]) -> list[_Batch]:
-        """Return every batch. Without zero spread, the probability is that of the groups that remain."""
-        probabilities = [[float(each.sum().exp()) for each in of_prompt] for of_prompt in behaviour]
-        groups = [self._groups(prompt, each) for prompt, each in enumerate(probabilities)]
-        return [
-            _Batch(tuple(group for group, _ in chosen), math.prod(p for _, p in chosen))
-            for chosen in itertools.product(*groups)
-        ]
+    def _entropies(self, logits: Tensor) -> Tensor:
+        """Return the entropies of the states in which the tokens were chosen, 0 for observations."""
+        logs, found = logits.log_softmax(dim=-1), []
+        for entropies in -(logs.exp() * logs).sum(dim=-1):
+            for states in (torch.tensor(each.states) for each in self._tree.responses):
+                found.append(torch.where(states >= 0, entropies[states.clamp_min(0)], 0.0))
+        return torch.cat(found)
+
+    def _sums(self, column: Tensor) -> Tensor:
+        """Return (prompts, responses) sums over tokens."""
+        lengths = torch.tensor([len(each.tokens) for each in self._tree.responses] * len(self._rewards))
+        return torch.segment_reduce(column, "sum", lengths=lengths).view(self._rewards.shape)
+
+    def _tokens(self, place: _Place) -> Tensor:
+        """Return the rows of a response in a column."""
+        lengths = [len(each.tokens) for each in self._tree.responses]
+        start = place[0] * sum(lengths) + sum(lengths[: place[1]])
+        return torch.arange(start, start + lengths[place[1]])
+
+    # ------------------------------------------------------------------------------------------------------- batches
+    def _batches(self, behaviour: Tensor) -> Iterator[tuple[list[_Place], float]]:
+        """Yield every batch with its probability; if groups without spread are replaced, among those that remain."""
+        groups = [self._groups(prompt, each) for prompt, each in enumerate(self._sums(behaviour).exp().tolist())]
+        for chosen in itertools.product(*groups):
+            places = [(prompt, one) for prompt, (group, _) in enumerate(chosen) for one in group]
+            yield places, math.prod(p for _, p in chosen)
 
     def _groups(self, prompt: int, probabilities: Sequence[float]) -> list[tuple[tuple[int, ...], float]]:
         made = []
         for group in itertools.product(range(len(probabilities)), repeat=self._samples):
             rewards = self._rewards[prompt, list(group)]
-            if self._config.rollout.drop_zero_spread:
-                spread = float(rewards.max() - rewards.min())
-                if spread <= self._config.algorithm.least_spread:
-                    continue
-            made.append((group, math.prod(probabilities[one] for one in group)))
+            if not self._drops or float(rewards.max() - rewards.min()) > self._algorithm.least_spread:
+                made.append((group, math.prod(probabilities[one] for one in group)))
         total = sum(p for _, p in made)
         return [(group, p / total) for group, p in made]
 
-    def _batch(self, batch: _Batch, logs: Logprobs, current: Tensor) -> dict[str, Tensor]:
-        """Return the fields of ``LossInputs`` of one batch; token weights contain its probability."""
-        places = [(prompt, one) for prompt, group in enumerate(batch.responses) for one in group]
-        rows = [self._row(index, prompt, one) for index, (prompt, one) in enumerate(places)]
-        rollouts = [Rollout((row,)) for row in rows]
-        rewards = torch.stack([self._rewards[place] for place in places])
-        totals = rewards + torch.stack([self._penalty(prompt, one, logs) for prompt, one in places])
-        advantages = self._advantages.of_rows(rollouts, rewards[:, None], totals, step=1)
-        self._batcher.weigh(rows)
-        scale = batch.probability / self._batcher.denominator(rows)
-        weights = [row.token_weight * scale * self._ratio(place, logs) for row, place in zip(rows, places, strict=True)]
-        lengths = [row.response_len for row in rows]
-
-        def joined(name: str) -> Tensor:
-            return torch.cat([logs[name][prompt][one] for prompt, one in places])
-
-        return {
-            "logprobs": joined("current"),
-            "loss_mask": torch.cat([row.loss_mask for row in rows]),
-            "token_weights": torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths)),
-            "entropy": torch.cat([self._entropy(current[prompt], one) for prompt, one in places]),
-            "old_logprobs": joined("old").detach(),
-            "behaviour_logprobs": joined("behaviour").detach(),
-            "ref_logprobs": joined("reference").detach(),
-            "advantages": torch.cat([advantages[row.sequence_id].double().expand(row.response_len) for row in rows]),
-            "response_lens": torch.tensor(lengths),
-        }
-
-    def _row(self, index: int, prompt: int, one: int) -> ScoredTrajectory:
-        response = self._tree.responses[one]
+    def _row(self, index: int, place: _Place) -> ScoredTrajectory:
+        one = place[1]
+        response, group = self._tree.responses[one], index // self._samples
         tokens, mask = torch.tensor(response.tokens), torch.tensor(response.mask)
-        return ScoredTrajectory.unrewarded(str(index), torch.zeros(1).long(), tokens, group_id=prompt, loss_mask=mask)
+        return ScoredTrajectory.unrewarded(str(index), torch.zeros(1).long(), tokens, group_id=group, loss_mask=mask)
 
-    def _penalty(self, prompt: int, one: int, logs: Logprobs) -> Tensor:
-        """Return the KL in the reward, of the policy at the start of the step."""
-        setting, mask = self._config.algorithm.kl_reward, torch.tensor(self._tree.responses[one].mask)
-        if not setting.coef:
-            return torch.zeros(()).double()
-        old, reference = logs["old"][prompt][one], logs["reference"][prompt][one]
-        return kl_penalty(old, reference, mask, torch.tensor([len(mask)]), setting.coef, setting.estimator)[1][0]
-
-    def _ratio(self, place: tuple[int, int], logs: Logprobs) -> float:
-        """Return the probability ratio of the whole response, from the engine's policy to the current one."""
-        prompt, one = place
-        if not self._exact_ratio:
-            return 1.0
-        return float((logs["current"][prompt][one].detach() - logs["behaviour"][prompt][one]).sum().exp())
-
-    def _entropy(self, logits: Tensor, one: int) -> Tensor:
-        """Return (n,) entropies of the states in which a response's tokens were chosen."""
-        states = torch.tensor(self._tree.responses[one].states)
-        logs = logits.log_softmax(dim=-1)
-        return torch.where(states >= 0, -(logs.exp() * logs).sum(dim=-1)[states.clamp_min(0)], 0.0)
+    def _advantages_of(
+        self, steps: Sequence[Sequence[ScoredTrajectory]], places: Sequence[_Place], columns: dict[str, Tensor]
+    ) -> Tensor:
+        """Return the advantages of every token. All batches together, unless they depend on the rest of their batch."""
+        setting, rewards = self._algorithm.kl_reward, torch.stack([self._rewards[place] for place in places])
+        totals = rewards
+        if setting.coef:
+            old, reference = columns["old_logprobs"], columns["ref_logprobs"]
+            lengths = torch.tensor([len(old)])
+            each = kl_penalty(
+                old, reference, torch.ones_like(old, dtype=torch.bool), lengths, setting.coef, setting.estimator
+            )[0]
+            totals = rewards + torch.stack([self._sums(each)[place] for place in places])
+        per_batch = self._algorithm.whiten or configured_estimator(self._algorithm.advantage.name).scope == "batch"
+        found, start = [], 0
+        for rows in steps if per_batch else [[row for step in steps for row in step]]:
+            part = slice(start, start := start + len(rows))
+            rollouts = [Rollout((row,)) for row in rows]
+            made = self._advantages.of_rows(rollouts, rewards[part, None], totals[part], step=1)
+            found += [made[row.sequence_id].double().expand(row.response_len) for row in rows]
+        return torch.cat(found)
 
 
 def objective(tree: Tree, rewards: Tensor, policies: Policies, config: RunConfig, samples: int) -> dict[str, Tensor]:

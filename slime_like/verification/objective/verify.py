@@ -19,6 +19,11 @@ UNBIASED = 1e-9
 
 ON_POLICY = "on-policy"
 
+_UPHILL = 1e-12
+"""Least scale that is more than rounding."""
+_LESS = 0.95
+"""Share of a bias below which a replaced part was a cause of it."""
+
 _ENGINE, _UPDATE, _STALE = 0.02, 0.1, 0.3
 """Standard deviations of the logits' differences: between engine and trainer, over an update, and over staleness."""
 
@@ -41,6 +46,7 @@ class Finding:
         scale: the factor of the true gradient that fits best; 0 or less if the objective does not follow it at all.
         bias: norm of the rest, relative to the fitted gradient.
         terms: bias that would remain if a setting were exact, by the setting, for each setting that adds to it.
+        worse: custom code whose plain built-in counterpart has less bias.
     """
 
     scenario: str
@@ -49,20 +55,16 @@ class Finding:
     scale: float
     bias: float
     terms: Mapping[str, float]
+    worse: Sequence[str] = ()
 
     @property
     def is_unbiased(self) -> bool:
-        return self.scale > 0 and self.bias <= UNBIASED
-
-    @property
-    def custom(self) -> list[str]:
-        """Settings of custom code that add to the bias."""
-        return [term for term in self.terms if ":" in term]
+        return self.scale > _UPHILL and self.bias <= UNBIASED
 
     @property
     def is_wrong(self) -> bool:
-        """True if the gradient does not point uphill, or a custom part biases it. Built-in biases are known."""
-        return not self.scale > 0 or (self.scenario == ON_POLICY and self.bias >= 1) or bool(self.custom)
+        """True if the gradient does not point uphill, or custom code biases it. Biases of built-in parts are known."""
+        return not self.scale > _UPHILL or (self.scenario == ON_POLICY and self.bias >= 1) or bool(self.worse)
 
 
 def verify_objective(config: RunConfig) -> list[Finding]:
@@ -120,7 +122,10 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
         left = _fit(expected(changed, exact_ratio), truth["reward"])[1]
         if left < bias - UNBIASED:
             terms[term] = left
-    yield Finding(scenario.name, tree.name, "reward", scale, bias, dict(sorted(terms.items(), key=lambda one: one[1])))
+    plain = {name: _fit(expected(changed), truth["reward"])[1] for name, changed in _plain(alone) if bias > UNBIASED}
+    worse = [name for name, left in plain.items() if left < _LESS * bias]
+    ordered = dict(sorted(terms.items(), key=lambda one: one[1]))
+    yield Finding(scenario.name, tree.name, "reward", scale, bias, ordered, worse)
     for part, coefficient in coefficients.items():
         if coefficient > 0:
             other = "entropy" if part == "kl" else "kl"
@@ -128,7 +133,8 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
             scale, bias = _fit(sign * (expected(_without(config, other)) - reward), truth[part])
             setting = f"kl.estimator={config.algorithm.kl.estimator}" if part == "kl" else "entropy_coef"
             terms = {} if bias <= UNBIASED else {f"algorithm.{setting}": 0.0}
-            yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms)
+            worse = [term for term in terms if ":" in term and scenario.name == ON_POLICY]
+            yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms, worse)
 
 
 def _true_gradients(
@@ -155,6 +161,20 @@ def _without(config: RunConfig, *parts: str) -> RunConfig:
     if "entropy" in parts:
         changes["entropy_coef"] = 0.0
     return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
+
+
+def _plain(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield each part of custom code, and the configuration with a plain built-in one."""
+    algorithm = config.algorithm
+    none = algorithm.importance.model_copy(update={"correction": "none"})
+    for field, name, part in (
+        ("loss", algorithm.loss.name, Part(name="policy_gradient")),
+        ("advantage", algorithm.advantage.name, Part(name="rloo")),
+        ("importance", algorithm.importance.correction, none),
+    ):
+        if ":" in name:
+            changed = algorithm.model_copy(update={field: part})
+            yield f"algorithm.{field}={name}", config.model_copy(update={"algorithm": changed})
 
 
 def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
@@ -192,7 +212,7 @@ def sentences(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield one line per finding."""
     for one in findings:
         where = f"{one.scenario}, {one.tree}: {one.part}"
-        if not one.scale > 0:
+        if not one.scale > _UPHILL:
             yield f"{where}: WRONG: the expected gradient does not point uphill (scale {one.scale:.3g})"
         elif one.is_unbiased:
             yield f"{where}: unbiased, {one.scale:.4g} times the true gradient"

@@ -1,0 +1,214 @@
+"""Further published losses, estimators and rejections against their formulas in Python, gradients by differences."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_like.algorithms import LossInputs, build_loss, compute_advantages
+from slime_like.config.algorithm import AlgorithmConfig
+from tests.unit.algorithms.test_losses import LENGTHS, clip, make_inputs
+
+Formula = Callable[[float, float, float], float]
+
+
+def sapo(lp: float, old: float, a: float) -> float:
+    tau = 1.0 if a > 0 else 1.05
+    return -4 / tau / (1 + math.exp(-tau * (math.exp(lp - old) - 1))) * a
+
+
+def dppo(divergence: Callable[[float, float], float], bound: float) -> tuple[Formula, Formula]:
+    """Return value and derivative by the token's logprob: the weight is a constant."""
+
+    def weight(lp: float, old: float, a: float) -> float:
+        p, q = math.exp(old), math.exp(lp)
+        away = q > p if a > 0 else q < p
+        return 0.0 if away and divergence(p, q) > bound else min(q / p, 1.5)
+
+    return (lambda lp, old, a: -weight(lp, old, a) * a * lp), (lambda lp, old, a: -weight(lp, old, a) * a)
+
+
+def binary_kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+TV, TV_SLOPE = dppo(lambda p, q: abs(p - q), 0.1)
+KL, KL_SLOPE = dppo(binary_kl, 0.03)
+
+TOKEN_LOSSES: dict[str, tuple[dict[str, Any], Formula, Formula | None]] = {
+    "sapo": ({}, sapo, None),
+    "dro": ({"beta": 0.3}, lambda lp, old, a: -a * lp + 0.15 * (lp - old) ** 2, None),
+    "dppo_tv": ({"low": 0.1, "high": 0.1, "ratio_cap": 1.5}, TV, TV_SLOPE),
+    "dppo_kl": ({"low": 0.03, "high": 0.03, "ratio_cap": 1.5}, KL, KL_SLOPE),
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_token_losses(name: str) -> None:
+    options, formula, slope = TOKEN_LOSSES[name]
+    inputs = make_inputs()
+    inputs.logprobs = inputs.logprobs.detach().clamp_max(-0.01).requires_grad_()  # probabilities
+    output = build_loss(AlgorithmConfig(loss={"name": name, **options}))(inputs)
+    columns = (inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.loss_mask, inputs.token_weights)
+    rows = list(zip(*(column.tolist() for column in columns if column is not None), strict=True))
+    expected = sum(w * formula(lp, old, a) for lp, old, a, kept, w in rows if kept)
+    assert output.loss.item() == pytest.approx(expected, rel=1e-12)
+    (gradient,) = torch.autograd.grad(output.loss, inputs.logprobs)
+    step = 1e-6
+    for found, (lp, old, a, kept, w) in zip(gradient.tolist(), rows, strict=True):
+        by_difference = (formula(lp + step, old, a) - formula(lp - step, old, a)) / (2 * step)
+        derivative = by_difference if slope is None else slope(lp, old, a)
+        assert found == pytest.approx(w * derivative if kept else 0.0, rel=1e-7, abs=1e-9)
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
+    inputs = make_inputs()
+    settings = {"loss": {"name": "gmpo", "clip_low": 0.2, "clip_high": 0.3}}
+    output = build_loss(AlgorithmConfig(**settings))(inputs)
+    expected, start = 0.0, 0
+    for length in LENGTHS:
+        rows = slice(start, start + length)
+        start += length
+        kept = inputs.loss_mask[rows]
+        if not bool(kept.any()):
+            continue
+        logs = (inputs.logprobs.detach() - inputs.old_logprobs)[rows][kept].tolist()
+        a = float(inputs.advantages[rows][0])
+        # The published pseudocode, with the sign of the advantage.
+        sign = 1 if a > 0 else -1
+        bounded = [sign * min(sign * x, sign * clip(x, -0.2, 0.3)) for x in logs]
+        mean = math.exp(sum(bounded) / len(bounded))
+        expected += float(inputs.token_weights[rows][kept].sum()) * -a * mean
+    assert output.loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"])
+def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
+    """Losses with a ratio per sequence: the same sums over each sequence's tokens, with equal weights."""
+    inputs = make_inputs()
+    lengths = torch.tensor(LENGTHS)
+    inputs = replace(inputs, old_logprobs=inputs.logprobs.detach(), token_weights=torch.ones_like(inputs.token_weights))
+    found, expected = (
+        torch.autograd.grad(build_loss(AlgorithmConfig(loss=each))(inputs).loss, inputs.logprobs)[0]
+        for each in (name, "policy_gradient")
+    )
+    torch.testing.assert_close(
+        torch.segment_reduce(found, "sum", lengths=lengths), torch.segment_reduce(expected, "sum", lengths=lengths)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- estimators
+REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, 0.25, 0.5, 0.5]
+GROUPS = [3, 3, 3, 9, 9, 9, 4, 4]
+
+
+def of_groups(formula: Callable[[list[float], list[int]], list[float]]) -> list[float]:
+    """Apply a formula of a group's rewards and rows to every group."""
+    found = [0.0] * len(GROUPS)
+    for group in dict.fromkeys(GROUPS):
+        rows = [row for row, each in enumerate(GROUPS) if each == group]
+        for row, value in zip(rows, formula([REWARDS[row] for row in rows], rows), strict=True):
+            found[row] = value
+    return found
+
+
+def standardized(values: list[float]) -> list[float]:
+    if max(values) - min(values) <= 1e-6:
+        return [0.0] * len(values)
+    return [(each - statistics.mean(values)) / statistics.stdev(values) for each in values]
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    tokens = [4, 1, 7, 2, 9, 3, 5, 5]
+
+    def formula(rewards: list[float], rows: list[int]) -> list[float]:
+        lengths = [tokens[row] for row in rows]
+        baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+        return [r - baseline for r in rewards]
+
+    found = compute_advantages(torch.tensor(REWARDS), GROUPS, "opo", given={"tokens": torch.tensor(tokens)})
+    assert found.tolist() == pytest.approx(of_groups(formula), abs=1e-7)
+    assert found.tolist()[-2:] == [0.0, 0.0]
+
+
+def test_pass_at_k_credits_only_a_single_best_sample() -> None:
+    def formula(rewards: list[float], rows: list[int]) -> list[float]:
+        others = [max(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
+        return [max(rewards) - other for other in others]
+
+    found = compute_advantages(torch.tensor(REWARDS), GROUPS, "pass_at_k").tolist()
+    assert found == of_groups(formula) == [0.5, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_gpg_makes_up_for_groups_without_spread() -> None:
+    centred = of_groups(lambda rewards, _: [r - statistics.mean(rewards) for r in rewards])
+    found = compute_advantages(torch.tensor(REWARDS), GROUPS, "gpg").tolist()
+    assert found == pytest.approx([8 / 6 * each for each in centred])
+    assert compute_advantages(torch.ones(4), [0, 0, 1, 1], "gpg").tolist() == [0.0] * 4
+
+
+def test_gdpo_normalizes_every_function_by_itself() -> None:
+    functions = torch.tensor([[each, 100 * (i % 3)] for i, each in enumerate(REWARDS)], dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    given = {"functions": functions, "weights": weights}
+    found = compute_advantages(functions @ weights, GROUPS, "gdpo", given=given).tolist()
+    summed = [0.0] * len(GROUPS)
+    for column, weight in zip(functions.T.tolist(), weights.tolist(), strict=True):
+        each = of_groups(lambda _, rows, column=column: standardized([column[row] for row in rows]))
+        summed = [total + weight * one for total, one in zip(summed, each, strict=True)]
+    assert found == pytest.approx(standardized(summed), abs=1e-12)
+
+
+def test_an_estimator_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match="'opo' needs tokens"):
+        compute_advantages(torch.tensor(REWARDS), GROUPS, "opo")
+
+
+# ------------------------------------------------------------------------------------------------------------ rejection
+def divergences(inputs: LossInputs, estimator: str) -> list[list[float]]:
+    """Return KL(engine || trainer) of every loss-carrying token, by sequence."""
+    found: list[list[float]] = []
+    start = 0
+    for length in LENGTHS:
+        rows = slice(start, start + length)
+        start += length
+        logs = (inputs.behaviour_logprobs - inputs.old_logprobs)[rows][inputs.loss_mask[rows]].tolist()
+        found.append([x * x / 2 if estimator == "k2" else math.exp(-x) - 1 + x for x in logs])
+    return found
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("over", ["sum", "mean", "max"])
+def test_rejected_sequences_carry_no_loss(estimator: str, over: str) -> None:
+    inputs = make_inputs()
+    combine = {"sum": sum, "mean": statistics.mean, "max": max}[over]
+    each = [combine(values) if values else 0.0 for values in divergences(inputs, estimator)]  # type: ignore[operator]
+    bound = sorted(each)[1] * 1.001  # rejects the largest only
+    settings: dict[str, Any] = {"kl": {"coef": 0.1}, "entropy_coef": 0.1}
+    rejection = {"estimator": estimator, "over": over, "bound": bound}
+    output = build_loss(AlgorithmConfig(**settings, rejection=rejection))(inputs)
+    kept = torch.tensor([value <= bound for value in each]).repeat_interleave(torch.tensor(LENGTHS))
+    expected = build_loss(AlgorithmConfig(**settings))(replace(inputs, loss_mask=inputs.loss_mask & kept))
+    assert kept.sum() < len(kept) and torch.equal(output.loss, expected.loss)
+    assert output.sums.num_tokens == (inputs.loss_mask & kept).sum()
+    assert output.sums.rejected == (inputs.loss_mask & ~kept).sum()
+    gradients = (torch.autograd.grad(each.loss, inputs.logprobs)[0] for each in (output, expected))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_the_straight_through_kl_has_one_estimators_value_and_another_ones_gradient() -> None:
+    inputs = make_inputs()
+
+    def kl(**settings: Any) -> tuple[float, Tensor]:
+        config = AlgorithmConfig(loss="policy_gradient", kl={"coef": 1.0, **settings})
+        output = build_loss(config)(replace(inputs, advantages=torch.zeros_like(inputs.token_weights)))
+        return output.loss.item(), torch.autograd.grad(output.loss, inputs.logprobs)[0]
+
+    value, gradient = kl(estimator="k3", straight_through=True)
+    assert value == pytest.approx(kl(estimator="k3")[0], rel=1e-12)
+    torch.testing.assert_close(gradient, kl(estimator="k2")[1])

@@ -1,0 +1,221 @@
+"""The verification of objectives: exact where theory says so, and wrong ones are found and named."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_like.algorithms import Groups, LossInputs, PolicyTerms, estimator
+from slime_like.commands.main import main
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.verification.objective.verify import Finding, sentences, verify_objective
+
+HERE = Path(__file__)
+LENGTH = 8
+CONSTANT = {"name": "constant", "length": LENGTH}
+EXACT = {"loss": "policy_gradient", "advantage": "rloo", "reduction": CONSTANT}
+TURNS = {"environment": {"name": "calculator"}}
+
+
+def findings(algorithm: dict[str, Any], rollout: dict[str, Any] | None = None) -> dict[tuple[str, str, str], Finding]:
+    config = RunConfig(run_dir=Path("run"), model={"path": Path("model")}, algorithm=algorithm, rollout=rollout or {})
+    return {(each.scenario, each.tree, each.part): each for each in verify_objective(config)}
+
+
+# ------------------------------------------------------------------------------------------------------ what is exact
+@pytest.mark.parametrize(
+    ("advantage", "scale"),
+    [("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)],
+)
+def test_estimators_that_are_exact_up_to_a_factor(advantage: str, scale: float) -> None:
+    """Groups have 3 samples: a mean that includes the sample itself shrinks the gradient by (3 - 1) / 3."""
+    found = findings(EXACT | {"advantage": advantage}, TURNS)
+    for tree in ("one turn", "two turns"):
+        reward = found["on-policy", tree, "reward"]
+        assert reward.bias < 1e-12 and reward.scale == pytest.approx(scale / LENGTH, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro"])
+def test_losses_of_tokens_are_exact_on_policy(loss: str) -> None:
+    assert findings(EXACT | {"loss": loss})["on-policy", "one turn", "reward"].bias < 1e-12
+
+
+def test_kl_and_entropy_of_visited_states_are_exact() -> None:
+    found = findings(EXACT | {"kl": {"coef": 0.1, "estimator": "k2"}, "entropy_coef": 0.2})
+    for part in ("kl", "entropy"):
+        each = found["on-policy", "one turn", part]
+        assert each.bias < 1e-12 and each.scale == pytest.approx(1 / LENGTH, rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_kl_in_the_reward_is_exact(estimator: str) -> None:
+    """The sum of k1 is the log ratio of the response. The sum of k3 is not, and has another gradient."""
+    found = findings(EXACT | {"kl_reward": {"coef": 0.1, "estimator": estimator}})["on-policy", "one turn", "reward"]
+    assert (found.bias < 1e-12) == (estimator == "k1")
+
+
+def test_whole_sequence_weights_are_exact_with_stale_samples() -> None:
+    importance = {"correction": "mask", "level": "sequence", "low": 0.0, "high": 1e300}
+    found = findings(EXACT | {"importance": importance}, {"max_staleness": 1})
+    assert {each.scenario for each in found.values()} == {"on-policy", "engine rounds", "stale samples"}
+    assert all(each.bias < 1e-12 for each in found.values())
+
+
+# ------------------------------------------------------------------------------------------------ biases by their names
+def test_each_bias_has_the_name_of_its_setting() -> None:
+    named = {
+        "algorithm.advantage=grpo": {"advantage": "grpo"},
+        "algorithm.advantage=opo": {"advantage": "opo"},
+        "algorithm.reduction=samples": {"reduction": "samples"},
+        "algorithm.reduction=tokens": {"reduction": "tokens"},
+        "algorithm.kl.estimator=k3": {"kl": {"coef": 0.1}},
+    }
+    for term, setting in named.items():
+        found = findings(EXACT | setting)
+        biased = [each for (scenario, *_), each in found.items() if scenario == "on-policy" and each.bias > 1e-3]
+        assert [list(each.terms) for each in biased] == [[term]]
+        assert biased[0].terms[term] < 1e-12 and not biased[0].is_wrong
+
+
+def test_dropped_groups_and_token_ratios_are_named() -> None:
+    dropped = findings(EXACT, {"drop_zero_spread": True})["on-policy", "one turn", "reward"]
+    assert list(dropped.terms) == ["rollout.drop_zero_spread=true"]
+    late = findings(EXACT | {"loss": "ppo_clip", "minibatches": 2})["later update", "one turn", "reward"]
+    assert list(late.terms) == ["algorithm.loss=ppo_clip"] and late.terms["algorithm.loss=ppo_clip"] < 1e-12
+
+
+# ------------------------------------------------------------------------------------------ wrong ones, made on purpose
+@dataclass(frozen=True)
+class Wrong:
+    """Losses with one fault each."""
+
+    name: ClassVar[str] = "wrong"
+    needs_old: ClassVar[bool] = True
+    needs_advantages: ClassVar[bool] = True
+    per_sequence: ClassVar[bool] = False
+
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        assert inputs.advantages is not None and inputs.old_logprobs is not None
+        return PolicyTerms(self.value(inputs, inputs.advantages, inputs.old_logprobs))
+
+
+class Descends(Wrong):
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        return advantages * inputs.logprobs
+
+
+class Detached(Wrong):
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        return -advantages * inputs.logprobs.detach() + 0 * inputs.logprobs
+
+
+class Inverted(Wrong):
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        return -advantages * (old - inputs.logprobs).exp()
+
+
+class OnlyGood(Wrong):
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        return -advantages.clamp_min(0) * inputs.logprobs
+
+
+class TwiceMean(Wrong):
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        assert inputs.response_lens is not None
+        return -advantages * inputs.logprobs / inputs.response_lens.repeat_interleave(inputs.response_lens)
+
+
+class Probability(Wrong):
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        return -advantages * inputs.logprobs.exp()
+
+
+@estimator("group")
+def own_reward_in_baseline(rewards: Tensor, groups: Groups) -> Tensor:
+    return rewards - groups.max(rewards)
+
+
+@estimator("group")
+def sign(rewards: Tensor, groups: Groups) -> Tensor:
+    return (rewards - groups.mean(rewards)).sign()
+
+
+def negative_k2(difference: Tensor) -> Tensor:
+    return -0.5 * difference.square()
+
+
+def k1_with_another_name(difference: Tensor) -> Tensor:
+    return difference
+
+
+def inverse_weight(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    return 1 / ratio, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "Descends": ({"loss": f"{HERE}:Descends"}, "reward"),
+    "Detached": ({"loss": f"{HERE}:Detached"}, "reward"),
+    "Inverted": ({"loss": f"{HERE}:Inverted"}, "reward"),
+    "OnlyGood": ({"loss": f"{HERE}:OnlyGood"}, "reward"),
+    "TwiceMean": ({"loss": f"{HERE}:TwiceMean"}, "reward"),
+    "Probability": ({"loss": f"{HERE}:Probability"}, "reward"),
+    "own_reward_in_baseline": ({"advantage": f"{HERE}:own_reward_in_baseline"}, "reward"),
+    "sign": ({"advantage": f"{HERE}:sign"}, "reward"),
+    "negative_k2": ({"kl": {"coef": 0.1, "estimator": f"{HERE}:negative_k2"}}, "kl"),
+    "k1_with_another_name": ({"kl": {"coef": 0.1, "estimator": f"{HERE}:k1_with_another_name"}}, "kl"),
+    "inverse_weight": ({"importance": {"correction": f"{HERE}:inverse_weight"}}, "reward"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_objective_is_found_and_named(name: str) -> None:
+    setting, part = WRONG[name]
+    wrong = [each for each in findings(EXACT | setting).values() if each.is_wrong]
+    assert wrong and {each.part for each in wrong} == {part}
+    assert all(not each.scale > 1e-12 or any(term.endswith(f":{name}") for term in each.worse) for each in wrong)
+    assert all("WRONG" in line for line in sentences(wrong))
+
+
+def test_a_right_objective_of_ones_own_passes() -> None:
+    found = findings(EXACT | {"loss": f"{HERE}:Reinforce", "advantage": f"{HERE}:leave_one_out"})
+    assert not any(each.is_wrong for each in found.values())
+    assert found["on-policy", "one turn", "reward"].is_unbiased
+
+
+class Reinforce(Wrong):
+    def value(self, inputs: LossInputs, advantages: Tensor, old: Tensor) -> Tensor:
+        return -advantages * inputs.logprobs
+
+
+@estimator("group")
+def leave_one_out(rewards: Tensor, groups: Groups) -> Tensor:
+    return (rewards - groups.mean(rewards)) * 1.5
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run_dir: r\nmodel: {path: m}\nalgorithm: {loss: policy_gradient, advantage: rloo}\n")
+    assert main(["verify", "objective", str(file), "--algorithm.reduction", str(CONSTANT).replace("'", "")]) == 0
+    assert "on-policy, one turn: reward: unbiased, 0.125 times the true gradient" in capsys.readouterr().out
+    assert main(["verify", "objective", str(file), "--algorithm.loss", f"{HERE}:Descends"]) == 1
+    assert main(["verify", "objective", "--algorithm.loss", "sft"]) == 2
+
+
+RECIPES = sorted(Path("configs").glob("*.yaml"))
+
+
+def test_every_recipe_passes() -> None:
+    configs = [load_config(path, ["--model.path", "m", "--data.train", "d.jsonl"], Path("run")) for path in RECIPES]
+    sampled = [config for config in configs if not config.supervised]
+    different = {str((config.algorithm, config.rollout.max_staleness > 0)): config for config in sampled}
+    assert len(different) > 3
+    for config in different.values():
+        assert not any(finding.is_wrong for finding in verify_objective(config))
