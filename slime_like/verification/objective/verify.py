@@ -70,7 +70,9 @@ class Finding:
 def verify_objective(config: RunConfig) -> list[Finding]:
     """Enumerate the objective in every scenario that the run can meet."""
     tested = _of_one_reward(config)
-    per_batch = configured_estimator(config.algorithm.advantage.name).scope == "batch" or config.algorithm.whiten
+    estimator, drops = configured_estimator(config.algorithm.advantage.name), config.rollout.drop_zero_spread
+    # Two prompts, if samples of one of them change what the other one counts.
+    per_batch = estimator.scope == "batch" or config.algorithm.whiten or drops
     talks = config.rollout.environment.name is not None or config.rollout.agent.is_set
     trees = [one_turn(per_batch), two_turns(per_batch)] if talks else [one_turn(per_batch)]
     shape = (2, 2) if per_batch else (1, 3)
