@@ -19,7 +19,7 @@ from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
 from slime_like.orchestration.run.recorder import step_recorder
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.step import TrainedStep, score, update
+from slime_like.orchestration.run.step import TrainedStep, adjust, score, update
 from slime_like.orchestration.trainer.batcher import WindowStream
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.planning.recompute import chosen_recompute
@@ -67,10 +67,11 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     ranks = run.trainers.ranks
     ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, batch.replicas))
     with run.progress.waiting("training"):
-        scoring = score(run, trajectories, step, clock)
+        scoring = score(run, trajectories, clock)
+        penalties = adjust(run, trajectories, step, clock)
         with clock.phase("train"):
             updates = update(run, batch, trajectories)
-    return TrainedStep(trajectories, updates, scoring, batch.tokens)
+    return TrainedStep(trajectories, updates, scoring, batch.tokens, penalties=penalties)
 
 
 def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:

@@ -38,7 +38,15 @@ class KLRewardConfig(Section):
 
     coef: float = Field(0.0, ge=0, description="Coefficient; 0: off.")
     estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
-    """k1 and k3 are unbiased."""
+    """k1 and k3 are unbiased values. Only k1's sum over a response has the gradient of the KL."""
+    target: float | None = Field(None, gt=0)
+    """Adapt the coefficient, after every step, towards this KL of a response, in nats; none: constant."""
+    gain: float = Field(0.1, gt=0)
+    """The coefficient changes by this factor of the relative error, of which at most 0.2 counts."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.coef == 0 and (changed := self.changed):
+            yield f"{changed} is set, but algorithm.kl_reward.coef=0; set a coefficient, or remove it"
 
 
 class ImportanceConfig(Section):

@@ -54,7 +54,7 @@ def phase_seconds(phase: str) -> str:
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
     """Return the metrics of one training step by name. Seconds are wall time, shares are percent."""
-    metrics = update_metrics(record.updates)
+    metrics = {**update_metrics(record.updates), **record.penalties}
     metrics["train_actor_training/response_lengths"] = float(np.mean(record.response_lengths))
     metrics |= _performance(record)
     metrics |= {phase_seconds(phase): value for phase, value in record.times.seconds.items()}

@@ -11,6 +11,7 @@ from slime_like.algorithms.advantages import AdvantageEstimator, Level, compute_
 from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
+from slime_like.config.algorithm import KLRewardConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.trainer.calls import RankCalls
@@ -19,6 +20,7 @@ from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
 
+_KL = "kl_reward_coef"
 _LEAST_SPREAD = 1e-6
 """A smaller standard deviation of advantages is rounding."""
 
@@ -116,9 +118,11 @@ class Advantages:
             advantages = advantages[torch.randperm(len(advantages), generator=generator)]
         return advantages
 
-    def penalise_kl(self, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+    def penalise_kl(
+        self, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int, coefficient: float
+    ) -> float:
         """Subtract each rollout's KL to the reference, summed over its rows, from its reward. Replace its advantage,
-        also on the trainers.
+        also on the trainers. Return the mean KL of a rollout, in nats.
 
         The batch must be loaded and scored, so reference logprobs exist. Logprobs are frozen at the start of the step,
         so the penalty applies to the policy that sampled.
@@ -130,25 +134,54 @@ class Advantages:
                 code="no-reference-logprobs",
                 remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
             )
-        penalties = {
+        estimator = self._algorithm.kl_reward.estimator
+        negative = {
             row.sequence_id: kl_penalty(
                 frozen[row.sequence_id]["old_logprobs"],
                 frozen[row.sequence_id]["ref_logprobs"],
                 row.loss_mask,
                 torch.tensor([row.response_len]),
-                self._algorithm.kl_reward.coef,
-                self._algorithm.kl_reward.estimator,
+                1.0,
+                estimator,
             )[1]
             for row in trajectories
         }
         rollouts = rollouts_of(trajectories)
         rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
         totals = self.totals(rewards, [rollout.length for rollout in rollouts])
-        totals += torch.stack([torch.stack([penalties[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
+        penalties = torch.stack([torch.stack([negative[row.sequence_id] for row in r.rows]).sum() for r in rollouts])
+        totals += coefficient * penalties
         advantages = self.of_rows(rollouts, rewards, totals, step)
         for row in trajectories:
             row.advantages = advantages[row.sequence_id].expand(row.response_len)
         ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})
+        return -float(penalties.mean())
+
+
+class KLCoefficient:
+    """The coefficient of the KL in the reward, which may adapt (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    Attributes:
+        value: the coefficient of the next step.
+    """
+
+    def __init__(self, settings: KLRewardConfig) -> None:
+        self._settings = settings
+        self.value = settings.coef
+
+    def adapt(self, kl: float) -> None:
+        """Raise the coefficient if a step's ``kl`` is above the target, and lower it below, by at most a fifth of
+        ``gain``."""
+        if (target := self._settings.target) is not None:
+            self.value *= 1 + self._settings.gain * min(0.2, max(-0.2, kl / target - 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._settings.target is None else {_KL: self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's value. One without a target starts at the setting."""
+        if self._settings.target is not None:
+            self.value = state.get(_KL, self.value)
 
 
 def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ class Milestones:
     def _save(self, step: int) -> None:
         run, config = self._run, self._run.config
         run.devices.training(keep_weights=step < config.steps)
-        state = run.rollout.state_dict() | run.reference.state_dict()
+        state = run.rollout.state_dict() | run.reference.state_dict() | run.kl_reward.state_dict()
         state |= {BACKEND: config.trainer.backend} | self._facts
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):

@@ -26,7 +26,7 @@ from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
-from slime_like.orchestration.rollout.advantages import require_group_scope
+from slime_like.orchestration.rollout.advantages import KLCoefficient, require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
@@ -254,6 +254,7 @@ class _Placed:
             trainers=self.trainers,
             devices=devices,
             reference=reference,
+            kl_reward=KLCoefficient(config.algorithm.kl_reward),
             checkpoints=self.checkpoints,
             metrics=self.metrics,
             progress=self.progress,
@@ -263,6 +264,7 @@ class _Placed:
             with self.progress.waiting("loading the checkpoint"):
                 ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
                 reference.restore(checkpoint)
+            run.kl_reward.load_state_dict(checkpoint.state)
             self.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")
             if changed := base.directory.record_settings(checkpoint):
                 self.progress.note(f"settings changed since the earlier start: {'; '.join(changed)}")

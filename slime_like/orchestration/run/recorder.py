@@ -66,6 +66,7 @@ class StepRecorder:
                 actual_tokens=sum(t.total_len for t in trained.trajectories) - trained.tokens.shared,
                 shared_tokens=trained.tokens.shared,
                 trainers_busy_s=trained.busy_s,
+                penalties=trained.penalties,
                 rewards=rewards,
                 rollout=rollout,
                 scoring={**figures.scoring, **trained.scoring},

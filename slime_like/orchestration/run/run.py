@@ -7,6 +7,7 @@ from slime_like.config import RunConfig
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.reference.refresh import Reference
+from slime_like.orchestration.rollout.advantages import KLCoefficient
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
@@ -24,6 +25,7 @@ class Run:
         rollout: yields a step's trajectories; with engines, also syncs and evaluates.
         devices: moves trainers and engines on and off shared devices.
         reference: refreshes the reference's weights if ``reference.update_interval`` is set.
+        kl_reward: coefficient of the KL in the reward.
     """
 
     config: RunConfig
@@ -34,6 +36,7 @@ class Run:
     trainers: TrainerGroup
     devices: Turns
     reference: Reference
+    kl_reward: KLCoefficient
     checkpoints: CheckpointStore
     metrics: MetricLogger
     progress: Progress

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
@@ -30,6 +30,7 @@ class TrainedStep:
         scoring: work of the frozen roles that trainer ranks hold.
         tokens: number of computed and shared tokens.
         busy_s: seconds that trainer ranks worked on it; ``None`` if the phase "train" measures that.
+        penalties: metrics of the KL in the reward.
     """
 
     trajectories: Sequence[ScoredTrajectory]
@@ -37,6 +38,7 @@ class TrainedStep:
     scoring: Mapping[str, ScoringRecord]
     tokens: PackTokens
     busy_s: float | None = None
+    penalties: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of_stream(cls, windows: WindowStream, steps: Sequence[StreamedStep]) -> Self:
@@ -50,7 +52,7 @@ class TrainedStep:
         return cls(trajectories, given(s.stats for s in steps)[:1], scoring, windows.tokens, busy_s)
 
 
-def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> dict[str, ScoringRecord]:
+def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock) -> dict[str, ScoringRecord]:
     """Freeze the scores of every role that the first update or the KL in the reward needs and trajectories lack."""
     config, ranks, records = run.config, run.trainers.ranks, dict[str, ScoringRecord]()
     if config.supervised:
@@ -61,11 +63,24 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: 
             ranks.call(f"scoring with the {role.name} weights", RankTraining.score_batch, role.name)
             if not role.trained:
                 records[role.name] = _scoring_record(trajectories, time.perf_counter() - started)
-        if config.algorithm.kl_reward.coef > 0:
-            Advantages(config).penalise_kl(ranks, trajectories, step)
+    return records
+
+
+def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> dict[str, float]:
+    """Change advantages by what scores show: subtract the KL to the reference from rewards, and divide by the mean
+    importance weight, as far as they are set. Return the metrics of the KL, whose coefficient may adapt."""
+    config, ranks, coefficient = run.config, run.trainers.ranks, run.kl_reward.value
+    if config.supervised:
+        return {}
+    metrics = {}
+    with clock.phase("score"):
+        if coefficient > 0:
+            kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
+            run.kl_reward.adapt(kl)
+            metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": coefficient}
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
-    return records
+    return metrics
 
 
 def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:
