@@ -12,7 +12,8 @@ from slime_like.config.roles import POLICY
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket, WeightExport
 from slime_like.plugins.entry_points import BACKEND_GROUP, load_installed
-from slime_like.trajectory import GRPOStats, PackedTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import PackedTrajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,9 @@ class TrainerBackend(Protocol):
 
         Logprobs and entropies are at each sequence's temperature. By default, the modules' own role scores
         (``RankPlacement.role``). The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
+
+        With ``algorithm.routing_replay: rollout``, the policy replays routes, which every pack must have if the role is
+        named. With ``old``, a pass that names the policy gives packs the routes that their training passes replay.
         """
 
     def trial(self, size: float | None) -> None:

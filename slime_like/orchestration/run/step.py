@@ -17,7 +17,8 @@ from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, 
 from slime_like.orchestration.trainer.calls import given
 from slime_like.orchestration.trainer.rank_training import RankTraining, StreamedStep
 from slime_like.orchestration.trainer.scoring import frozen_scores
-from slime_like.trajectory import GRPOStats, ScoredTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import ScoredTrajectory
 
 
 @dataclass(frozen=True, slots=True)
