@@ -24,6 +24,12 @@ class GRPOStats(TensorsAsArrays):
         grad_norm, learning_rate: global gradient norm before clipping; learning rate of this step.
         num_tokens: number of loss-carrying tokens of the step.
         importance_weight, importance_clipfrac: mean importance weight; fraction that was changed. 0 without weights.
+        importance_ess: effective sample size of the importance weights, as a fraction of the loss-carrying tokens:
+            ``(sum w)^2 / (n sum w^2)``; 0 without weights.
+        engine_chi_square: chi-square divergence of a token's policies, ``E[(pi_old / pi_engine)^2] - 1``, estimated on
+            the samples.
+        perplexity, engine_perplexity: exponential of the mean ``-log pi_old`` and ``-log pi_engine``.
+        rejected_fraction: fraction of tokens that ``algorithm.rejection`` took out.
         bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.
         moe_aux_loss: balancing loss of the routers, mean over layers and tokens, before its coefficient. 1 is an even
             load; 0 if the objective has none. Not part of ``loss``.
@@ -46,6 +52,11 @@ class GRPOStats(TensorsAsArrays):
     num_tokens: Tensor
     importance_weight: Tensor = field(default_factory=lambda: torch.zeros(()))
     importance_clipfrac: Tensor = field(default_factory=lambda: torch.zeros(()))
+    importance_ess: Tensor = field(default_factory=lambda: torch.zeros(()))
+    engine_chi_square: Tensor = field(default_factory=lambda: torch.zeros(()))
+    perplexity: Tensor = field(default_factory=lambda: torch.zeros(()))
+    engine_perplexity: Tensor = field(default_factory=lambda: torch.zeros(()))
+    rejected_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
     bounded_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))

@@ -27,7 +27,7 @@ LAYERS = (
     " slime_like.observability",
     "slime_like.algorithms slime_like.interfaces",
     "slime_like.config slime_like.models slime_like.plugins",
-    "slime_like.trajectory slime_like.errors slime_like.system",
+    "slime_like.trajectory slime_like.statistics slime_like.errors slime_like.system",
 )
 LEVELS = {room: -level for level, rooms in enumerate(LAYERS) for room in rooms.split()}
 FACES = {face: -len(LAYERS) for face in ("slime_like", "slime_like.orchestration", "backends")}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND
+from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND, bounded_exp, log_ratio
 from slime_like.algorithms.importance import (
     Correction,
     ImportanceWeights,
@@ -237,6 +237,7 @@ def _figures(
     if correction is not None:
         sums.importance_weight = _token_sum(correction.weights, inputs)
         sums.importance_clipped = _token_sum(correction.changed, inputs)
+        sums.squared_weight = _token_sum(correction.weights.square(), inputs)
     _gaps(sums, inputs)
     return sums
 
@@ -257,11 +258,14 @@ def _bounded(inputs: LossInputs) -> Tensor:
 
 
 def _gaps(sums: LossSums, inputs: LossInputs) -> None:
-    """Set the gaps |current - old| and |behaviour - old|. Without old logprobs the current ones are used for them."""
+    """Set the metrics of old and engine logprobs. Without old logprobs, the current ones are used for them."""
     current = inputs.logprobs.detach()
     old = inputs.old_logprobs if inputs.old_logprobs is not None else current
     sums.old_gap_max = _token_max((current - old).abs(), inputs)
+    sums.surprisal = _token_sum(-old, inputs)
     if inputs.behaviour_logprobs is not None:
+        sums.engine_surprisal = _token_sum(-inputs.behaviour_logprobs, inputs)
+        sums.squared_engine_ratio = _token_sum(bounded_exp(2 * log_ratio(old, inputs.behaviour_logprobs)), inputs)
         gap = (inputs.behaviour_logprobs - old).abs()
         sums.engine_gap = _token_sum(gap, inputs)
         sums.engine_gap_max = _token_max(gap, inputs)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slime_like.statistics import GRPOStats
 
+_TINY = torch.finfo(torch.float64).tiny
 _MAXIMA = ("old_gap_max", "engine_gap_max")
 
 
@@ -18,8 +19,8 @@ class LossSums:
 
     Attributes:
         loss, policy_loss, kl_loss: weighted sums; divided by the step's denominator, the means of ``GRPOStats``.
-        ratio, clipped, bounded, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped: sums over
-            loss-carrying tokens.
+        ratio, clipped, bounded, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped,
+            squared_weight, squared_engine_ratio, surprisal, engine_surprisal: sums over loss-carrying tokens.
         num_tokens, rejected: loss-carrying tokens, and tokens of rejected sequences, which do not count otherwise.
         old_gap_max, engine_gap_max: maxima over loss-carrying tokens.
     """
@@ -35,6 +36,10 @@ class LossSums:
     engine_gap: Tensor
     importance_weight: Tensor
     importance_clipped: Tensor
+    squared_weight: Tensor
+    squared_engine_ratio: Tensor
+    surprisal: Tensor
+    engine_surprisal: Tensor
     num_tokens: Tensor
     rejected: Tensor
     old_gap_max: Tensor
@@ -100,6 +105,11 @@ class LossSums:
             num_tokens=self.num_tokens,
             importance_weight=self.importance_weight / tokens,
             importance_clipfrac=self.importance_clipped / tokens,
+            importance_ess=self.importance_weight.square() / (tokens * self.squared_weight.clamp_min(_TINY)),
+            engine_chi_square=(self.squared_engine_ratio / tokens - 1).clamp_min(0.0),
+            perplexity=(self.surprisal / tokens).exp(),
+            engine_perplexity=(self.engine_surprisal / tokens).exp(),
+            rejected_fraction=self.rejected / (self.num_tokens + self.rejected).clamp_min(1),
         )
 
 
