@@ -83,7 +83,7 @@ class ConstantLength(SampleMean):
 
     def __post_init__(self) -> None:
         if not 0 < self.length < math.inf:
-            raise ValueError(f"reduction 'constant': length={self.length} is not positive; give the response limit")
+            raise ValueError(f"length={self.length} must be above 0 and finite; give the response limit")
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(self.length)] * len(counts)

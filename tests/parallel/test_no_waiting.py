@@ -38,7 +38,7 @@ ALGORITHM = {
 
 
 def _config(
-    checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: float
+    checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: Any
 ) -> RunConfig:
     trainer = {"backend": backend, "attention": attention, "optimizer": {"lr": 1e-3}}
     lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 61}, "rollout": {"max_new_tokens": 31}}

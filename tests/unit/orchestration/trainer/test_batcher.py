@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.algorithms.losses.policy import PolicyGradient
+from slime_like.algorithms.losses.policy_gradient import PolicyGradient
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window, WindowStream, bundles_of, split_by_group
