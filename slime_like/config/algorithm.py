@@ -82,10 +82,9 @@ class AlgorithmConfig(Section):
     loss: Part = Part(name="ppo_clip")
     """Policy term: a name or custom code, with its options."""
     advantage: Part = Part(name="grpo")
-    """Advantage estimator: a name or custom code, with its options."""
+    """Advantage estimator, in the same form."""
     reduction: Part = Part(name="tokens")
-    """Mean of the loss: over tokens, per-sample means, per-group token means, or per-sample sums divided by a
-    constant `length`."""
+    """Mean of the loss."""
     kl: KLConfig = KLConfig()
     kl_reward: KLRewardConfig = KLRewardConfig()
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
