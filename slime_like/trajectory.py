@@ -74,6 +74,7 @@ class ScoredFields:
 
     Attributes:
         ref_logprobs: logprobs under the reference model; ``None`` without a reference.
+        set_apart: tokens that the loss has chosen from a whole optimizer step; ``None`` if it chooses none.
         old_logprobs, entropy: logprobs, and entropies in nats, under the trainer's weights at the start of the step;
             ``None`` until the batch is scored.
     """
@@ -82,6 +83,7 @@ class ScoredFields:
     ref_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     old_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     entropy: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
+    set_apart: Tensor | None = field(default=None, metadata=_tensor(torch.bool, optional=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import torch
 from slime_like.algorithms import LossInputs, build_loss
 from slime_like.config import AlgorithmConfig
 
-loss = build_loss(AlgorithmConfig(loss="my_loss:TaperedReinforce"))
+loss = build_loss(AlgorithmConfig(loss={"name": "my_loss:TaperedReinforce", "bound": 0.75}))
 logprobs = torch.log(torch.tensor([0.5, 0.4, 0.1, 0.3])).requires_grad_()
 output = loss(
     LossInputs(
@@ -20,5 +20,5 @@ output = loss(
     )
 )
 output.loss.backward()
-torch.testing.assert_close(logprobs.grad, torch.tensor([-1.0, 1.0, 0.5, 0.0]))
+torch.testing.assert_close(logprobs.grad, torch.tensor([-1.0, 0.75, 0.5, 0.0]))
 assert float(output.sums.num_tokens) == 3

@@ -40,7 +40,7 @@ class Reduction(Protocol):
 
 
 class TokenMean:
-    """Mean over all loss-carrying tokens of the step (DAPO, arXiv:2503.14476, eq. 8)."""
+    """Mean over the step's tokens (DAPO, arXiv:2503.14476, eq. 8)."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [1.0] * len(counts)
@@ -50,7 +50,7 @@ class TokenMean:
 
 
 class SampleMean:
-    """Mean per sample, then over the samples that carry loss (GRPO, arXiv:2402.03300, eq. 3)."""
+    """Mean per sample, then over samples (GRPO, arXiv:2402.03300, eq. 3)."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(count) for count in counts]
@@ -60,8 +60,7 @@ class SampleMean:
 
 
 class GroupMean:
-    """Mean over the tokens of each group, then over the groups that carry loss: the literal eq. 8 of DAPO
-    (arXiv:2503.14476), an expectation over prompts."""
+    """Mean per group's tokens, then over groups (DAPO's eq. 8 to the letter)."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         per_group = _tokens_per_group(counts, group_ids)
@@ -73,7 +72,7 @@ class GroupMean:
 
 @dataclass(frozen=True)
 class ConstantLength(SampleMean):
-    """Sum of each sample over a fixed length, then the mean over samples (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    """Sum per sample over a fixed length, then mean over samples (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
     Attributes:
         length: the divisor, usually the response limit.
@@ -83,7 +82,7 @@ class ConstantLength(SampleMean):
 
     def __post_init__(self) -> None:
         if not 0 < self.length < math.inf:
-            raise ValueError(f"reduction 'constant': length={self.length} is not positive; give the response limit")
+            raise ValueError(f"length={self.length} must be above 0 and finite; give the response limit")
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(self.length)] * len(counts)

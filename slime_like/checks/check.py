@@ -114,6 +114,7 @@ CHECKS: Sequence[Check] = (
     Check("rollout.length", {"model", "engine"}, sized=lengths.length_problems),
     Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
     # slow checks
+    Check("algorithm.options", {"training", "code"}, lambda run: names.option_problems(run.algorithm)),
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
     Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
     Check(

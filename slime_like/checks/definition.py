@@ -18,7 +18,7 @@ Need = Literal[
     "training",  # an objective, its data and its schedule
     "engine",  # engines sample, and rewards judge
     "data",  # prompts
-    "code",  # workers import custom code
+    "code",  # custom code is imported, and options are tried
     "evaluation",  # only the held-out accuracy
 ]
 Needs = AbstractSet[Need]
@@ -32,9 +32,9 @@ EVALUATION: Needs = frozenset({"files", "run", "model", "weights", "engine", "da
 
 def training_needs(config: RunConfig) -> Needs:
     """Return the needs of ``slime-like train``; in supervised mode without engines."""
-    needs: Needs = RANKS | {"training", "data"}
+    needs: Needs = RANKS | {"training", "data", "code"}
     # Engines always load model.path.
-    return loading_needs(config.model, needs) if config.supervised else needs | {"engine", "code", "weights"}
+    return loading_needs(config.model, needs) if config.supervised else needs | {"engine", "weights"}
 
 
 def loading_needs(model: ModelConfig, needs: Needs) -> Needs:

@@ -14,7 +14,7 @@ from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, Rew
 from slime_like.config.run import RunConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
-from slime_like.plugins.resolve import CUSTOM, import_path_problem
+from slime_like.plugins.resolve import CUSTOM, import_path_problem, resolve_callable
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
 from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
@@ -57,6 +57,20 @@ def algorithm_name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def advantage_name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     return _part_problems("algorithm.advantage", algorithm.advantage, ADVANTAGES)
+
+
+def option_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Build the built-in loss and reduction, and try the estimator, with options whose names and types are right."""
+    if [*algorithm_name_problems(algorithm), *advantage_name_problems(algorithm)]:
+        return
+    for field, part, known in (("loss", algorithm.loss, LOSSES), ("reduction", algorithm.reduction, REDUCTIONS)):
+        try:
+            if part.name in known:
+                resolve_callable(field, part.name, known)(**part.options)
+        except ValueError as error:
+            yield f"algorithm.{field}.{error}"
+    if (least := algorithm.least_spread) < 0:
+        yield f"algorithm.advantage.eps={least:g} must be at least 0; correct it"
 
 
 def _part_problems(field: str, part: Part, known: Mapping[str, str]) -> Iterator[str]:

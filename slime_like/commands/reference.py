@@ -54,7 +54,7 @@ def _note(kind: str, default: str | None) -> str:
     """Return type and default. The type is left out if the default shows it."""
     if default is None:
         return f" ({kind}; required)"
-    shown = kind in ("switch", "integer", "number", "text") and default != "none"
+    shown = kind in ("switch", "integer", "number", "text", "name or mapping") and default != "none"
     return f" (`{default}`)" if shown else f" ({kind}; `{default}`)"
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from slime_like.config.base import Section, absolute_code
 from slime_like.config.part import Part
-from slime_like.plugins.objective import ALIASES, SEQUENCE_LOSSES
+from slime_like.plugins.objective import ALIASES, SEQUENCE_LOSSES, STEP_LOSSES
 
 
 class KLConfig(Section):
@@ -119,12 +119,11 @@ class AlgorithmConfig(Section):
     loss: Part = Part(name="ppo_clip")
     """Policy term: a name or custom code, with its options."""
     advantage: Part = Part(name="grpo")
-    """Advantage estimator: a name or custom code, with its options."""
+    """Advantage estimator, in the same form."""
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the batch's tokens that carry loss."""
     reduction: Part = Part(name="tokens")
-    """Mean of the loss: over tokens, per-sample means, per-group token means, or per-sample sums divided by a
-    constant `length`."""
+    """Mean of the loss."""
     kl: KLConfig = KLConfig()
     kl_reward: KLRewardConfig = KLRewardConfig()
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
@@ -163,8 +162,13 @@ class AlgorithmConfig(Section):
     def scores_policy(self) -> bool:
         """Whether a pass before the first update computes old logprobs. Later updates, the KL in the reward, the
         batch's mean importance weight and a denominator without rejected sequences need them."""
-        before = self.kl_reward.coef > 0 or self.importance.normalize or self.rejection.shrinks
+        before = self.kl_reward.coef > 0 or self.importance.normalize or self.rejection.shrinks or self.chooses_tokens
         return self.old_logprobs == "score" or self.epochs * self.minibatches > 1 or before
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether the loss chooses tokens of the whole optimizer step."""
+        return self.loss.name in STEP_LOSSES
 
     @property
     def least_spread(self) -> float:

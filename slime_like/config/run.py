@@ -262,6 +262,7 @@ class RunConfig(Section):
                 algorithm.kl_reward.coef > 0,
                 "use algorithm.kl",
             ),
+            f"algorithm.loss={algorithm.loss}": (algorithm.chooses_tokens, "use ppo_clip"),
             "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
             "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),
             "algorithm.rejection.in_denominator=false": (algorithm.rejection.shrinks, "set it to true"),

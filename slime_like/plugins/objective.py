@@ -16,6 +16,8 @@ LOSSES: Mapping[str, str] = {
     "gmpo": f"{_ALGORITHMS}.losses.gmpo:GMPO",
     "dppo_tv": f"{_ALGORITHMS}.losses.dppo:DPPOTV",
     "dppo_kl": f"{_ALGORITHMS}.losses.dppo:DPPOKL",
+    "clip_cov": f"{_ALGORITHMS}.losses.covariance:ClipCov",
+    "kl_cov": f"{_ALGORITHMS}.losses.covariance:KLCov",
     "dro": f"{_ALGORITHMS}.losses.dro:DRO",
     "sft": f"{_ALGORITHMS}.losses.sft:SFT",
 }
@@ -23,6 +25,9 @@ LOSSES: Mapping[str, str] = {
 
 SEQUENCE_LOSSES = ("gspo", "gmpo")
 """Losses with a ratio of whole sequences."""
+
+STEP_LOSSES = ("clip_cov", "kl_cov")
+"""Losses that choose tokens of the whole optimizer step, with old logprobs."""
 
 ADVANTAGES: Mapping[str, str] = {
     "grpo": f"{_ALGORITHMS}.estimators.group:grpo",

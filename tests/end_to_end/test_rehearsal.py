@@ -146,7 +146,8 @@ def test_small_recipes_keep_their_method_and_axes(name: str, tiny: Tiny, tmp_pat
     assert small.trainer.parallel.world_size <= RANKS
     for axis in ("tensor", "pipeline", "context", "expert"):
         assert getattr(small.trainer.parallel, axis) == min(2, getattr(config.trainer.parallel, axis))
-    for kept in ("loss", "advantage", "reduction", "clip_low", "clip_high", "kl_coef", "importance_correction"):
+    for kept in ("loss", "advantage", "kl", "importance"):
         assert getattr(small.algorithm, kept) == getattr(config.algorithm, kept)
+    assert small.algorithm.reduction.name == config.algorithm.reduction.name
     assert small.data == config.data and small.reward.functions == config.reward.functions
     assert small.cluster.placement == config.cluster.placement and small.rollout.engine == config.rollout.engine

@@ -138,7 +138,7 @@ def test_a_supervised_run_learns_and_exports(tiny: Tiny, tmp_path: Path) -> None
     assert "\nstep 20/20 | " in (run_dir / "driver.log").read_text()
     assert (run_dir / "worker_logs" / "trainer-0.log").is_file() and not (run_dir / "worker_logs").is_symlink()
     resolved = load_config(run_dir / "config.yaml", [])
-    assert resolved.steps == 20 and resolved.algorithm.loss == "sft"
+    assert resolved.steps == 20 and resolved.algorithm.loss.name == "sft"
 
 
 _GAME = """

@@ -41,7 +41,7 @@ WIDE = {"loss": {"name": "ppo_clip", "clip_low": 0.99, "clip_high": 100.0}}
 UNTESTED = ReferenceStep([], [], 0.0, 0.0, {})
 
 
-def _config(backend: str, checkpoint: Path, root: Path, settings: dict[str, Any], **algorithm: float) -> RunConfig:
+def _config(backend: str, checkpoint: Path, root: Path, settings: dict[str, Any], **algorithm: Any) -> RunConfig:
     options = {**WIDE, **algorithm}
     if backend == "megatron":
         return parity_config(checkpoint, root / "run", settings, "bfloat16", **options)

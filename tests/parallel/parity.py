@@ -97,7 +97,7 @@ def case_of(
 
 
 def parity_config(
-    checkpoint: Path, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: float
+    checkpoint: Path, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: Any
 ) -> RunConfig:
     settings = dict(layout)
     of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad", "offload", "lr")

@@ -110,11 +110,12 @@ class Reference:
     def _loss(self, sequence: ScoredTrajectory, logprobs: Tensor, entropy: Tensor) -> Tensor:
         config = self.algorithm
         ratio = (logprobs - sequence.old_logprobs.double()).exp()
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        low, high = (config.loss.options.get(name, 0.2) for name in ("clip_low", "clip_high"))
+        clipped = ratio.clamp(1 - low, 1 + high)
         surrogate = torch.minimum(ratio * sequence.advantages.double(), clipped * sequence.advantages.double())
         log_ref_ratio = sequence.ref_logprobs.double() - logprobs
         kl = log_ref_ratio.exp() - log_ref_ratio - 1
-        per_token = -surrogate + config.kl_coef * kl - config.entropy_coef * entropy
+        per_token = -surrogate + config.kl.coef * kl - config.entropy_coef * entropy
         return sequence.token_weight * per_token[sequence.loss_mask].sum()
 
 

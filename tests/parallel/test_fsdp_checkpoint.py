@@ -23,6 +23,7 @@ from backends.fsdp.optimizer import learning_rate
 from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
+from slime_like.config.algorithm import KLConfig
 from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
@@ -270,5 +271,5 @@ def _refer(placement: RankPlacement, config: RunConfig, directory: Path) -> None
 def test_saved_weights_become_the_reference(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "deepseek_v3")
     config = _config(tmp_path / "model", tmp_path, {"data": 2})
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": {"coef": 0.1}})})
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": KLConfig(coef=0.1)})})
     run_ranks(_refer, 2, tmp_path / "ranks", config, tmp_path / "weights")

@@ -92,7 +92,7 @@ _IN_ACCEPTANCE = "experts-tp2-sp-ep2"
 def test_rows_train_like_whole_rollouts(name: str, models: dict[bool, Path], tmp_path: Path) -> None:
     backend, layout, reduction = CASES[name]
     model = models[name.startswith("experts")]
-    objective = {**OBJECTIVE, "reduction": {"name": reduction, "length": 19 if reduction == "constant" else None}}
+    objective = {**OBJECTIVE, "reduction": {"name": reduction, **({"length": 19} if reduction == "constant" else {})}}
     if backend == "fsdp":
         config = fsdp_config(Case(model, [], cast(Any, None)), tmp_path, layout, **objective)
     else:

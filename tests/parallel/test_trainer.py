@@ -59,7 +59,7 @@ def test_the_only_update_of_a_batch_computes_its_old_logprobs(
 ) -> None:
     """Old logprobs and the update, with importance correction, are the same with and without a scoring pass."""
     pack = pack_sequences(scored_sequences(LENGTHS))
-    algorithm = {"importance": {"correction": "truncate"}}
+    algorithm: dict[str, Any] = {"importance": {"correction": "truncate"}}
     configs = [
         _config(qwen3, tmp_path, layout, algorithm=algorithm | {"old_logprobs": source}) for source in ("score", "auto")
     ]

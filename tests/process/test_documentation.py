@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from slime_like.checks.check import check
+from slime_like.commands.parts import named_parts
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, sections
 from slime_like.config.reading.load import load_config
@@ -177,5 +178,6 @@ def test_settings_that_pages_name_exist(page: Path) -> None:
         assert len(_KEY.findall(text)) > 20
     fields = all_fields()
     free = tuple(f"{name}." for name, field in fields.items() if field.kind == "entries")
-    unknown = [key for key in _KEY.findall(text) if key not in fields and key not in sections()]
+    options = {f"{name}.{one.name}" for name, parts in named_parts().items() for part in parts for one in part.options}
+    unknown = [key for key in _KEY.findall(text) if key not in (fields.keys() | sections().keys() | options)]
     assert [key for key in unknown if not key.startswith((*free, *_OF_MODELS))] == []

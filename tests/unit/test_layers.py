@@ -26,7 +26,8 @@ LAYERS = (
     "slime_like.agents slime_like.data slime_like.weights slime_like.hosting slime_like.sandbox slime_like.examples"
     " slime_like.observability",
     "slime_like.algorithms slime_like.interfaces",
-    "slime_like.config slime_like.models slime_like.plugins",
+    "slime_like.config slime_like.models",
+    "slime_like.plugins",
     "slime_like.trajectory slime_like.statistics slime_like.errors slime_like.system",
 )
 LEVELS = {room: -level for level, rooms in enumerate(LAYERS) for room in rooms.split()}

@@ -46,6 +46,7 @@ class Objective:
                 behaviour_logprobs=pack.logprobs,
                 ref_logprobs=pack.ref_logprobs,
                 advantages=pack.advantages,
+                set_apart=pack.set_apart,
                 loss_mask=pack.loss_mask,
                 token_weights=pack.token_weights,
                 response_lens=pack.response_lens,

@@ -22,6 +22,7 @@ class GSPO(PPOClip):
     Attributes:
         clip_low: as in PPO; the default is the paper's, because a sequence's ratio varies far less than a token's.
         clip_high: as in PPO.
+        dual_clip: as in PPO.
     """
 
     clip_low: float = 3e-4

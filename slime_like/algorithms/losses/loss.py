@@ -70,7 +70,7 @@ def find_policy(name: str) -> Callable[..., PolicyLoss]:
 
 
 class Loss:
-    """``policy + kl_coef * KL - entropy_coef * H`` per token, weighted and summed.
+    """``policy + kl.coef * KL - entropy_coef * H`` per token, weighted and summed.
 
     Args:
         config: coefficients and corrections.

@@ -52,4 +52,4 @@ def require_option(name: str, value: float | None, low: float, high: float = mat
     """Raise ``ValueError`` unless an option is ``None`` or within its bounds; ``above``: more than ``low``."""
     if value is not None and not (low < value <= high or (value == low and not above)):
         least, most = f"{'above' if above else 'at least'} {low:g}", f" and at most {high:g}" if high < math.inf else ""
-        raise ValueError(f"{name}={value:g} must be {least}{most}")
+        raise ValueError(f"{name}={value:g} must be {least}{most}; correct it")

@@ -26,6 +26,7 @@ class LossInputs:
         behaviour_logprobs: as the engine reported them while sampling.
         ref_logprobs: under the reference model.
         advantages: the sequence's advantage on each of its tokens, or per-token advantages.
+        set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
         response_lens: (S,) int64, needed if the loss has values per sequence.
     """
 
@@ -37,11 +38,14 @@ class LossInputs:
     behaviour_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    set_apart: Tensor | None = None
     response_lens: Tensor | None = None
 
     def check_shapes(self) -> None:
         """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""
-        require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights")})
+        require_alike(
+            **{name: getattr(self, name) for name in (*_PER_TOKEN, "loss_mask", "token_weights", "set_apart")}
+        )
         require_bool_mask(self.loss_mask)
 
     def cleaned(self) -> Self:

@@ -115,11 +115,12 @@ def _spelled_out(parts: Sequence[DictConfig]) -> list[DictConfig]:
     for name in names:
         OmegaConf.update(layers[0], name, value_text(all_fields()[name].default))
         given = [OmegaConf.select(layer, name) for layer in layers]
-        last = max(at for at, value in enumerate(given) if isinstance(value, str))
+        last = max(at for at, value in enumerate(given) if value is not None and not isinstance(value, DictConfig))
         for at in range(last):
             if given[at] is not None:
                 OmegaConf.update(layers[at], name, None)
-        OmegaConf.update(layers[last], name, {"name": given[last]}, merge=False)
+        if isinstance(given[last], str):
+            OmegaConf.update(layers[last], name, {"name": given[last]}, merge=False)
     return layers
 
 

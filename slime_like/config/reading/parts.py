@@ -66,8 +66,7 @@ def documented(name: str, place: str) -> Part:
     """Read the part at ``module:attribute``, or the module without an attribute."""
     module, _, attribute = place.partition(":")
     node = _found(module, attribute)
-    text = ast.get_docstring(node) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) else None
-    summary, _, rest = (text or "").replace("``", "`").partition("\n")
+    summary, _, rest = _documentation(node).partition("\n")
     details = re.split(r"^(?:Args|Attributes|Returns|Raises):$", rest, maxsplit=1, flags=re.MULTILINE)[0]
     return Part(name, summary, details.strip(), tuple(_options(module, node)))
 
@@ -88,10 +87,16 @@ def _found(module: str, name: str) -> ast.AST:
     return tree
 
 
+def _documentation(node: ast.AST) -> str:
+    """Return the docstring as Markdown."""
+    documented = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+    return ((ast.get_docstring(node) if documented else None) or "").replace("``", "`")
+
+
 def _options(module: str, node: ast.AST) -> Iterator[Option]:
     """Yield the keyword arguments of a function, the constructor's arguments with a default, or a dataclass's fields,
     inherited ones first."""
-    meanings = _meanings((ast.get_docstring(node) or "") if isinstance(node, ast.FunctionDef | ast.ClassDef) else "")
+    meanings = _meanings(_documentation(node))
     for name, annotation, default in _arguments(module, node):
         written = ast.unparse(annotation).removesuffix(" | None") if annotation else ""
         shown = None if default is None else value_text(ast.literal_eval(default))

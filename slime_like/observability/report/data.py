@@ -110,9 +110,10 @@ def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     model, algorithm = config.get("model", {}), config.get("algorithm", {})
     layout = _layout(config.get("trainer", {}))
     entries = [("model", _joined(model.get("path"), model.get("dtype"))), ("trainer", layout)]
-    if algorithm.get("loss") == "sft":
+    loss, advantage, kl = (algorithm.get(part, {}) for part in ("loss", "advantage", "kl"))
+    if loss.get("name") == "sft":
         return [*entries, ("objective", "sft (supervised: no engine, no reward)")]
-    objective = _joined(algorithm.get("loss"), algorithm.get("advantage"), f"KL {algorithm.get('kl_coef', 0)}")
+    objective = _joined(loss.get("name"), advantage.get("name"), f"KL {kl.get('coef', 0)}")
     return [*entries, ("objective", objective), ("engine", _engine(config.get("rollout", {})))]
 
 

@@ -154,7 +154,8 @@ class Advantages:
         advantages = self.of_rows(rollouts, rewards, totals, step)
         for row in trajectories:
             row.advantages = advantages[row.sequence_id].expand(row.response_len)
-        ranks.call("receiving advantages", RankTraining.set_advantages, {k: v.numpy() for k, v in advantages.items()})
+        given = {name: values.numpy() for name, values in advantages.items()}
+        ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
         return -float(penalties.mean())
 
 

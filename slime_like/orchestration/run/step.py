@@ -4,10 +4,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
 
+from slime_like.algorithms.losses.loss import build_policy
 from slime_like.algorithms.rejection import kept_sequences
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord
@@ -81,7 +83,25 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
             metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": coefficient}
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
+        if config.algorithm.chooses_tokens:
+            _set_apart(run, trajectories, step)
     return metrics
+
+
+def _set_apart(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+    """Have the loss choose tokens of every optimizer step, by old logprobs and advantages."""
+    algorithm, ranks, found = run.config.algorithm, run.trainers.ranks, dict[str, np.ndarray]()
+    frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs")
+    loss: Any = build_policy(algorithm.loss)
+    generator = torch.Generator().manual_seed(run.config.seed * 1_000_003 + step)
+    for rows in split_by_group(trajectories, algorithm.minibatches):
+        mask = torch.cat([row.loss_mask for row in rows])
+        old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])
+        advantages = torch.cat([row.advantages for row in rows])
+        apart = torch.zeros_like(mask).masked_scatter(mask, loss.set_apart(old[mask], advantages[mask], generator))
+        parts = apart.split([row.response_len for row in rows])
+        found |= {row.sequence_id: part.numpy() for row, part in zip(rows, parts, strict=True)}
+    ranks.call("receiving chosen tokens", RankTraining.set_tokens, "set_apart", found)
 
 
 def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from slime_like.algorithms.packing.fields import RESPONSE_FIELDS
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_response_logprobs
 from slime_like.config.roles import ModelRole
 from slime_like.interfaces import RankCoordinates, Scores, TrainerBackend
@@ -60,12 +61,13 @@ class RankTraining:
         """Store the role's scores in the loaded packs, under their fields' names. They are frozen for the step."""
         self._freeze(list(self.packs), role)
 
-    def set_advantages(self, advantages: Mapping[str, ArrayLike]) -> None:
-        """Replace all loaded packs' advantages: (response_len,), or one number to spread, by sequence id."""
+    def set_tokens(self, field: str, given: Mapping[str, ArrayLike]) -> None:
+        """Replace a field of all loaded packs: (response_len,), or one value to spread, by sequence id."""
         for pack in self.packs:
             pairs = zip(pack.sequence_ids, pack.response_lens.tolist(), strict=True)
-            values = [np.broadcast_to(np.asarray(advantages[name], np.float32), length) for name, length in pairs]
-            pack.advantages = torch.from_numpy(np.concatenate(values)).to(pack.response_lens.device)
+            values = np.concatenate([np.broadcast_to(np.asarray(given[name]), length) for name, length in pairs])
+            dtype = RESPONSE_FIELDS[field].dtype
+            setattr(pack, field, torch.from_numpy(values).to(dtype).to(pack.response_lens.device))
 
     def divide_advantages(self, divisor: float) -> None:
         """Divide the advantages of all loaded packs."""

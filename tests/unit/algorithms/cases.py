@@ -12,6 +12,10 @@ CONSTANT_LENGTH = 70
 REDUCTIONS = ("tokens", "samples", "groups", "constant")
 
 
+def options_of(reduction: str) -> dict[str, float]:
+    return {"length": CONSTANT_LENGTH} if reduction == "constant" else {}
+
+
 def scored(
     index: int = 0, prompt_len: int = 3, response_len: int = 4, seed: int = 0, group_size: int = 2
 ) -> ScoredTrajectory:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.algorithms import ESTIMATORS, AdvantageEstimator, compute_advantages, find_estimator, gae
+from slime_like.algorithms import AdvantageEstimator, compute_advantages, find_estimator, gae
 from slime_like.algorithms.advantages import Groups
-from slime_like.config.algorithm import GROUP_ADVANTAGES
+from slime_like.plugins.objective import ADVANTAGES, GROUP_ADVANTAGES
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import gae_by_definition
 
@@ -58,7 +58,7 @@ def test_reinforce_pp() -> None:
     assert baseline[3] == baseline[4] == 0.0
 
 
-@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "pass_through"])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "pass_through"])
 def test_no_spread_means_exactly_zero(name: str) -> None:
     """Sums in different orders differ in the last bit, which isn't a signal. A group of one has no spread."""
     noisy = torch.tensor([0.1 + 0.2, 0.3, 0.15 + 0.15], dtype=torch.float64)
@@ -81,11 +81,11 @@ def test_half_precision_rewards_are_computed_in_float64() -> None:
     assert actual.dtype == torch.float16 and actual.tolist() == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_group_estimators_give_0_for_groups_of_one(name: str) -> None:
     advantages = compute_advantages(torch.tensor([0.0, 1.0, 3.0]), [1, 2, 3], name)
     assert bool((advantages == 0).all()) == (name in GROUP_ADVANTAGES)
-    assert (ESTIMATORS[name].scope == "batch") == name.startswith("reinforce_pp")
+    assert (find_estimator(name).scope == "batch") == name.startswith("reinforce_pp")
 
 
 DOUBLED = AdvantageEstimator(lambda rewards, groups: 2 * rewards, "group")
@@ -109,7 +109,7 @@ def test_groups_are_on_the_device_of_the_values() -> None:
     with pytest.raises(NotImplementedError, match="_unique2"):
         compute_advantages(rewards, [0, 0])
     with pytest.raises(NotImplementedError, match="_unique2"):  # the whole batch is one group
-        ESTIMATORS["reinforce_pp"].compute(rewards, Groups([0, 0]))
+        find_estimator("reinforce_pp").compute(rewards, Groups([0, 0]))
 
 
 # ------------------------------------------------------------------------------------------------------------------ GAE

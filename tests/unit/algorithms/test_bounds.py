@@ -23,8 +23,8 @@ from slime_like.algorithms import (
     off_policy_sequence_mask,
 )
 from slime_like.algorithms.losses.kl import KL_ESTIMATORS, k3
-from slime_like.algorithms.losses.policy import POLICY_LOSSES
 from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.plugins.objective import LOSSES
 from tests.support.properties import examples
 
 INF = math.inf
@@ -67,12 +67,14 @@ def is_finite(output: LossOutput, gradient: Tensor) -> bool:
 
 
 def require_finite(loss: str, rows: Sequence[Sequence[float]], parts: Sequence[str]) -> None:
-    names = zip(("importance_correction", "importance_level", "kl_estimator"), parts, strict=True)
-    terms: dict[str, Any] = {"kl": {"coef": 0.1, "importance_weighted": True}, "off_policy_mask": 0.1, **dict(names)}
-    assert is_finite(*loss_of(AlgorithmConfig(loss=loss, **terms), rows))
+    correction, level, estimator = parts
+    kl: dict[str, Any] = {"coef": 0.1, "importance_weighted": True, "estimator": estimator}
+    importance = {"correction": correction, "level": level}
+    config = AlgorithmConfig(loss=loss, kl=kl, importance=importance, off_policy_mask=0.1)
+    assert is_finite(*loss_of(config, rows))
 
 
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("loss", LOSSES)
 @given(ROWS, PARTS)
 @examples(25)
 def test_every_float32_gives_finite_numbers(loss: str, rows: list[tuple[float, ...]], parts: tuple[str, ...]) -> None:
@@ -81,7 +83,7 @@ def test_every_float32_gives_finite_numbers(loss: str, rows: list[tuple[float, .
 
 @pytest.mark.parametrize("rows", EXTREMES, ids=["1000", "inf", "largest"])
 def test_extremes_of_every_combination(rows: list[tuple[float, ...]]) -> None:
-    for loss, *parts in itertools.product(POLICY_LOSSES, CORRECTIONS, LEVELS, ESTIMATORS):
+    for loss, *parts in itertools.product(LOSSES, CORRECTIONS, LEVELS, ESTIMATORS):
         require_finite(loss, rows, parts)
 
 
@@ -147,7 +149,7 @@ def test_parts_called_directly(rows: list[tuple[float, float]]) -> None:
     assert bool(kept[0]) == (mean <= 0.1) or mean == pytest.approx(0.1, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_masked_vocabulary(name: str) -> None:
     """Logits of -inf, even at a target, give finite losses and gradients."""
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -171,6 +173,6 @@ def test_a_masked_vocabulary(name: str) -> None:
 
 def test_nan_stays_nan() -> None:
     """NaN logprobs of broken weights aren't bounded away, so trainers reject the loss."""
-    for name in POLICY_LOSSES:
+    for name in LOSSES:
         assert not torch.isfinite(loss_of(AlgorithmConfig(loss=name), [(math.nan, -1, -1, -1, 1.0)] * 2)[0].loss)
     assert torch.isnan(k3(torch.tensor([math.nan]))).all()

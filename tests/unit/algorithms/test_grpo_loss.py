@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms import GRPOLoss
-from slime_like.config.algorithm import LOSSES, AlgorithmConfig
-from tests.unit.algorithms.cases import close, dense_scores
+from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.plugins.objective import LOSSES
+from tests.unit.algorithms.cases import close, dense_scores, options_of
 
 
 def logits_case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -47,9 +48,7 @@ def test_packed_and_padded_agree(reduction: str, name: str) -> None:
     old = (dense_scores(logits, targets)[0] + 0.1).detach()
     lengths = torch.tensor([6, 2, 5, 1])
     mask = torch.arange(6)[None] < lengths[:, None]
-    config = AlgorithmConfig(
-        loss=name, kl={"coef": 0.2}, reduction={"name": reduction, "length": 7 if reduction == "constant" else None}
-    )
+    config = AlgorithmConfig(loss=name, kl={"coef": 0.2}, reduction={"name": reduction, **options_of(reduction)})
     groups = [1, 1, 2, 2]
     padded = GRPOLoss(config).forward(logits, targets, reference, advantages, mask, old_logprobs=old, group_ids=groups)
     packed = GRPOLoss(config).forward(

@@ -86,8 +86,8 @@ def test_a_veto_in_the_loss() -> None:
     far = inputs.old_logprobs.clone()
     far[int(inputs.loss_mask.nonzero()[0])] -= 12
     given = replace(inputs, old_logprobs=far)
-    config = {"loss": "policy_gradient", "importance": {"correction": "tis"}}
-    outputs = [build_loss(AlgorithmConfig(**config, **more))(given) for more in ({}, {"importance": {"veto": 1e-4}})]
+    settings = ({"correction": "tis"}, {"correction": "tis", "veto": 1e-4})
+    outputs = [build_loss(AlgorithmConfig(loss="policy_gradient", importance=one))(given) for one in settings]
     plain, vetoed = (torch.autograd.grad(output.loss, given.logprobs)[0] for output in outputs)
     assert plain[: LENGTHS[0]].any() and not vetoed[: LENGTHS[0]].any()
     assert torch.equal(plain[LENGTHS[0] :], vetoed[LENGTHS[0] :])
@@ -114,14 +114,14 @@ def test_normalised_weights_average_one(name: str) -> None:
     advantages = torch.randn(9, generator=g, dtype=torch.float64)
 
     def run(**more: object) -> tuple[Tensor, Tensor]:
-        config = AlgorithmConfig(loss=name, kl={"coef": 0.5}, importance={"correction": "tis", "high": 1.2}, **more)
+        config = AlgorithmConfig(loss=name, kl={"coef": 0.5}, importance={"correction": "tis", "high": 1.2, **more})
         recorded = {"old_logprobs": old, "behaviour_logprobs": engine, "response_lens": lengths}
         result = GRPOLoss(config)(logits, targets, reference, advantages, **recorded)
         return result[0] - 0.5 * result[2], result[1]
 
     mean = (old - engine).exp().clamp_max(1.2).mean()
     assert abs(mean - 1) > 0.01
-    (plain, policy), (normalised, normalised_policy) = run(), run(importance={"normalize": True})
+    (plain, policy), (normalised, normalised_policy) = run(), run(normalize=True)
     assert normalised.item() == pytest.approx(plain.item() / mean.item())
     assert normalised_policy.item() == pytest.approx(policy.item() / mean.item())
 

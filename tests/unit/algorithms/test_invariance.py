@@ -33,7 +33,6 @@ from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import (
-    CONSTANT_LENGTH,
     CP_SIZES,
     LAYOUTS,
     PADDINGS,
@@ -44,6 +43,7 @@ from tests.unit.algorithms.cases import (
     dense_scores,
     gae_by_definition,
     mean_by_definition,
+    options_of,
     shapes,
 )
 
@@ -111,7 +111,6 @@ def sft(lp: Tensor, old: Tensor, engine: Tensor, ref: Tensor, a: Tensor, mask: T
 
 
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-CORRECTED = {"importance": {"low": 0.5, "high": 2.0}}
 CASES: dict[str, tuple[Formula, dict[str, Any]]] = {
     "ppo_clip": (
         ppo,
@@ -122,23 +121,29 @@ CASES: dict[str, tuple[Formula, dict[str, Any]]] = {
     ),
     "gspo": (
         gspo,
-        {"loss": {"name": "ppo_clip", "clip_low": 0.1, "clip_high": 0.1}, "kl": {"coef": 0.1, "estimator": "k2"}}
-        | {"importance": {"correction": "mask", "level": "sequence"}, **CORRECTED},
+        {
+            "loss": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.1},
+            "kl": {"coef": 0.1, "estimator": "k2"},
+            "importance": {"correction": "mask", "level": "sequence", "low": 0.5, "high": 2.0},
+        },
     ),
     "cispo": (
         cispo,
         {
-            "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.3},
+            "loss": {"name": "cispo", "clip_low": 0.2, "clip_high": 0.3},
             "kl": {"coef": 0.1, "estimator": "k1", "importance_weighted": True},
-        }
-        | {"importance": {"correction": "truncate", "high": 1.1}},
+            "importance": {"correction": "truncate", "high": 1.1},
+        },
     ),
     "policy_gradient": (
         policy_gradient,
-        {"importance": {"correction": "mask", "level": "geometric", "low": 0.8}}
-        | {"importance": {"high": 1.3}, "off_policy_mask": 0.12},
+        {
+            "loss": "policy_gradient",
+            "importance": {"correction": "mask", "level": "geometric", "low": 0.8, "high": 1.3},
+            "off_policy_mask": 0.12,
+        },
     ),
-    "sft": (sft, {}),
+    "sft": (sft, {"loss": "sft"}),
 }
 ENTROPY_COEF = 0.05
 
@@ -213,10 +218,10 @@ def weigh(rows: Sequence[ScoredTrajectory], reduction: str) -> float | None:
     counts, groups = [int(row.loss_mask.sum()) for row in rows], [row.group_id for row in rows]
     if not any(counts):
         return None
-    constant, rollouts = CONSTANT_LENGTH if reduction == "constant" else None, [row.rollout_id for row in rows]
-    for row, weight in zip(rows, token_weights(reduction, counts, groups, constant, rollouts), strict=True):
+    rollouts, options = [row.rollout_id for row in rows], options_of(reduction)
+    for row, weight in zip(rows, token_weights(reduction, counts, groups, rollouts, **options), strict=True):
         row.token_weight = weight
-    return step_denominator(reduction, counts, groups, rollouts)
+    return step_denominator(reduction, counts, groups, rollouts, **options)
 
 
 # Shrinking a failing example would take minutes.
@@ -238,11 +243,9 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
     sequences = make_sequences(shapes, seed)
     if not (denominator := weigh(sequences, reduction)):
         return
-    constant = CONSTANT_LENGTH if reduction == "constant" else None
     expected, size, expected_gradients = reference(sequences, name, reduction)
-    config = AlgorithmConfig(
-        loss=name, reduction={"name": reduction, "length": constant}, entropy_coef=ENTROPY_COEF, **CASES[name][1]
-    )
+    chosen = {"name": reduction, **options_of(reduction)}
+    config = AlgorithmConfig(reduction=chosen, entropy_coef=ENTROPY_COEF, **CASES[name][1])
     model, total, sums = TinyModel(dtype), torch.zeros((), dtype=torch.float64), LossSums.zeros()
     for members in random_split(sequences, seed):
         budget = sum(s.total_len for s in members) + padding

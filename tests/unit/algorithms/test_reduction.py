@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slime_like.algorithms import kl_penalty, spread_over_tokens, step_denominator, sum_of_sample_mean, token_weights
 from tests.support.properties import examples
-from tests.unit.algorithms.cases import CONSTANT_LENGTH, REDUCTIONS, mean_by_definition
+from tests.unit.algorithms.cases import REDUCTIONS, mean_by_definition, options_of
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=30)
 
@@ -19,20 +19,23 @@ def test_weighted_sum_is_the_mean(reduction: str, samples: list[tuple[int, int]]
     counts, groups = [count for count, _ in samples], [group for _, group in samples]
     if not any(counts):
         with pytest.raises(ValueError, match="carries loss"):
-            step_denominator(reduction, counts, groups)
+            step_denominator(reduction, counts, groups, **options_of(reduction))
         return
     g = torch.Generator().manual_seed(seed)
     losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
-    weights = token_weights(reduction, counts, groups, CONSTANT_LENGTH if reduction == "constant" else None)
+    weights = token_weights(reduction, counts, groups, **options_of(reduction))
     total = sum(w * x for w, sample in zip(weights, losses, strict=True) for x in sample.tolist())
-    actual = total / step_denominator(reduction, counts, groups)
+    actual = total / step_denominator(reduction, counts, groups, **options_of(reduction))
     assert actual == pytest.approx(mean_by_definition(losses, groups, reduction).item(), rel=1e-11, abs=1e-12)
 
 
 def test_a_fully_masked_sample_adds_nothing() -> None:
     for reduction in REDUCTIONS:
-        assert token_weights(reduction, [4, 0], [1, 2], 10)[1] == 0.0
-        assert step_denominator(reduction, [4, 0], [1, 2]) == step_denominator(reduction, [4], [1])
+        options = options_of(reduction)
+        assert token_weights(reduction, [4, 0], [1, 2], **options)[1] == 0.0
+        assert step_denominator(reduction, [4, 0], [1, 2], **options) == step_denominator(
+            reduction, [4], [1], **options
+        )
 
 
 def test_groups_in_a_tensor_are_the_same_groups() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_like import algorithms as algo
 from slime_like.algorithms.advantages import Groups
-from slime_like.algorithms.losses.policy import SFT
+from slime_like.algorithms.losses.sft import SFT
 from slime_like.algorithms.losses.sums import LossSums
 from slime_like.algorithms.losses.types import PolicyTerms
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
@@ -81,7 +81,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "an estimator that gives too few": lambda: custom("one_too_few"),
     "an estimator that divides by 0": lambda: custom("without_threshold"),
     "an estimator of no scope": lambda: algo.AdvantageEstimator(_one_too_few, "galaxy"),  # type: ignore[arg-type]
-    "no such loss": lambda: built(loss="ppo"),
+    "no such loss": lambda: built(loss="trpo"),
     "a class that is no loss": lambda: built(loss="collections:OrderedDict"),
     "an estimator that cannot be called": lambda: algo.kl_estimate(TWO, TWO, "math:pi"),
     "no such correction": lambda: algo.importance_weights(TWO, TWO, MASK, None, "cut"),

@@ -15,26 +15,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.algorithms import LossInputs, build_loss, pack_sequences, step_denominator, token_weights
-from slime_like.config.algorithm import LOSSES, SEQUENCE_LOSSES, AlgorithmConfig
+from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.plugins.objective import LOSSES, SEQUENCE_LOSSES
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.support.properties import examples
 from tests.support.rollout_rows import cut_into_rows, random_cuts
 from tests.unit.algorithms.cases import (
-    CONSTANT_LENGTH,
     REDUCTIONS,
     SEEDS,
     VOCABULARY,
     batch,
     dense_scores,
     mean_by_definition,
+    options_of,
     shapes,
 )
 from tests.unit.algorithms.test_invariance import weigh
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "ppo_clip": {"kl": {"coef": 0.2}, "entropy_coef": 0.05, "importance": {"correction": "truncate", "high": 1.5}},
-    "cispo": {"loss": {"name": "ppo_clip", "clip_low": 1.0}, "kl": {"coef": 0.1, "estimator": "k2"}},
-    "policy_gradient": {"importance": {"correction": "mask"}},
+    "cispo": {"loss": {"name": "cispo", "clip_low": 1.0}, "kl": {"coef": 0.1, "estimator": "k2"}},
+    "policy_gradient": {"loss": "policy_gradient", "importance": {"correction": "mask"}},
 }
 
 
@@ -58,7 +59,7 @@ class CausalModel:
 
 def step(rows: Sequence[ScoredTrajectory], config: AlgorithmConfig) -> list[Tensor]:
     """Return loss, policy and KL part, and gradients of one step in which each row is a micro-batch."""
-    model, loss, denominator = CausalModel(), build_loss(config), weigh(rows, config.reduction)
+    model, loss, denominator = CausalModel(), build_loss(config), weigh(rows, config.reduction.name)
     assert denominator is not None
     total, means = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for row in rows:
@@ -89,8 +90,7 @@ def test_rows_of_a_rollout_train_like_the_whole(
     reduction: str, objective: str, shapes: list[tuple[int, int]], seed: int
 ) -> None:
     """The rows are cut twice and shuffled. Some rows and rollouts carry no loss."""
-    constant = CONSTANT_LENGTH if reduction == "constant" else None
-    config = AlgorithmConfig(loss=objective, reduction={"name": reduction, "length": constant}, **OBJECTIVES[objective])
+    config = AlgorithmConfig(reduction={"name": reduction, **options_of(reduction)}, **OBJECTIVES[objective])
     rollouts, pick = batch(shapes, seed), random.Random(seed)
     rollouts[0].loss_mask[0] = True
     expected = step(rollouts, config)
@@ -118,15 +118,15 @@ def test_the_mean_is_over_rollouts(reduction: str, rows: list[tuple[int, int]], 
         return
     g = torch.Generator().manual_seed(seed)
     losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
-    constant = CONSTANT_LENGTH if reduction == "constant" else None
+    options = options_of(reduction)
     group_ids = [groups[rollout] for rollout in rollouts]
     in_tensor = torch.tensor(rollouts)
     for ids in (rollouts, in_tensor, list(in_tensor), [f"r{rollout}" for rollout in rollouts]):
-        weights = token_weights(reduction, counts, group_ids, constant, ids)
+        weights = token_weights(reduction, counts, group_ids, ids, **options)
         total = sum(w * x for w, row in zip(weights, losses, strict=True) for x in row.tolist())
         whole = [torch.cat([x for x, of in zip(losses, rollouts, strict=True) if of == r]) for r in set(rollouts)]
         expected = mean_by_definition(whole, [groups[r] for r in set(rollouts)], reduction).item()
-        denominator = step_denominator(reduction, counts, group_ids, ids)
+        denominator = step_denominator(reduction, counts, group_ids, ids, **options)
         assert total / denominator == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
@@ -154,9 +154,9 @@ def test_rollouts_that_do_not_fit_are_rejected() -> None:
 def test_settings_per_sequence() -> None:
     """Settings that need sequence lengths are listed by name. A level without a correction has no effect."""
     assert AlgorithmConfig(importance={"level": "sequence"}).per_sequence == ()
-    corrected = {"importance": {"correction": "mask", "veto": 1e-4}}
-    assert AlgorithmConfig(importance={"level": "geometric"}, **corrected).per_sequence == (
-        "importance_level=geometric", "importance_veto=0.0001",
+    corrected = {"correction": "mask", "veto": 1e-4, "level": "geometric"}
+    assert AlgorithmConfig(importance=corrected).per_sequence == (
+        "importance.level=geometric", "importance.veto=0.0001",
     )  # fmt: skip
     (row,) = batch([(3, 4)])
     pack = pack_sequences([row])

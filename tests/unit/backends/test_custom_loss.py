@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ from slime_like.errors import DataError
 
 class Fine:
     name, needs_old, needs_advantages = "own", False, False
-    def __init__(self, config):
-        pass
+    def __init__(self, scale=1.0):
+        self.scale = scale
     def __call__(self, inputs):
-        return PolicyTerms(-inputs.logprobs)
+        return PolicyTerms(-self.scale * inputs.logprobs)
 
 class Boom(Fine):
     def __call__(self, inputs):
@@ -41,11 +42,11 @@ class Mean(Fine):
         return PolicyTerms(-inputs.logprobs.mean())
 
 class Unbuilt(Fine):
-    def __init__(self, config):
+    def __init__(self):
         {}["missing thing"]
 
-class NoArguments(Fine):
-    def __init__(self):
+class NeedsOption(Fine):
+    def __init__(self, bound):
         pass
 
 class NoLoss:
@@ -82,9 +83,10 @@ def inputs() -> LossInputs:
     return LossInputs(logprobs, torch.ones(4, dtype=torch.bool), torch.ones(4))
 
 
-def test_a_custom_loss_is_computed(own: Path) -> None:
-    output = configured_loss(AlgorithmConfig(loss="own_losses:Fine"))(inputs())
-    assert float(output.loss.detach() / torch.log(torch.tensor(2.0))) == pytest.approx(7)
+def test_a_custom_loss_is_computed_with_its_options(own: Path) -> None:
+    for options, expected in (({}, 7), ({"scale": 3.0}, 21)):
+        output = configured_loss(AlgorithmConfig(loss={"name": "own_losses:Fine", **options}))(inputs())
+        assert float(output.loss.detach() / math.log(2)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("name", "cause"), [("Boom", ValueError), ("Shapes", RuntimeError), ("Mean", ValueError)])
@@ -96,7 +98,7 @@ def test_a_failing_call_names_its_line(own: Path, name: str, cause: type[Excepti
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"own_losses:{name}" for name in ("Unbuilt", "NoArguments", "NoLoss", "Nothing")), "own_broken:Boom"]
+    "name", [*(f"own_losses:{name}" for name in ("Unbuilt", "NeedsOption", "NoLoss", "Nothing")), "own_broken:Boom"]
 )
 def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Rejects) -> None:
     config = RunConfig(run_dir=own / "run", model=ModelConfig(path=own), algorithm=AlgorithmConfig(loss=name))
@@ -104,10 +106,7 @@ def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Re
         Objective(config.algorithm)
 
 
-PARTS = {
-    "kl": {"estimator": {"loss": "policy_gradient", "kl": {"coef": 0.1}}},
-    "importance": {"correction": {"loss": "policy_gradient"}},
-}
+PARTS: dict[str, dict[str, Any]] = {"kl.estimator": {"coef": 0.1}, "importance.correction": {}}
 
 
 @pytest.mark.parametrize("setting", PARTS)
@@ -116,8 +115,10 @@ def test_a_failing_estimator_or_correction_names_its_line(own: Path, setting: st
     """The function is missing, raises, or returns a scalar that would be broadcast."""
     zeros = torch.zeros(4)
     given = replace(inputs(), old_logprobs=zeros, behaviour_logprobs=zeros, ref_logprobs=zeros, advantages=zeros)
+    section, field = setting.split(".")
+    config = AlgorithmConfig(loss="policy_gradient", **{section: {**PARTS[setting], field: f"own_losses:{name}"}})
     with rejects(TrainerError, "custom-loss-failed") as caught:
-        configured_loss(AlgorithmConfig(**PARTS[setting] | {setting: f"own_losses:{name}"}))(given)
+        configured_loss(config)(given)
     assert str(caught.value).startswith(f"algorithm.{setting}=own_losses:{name} failed with ")
 
 

@@ -123,7 +123,19 @@ data.train data.train --data.train /usr
 evaluation.files evaluation.files --evaluation.files TMP/a.csv
 rollout.engine rollout.engine --rollout.engine vlm
 trainer.backend trainer.backend --trainer.backend fdsp
-algorithm algorithm.loss --algorithm.loss ppo
+algorithm algorithm.loss --algorithm.loss trpo
+algorithm algorithm.loss.clip --algorithm.loss.clip 0.1
+algorithm algorithm.loss.dual_clip --algorithm.loss '{name: cispo, dual_clip: 3}'
+algorithm algorithm.loss.clip_low --algorithm.loss.clip_low much
+algorithm algorithm.loss.clip_low --algorithm.loss.clip_low none
+algorithm algorithm.reduction.length --algorithm.reduction constant
+algorithm algorithm.reduction.length --algorithm.reduction.length 8
+algorithm.advantage algorithm.advantage.ddof --algorithm.advantage.ddof 0.5
+algorithm.options algorithm.loss.clip_low --algorithm.loss.clip_low 1.5
+algorithm.options algorithm.loss.dual_clip --algorithm.loss.dual_clip 1
+algorithm.options algorithm.loss.clip_high --algorithm.loss '{name: cispo, clip_high: -1}'
+algorithm.options algorithm.reduction.length --algorithm.loss sft --algorithm.reduction '{name: constant, length: 0}'
+algorithm.options algorithm.advantage.eps --algorithm.advantage.eps -1
 algorithm algorithm.loss --algorithm.loss a-b:c
 algorithm.advantage algorithm.advantage --algorithm.advantage gae
 algorithm algorithm.kl.estimator --algorithm.kl.estimator k9

@@ -53,7 +53,7 @@ def test_a_layout_needs_as_many_devices_as_ranks() -> None:
 def test_the_users_flags_take_precedence(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
     config = _config(model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True)
-    assert (config.steps, config.algorithm.loss, config.model.dtype) == (5, "gspo", "bfloat16")
+    assert (config.steps, config.algorithm.loss.name, config.model.dtype) == (5, "gspo", "bfloat16")
     assert config.trainer.optimizer.lr == 3e-2 and config.trainer.target_tokens_per_batch == 192
     float32 = _config(model, ["--trainer.optimizer.lr", "0.5", "--model.dtype", "float32"], synthetic=False)
     assert (float32.steps, float32.trainer.optimizer.lr) == (2, 0.5)

@@ -67,5 +67,5 @@ def test_a_relative_path_of_a_setting_is_made_absolute(tmp_path: Path, monkeypat
     function = RewardFunction(name="mine/rewards.py:good")
     assert function.name == f"{tmp_path}/mine/rewards.py:good"
     assert (function.label, RewardFunction(name="mine.rewards:good").label) == ("rewards.py:good", "mine.rewards:good")
-    assert AlgorithmConfig(loss="l.py:f", advantage="grpo").loss == f"{tmp_path}/l.py:f"
+    assert AlgorithmConfig(loss="l.py:f", advantage="grpo").loss.name == f"{tmp_path}/l.py:f"
     assert EnvironmentConfig(name="e.py:E").name == f"{tmp_path}/e.py:E" and EnvironmentConfig().name is None

@@ -49,17 +49,17 @@ def test_shuffled_advantages_are_the_same_ones_in_another_order() -> None:
 ESTIMATORS = """
 from slime_like.algorithms import AdvantageEstimator
 
-def divided(rewards, groups, eps):
+def divided(rewards, groups):
     return rewards.reshape(3, 5)
 
-def short(rewards, groups, eps):
+def short(rewards, groups):
     return rewards[1:]
 
 raises = AdvantageEstimator(divided, "group")
-no_tensor = AdvantageEstimator(lambda rewards, groups, eps: rewards.tolist(), "group")
-endless = AdvantageEstimator(lambda rewards, groups, eps: rewards / 0, "group")
-groupwise = AdvantageEstimator(lambda rewards, groups, eps: rewards, "group")
-batchwise = AdvantageEstimator(lambda rewards, groups, eps: rewards, "batch")
+no_tensor = AdvantageEstimator(lambda rewards, groups: rewards.tolist(), "group")
+endless = AdvantageEstimator(lambda rewards, groups: rewards / 0, "group")
+groupwise = AdvantageEstimator(lambda rewards, groups: rewards, "group")
+batchwise = AdvantageEstimator(lambda rewards, groups: rewards, "batch")
 """
 # name, failure, place of the failing line or the definition
 FAULTY = [
@@ -102,7 +102,7 @@ LEVELS = """
 import torch
 from slime_like.algorithms import AdvantageEstimator
 
-def to_go(rewards, groups, eps, lengths):
+def to_go(rewards, groups, lengths):
     found = []
     for group, part in zip(groups.index.tolist(), rewards.split(lengths.tolist())):
         found += [8 * group + sum(float(r) / 2**k for k, r in enumerate(part[first:])) for first in range(len(part))]

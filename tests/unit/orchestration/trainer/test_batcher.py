@@ -15,7 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.algorithms.losses.policy import PolicyGradient
+from slime_like.algorithms import LossInputs, PolicyTerms
+from slime_like.algorithms.losses.policy_gradient import PolicyGradient
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window, WindowStream, bundles_of, split_by_group
@@ -335,8 +336,13 @@ PER_SEQUENCE = {
 }
 
 
-class Undeclared(PolicyGradient):
+class Undeclared:
     """Custom loss that does not declare what it needs."""
+
+    name, needs_old, needs_advantages = "undeclared", False, False
+
+    def __call__(self, inputs: LossInputs) -> PolicyTerms:
+        return PolicyTerms(-inputs.logprobs)
 
 
 class PerToken(PolicyGradient):
