@@ -19,9 +19,9 @@ from slime_like.algorithms.importance import (
 )
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
 from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
+from slime_like.algorithms.losses.rejection import kept_sequences
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
-from slime_like.algorithms.rejection import kept_sequences
 from slime_like.algorithms.segments import spread_over_tokens
 from slime_like.plugins.objective import LOSSES
 from slime_like.plugins.resolve import require_options, resolve_callable

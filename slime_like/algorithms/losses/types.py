@@ -26,8 +26,8 @@ class LossInputs:
         behaviour_logprobs: as the engine reported them while sampling.
         ref_logprobs: under the reference model.
         advantages: the sequence's advantage on each of its tokens, or per-token advantages.
-        set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
         response_lens: (S,) int64, needed if the loss has values per sequence.
+        set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
     """
 
     logprobs: Tensor
@@ -38,8 +38,8 @@ class LossInputs:
     behaviour_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    set_apart: Tensor | None = None
     response_lens: Tensor | None = None
+    set_apart: Tensor | None = None
 
     def check_shapes(self) -> None:
         """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from slime_like.algorithms.losses.loss import build_policy
-from slime_like.algorithms.rejection import kept_sequences
+from slime_like.algorithms.losses.rejection import kept_sequences
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.advantages import Advantages, normalise_importance

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backends.common.step.objective import configured_loss
+from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.shaping import kl_penalty
 from slime_like.config import RunConfig
@@ -50,7 +50,7 @@ class Enumeration:
         self._tree, self._rewards, self._samples, self._exact_ratio = tree, rewards, samples, exact_ratio
         self._advantages = Advantages(config)
         self._batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas=1, pad_token_id=0)
-        self._loss = configured_loss(config.algorithm)
+        self._loss = build_loss(config.algorithm)
 
     def gradient(self, policies: Policies) -> Tensor:
         """Return the expected gradient of the loss with respect to the current logits."""

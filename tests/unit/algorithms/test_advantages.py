@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from slime_like.algorithms import AdvantageEstimator, compute_advantages, find_estimator, gae
 from slime_like.algorithms.advantages import Groups
-from slime_like.plugins.objective import ADVANTAGES, GROUP_ADVANTAGES
+from slime_like.plugins.objective import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import gae_by_definition
 
@@ -58,13 +59,19 @@ def test_reinforce_pp() -> None:
     assert baseline[3] == baseline[4] == 0.0
 
 
+def of_one_function(rewards: Tensor, groups: list[int], name: str) -> Tensor:
+    """Compute advantages of samples with one token each."""
+    needed = {"tokens": torch.ones(len(rewards)), "functions": rewards[:, None], "weights": torch.ones(1)}
+    return compute_advantages(rewards, groups, name, given=needed)
+
+
 @pytest.mark.parametrize("name", [n for n in ADVANTAGES if n != "pass_through"])
 def test_no_spread_means_exactly_zero(name: str) -> None:
     """Sums in different orders differ in the last bit, which isn't a signal. A group of one has no spread."""
     noisy = torch.tensor([0.1 + 0.2, 0.3, 0.15 + 0.15], dtype=torch.float64)
     assert len(set(noisy.tolist())) > 1
-    assert compute_advantages(noisy, [4, 4, 4], name).tolist() == [0.0, 0.0, 0.0]
-    assert compute_advantages(torch.tensor([5.0]), [4], name).tolist() == [0.0]
+    assert of_one_function(noisy, [4, 4, 4], name).tolist() == [0.0, 0.0, 0.0]
+    assert of_one_function(torch.tensor([5.0]), [4], name).tolist() == [0.0]
 
 
 def test_eps_is_the_largest_spread_that_counts_as_none() -> None:
@@ -83,9 +90,9 @@ def test_half_precision_rewards_are_computed_in_float64() -> None:
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_group_estimators_give_0_for_groups_of_one(name: str) -> None:
-    advantages = compute_advantages(torch.tensor([0.0, 1.0, 3.0]), [1, 2, 3], name)
+    advantages = of_one_function(torch.tensor([0.0, 1.0, 3.0]), [1, 2, 3], name)
     assert bool((advantages == 0).all()) == (name in GROUP_ADVANTAGES)
-    assert (find_estimator(name).scope == "batch") == name.startswith("reinforce_pp")
+    assert (find_estimator(name).scope == "batch") == (name in BATCH_ADVANTAGES)
 
 
 DOUBLED = AdvantageEstimator(lambda rewards, groups: 2 * rewards, "group")

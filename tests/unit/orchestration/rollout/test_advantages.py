@@ -133,8 +133,8 @@ def test_advantages_below_samples_are_spread_over_tokens_with_loss(
         masks = [torch.tensor([letter == "1" for letter in mask]) for mask in rows]
         rows_of_all += [replace(next(made), loss_mask=mask, **shared) for mask in masks]
     for level, expected in BELOW_SAMPLES.items():
-        settings = config(advantage=f"own_levels:{level}")
-        found = Advantages(settings).of_rows(rollouts_of(rows_of_all), torch.tensor([4.0, 2.0, 1.0]), step=1)
+        settings, totals = config(advantage=f"own_levels:{level}"), torch.tensor([4.0, 2.0, 1.0])
+        found = Advantages(settings).of_rows(rollouts_of(rows_of_all), totals[:, None].expand(3, 2), totals, step=1)
         assert [found[row.sequence_id].tolist() for row in rows_of_all] == expected
     sys.modules.pop("own_levels")
 
@@ -167,14 +167,14 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
     for i, total in enumerate(totals):
         group = totals[i // 2 * 2 : i // 2 * 2 + 2]
         expected.append((total - statistics.mean(group)) / statistics.stdev(group))
-    Advantages(settings).penalise_kl(trainers, trajectories, step=1)
+    Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
     assert [float(t.advantages.unique()) for t in trajectories] == pytest.approx(expected, rel=1e-5)
     spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
     for pack in packs:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
-        Advantages(settings).penalise_kl(trainers, trajectories, step=1)
+        Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
 
 
 def test_kl_of_several_rows_is_summed_per_rollout() -> None:
@@ -185,7 +185,7 @@ def test_kl_of_several_rows_is_summed_per_rollout() -> None:
     assert len(rows) > 2 * len(whole)
     for trajectories in (rows, whole):
         trainers, packs = one_rank(settings, trajectories)
-        Advantages(settings).penalise_kl(trainers, trajectories, step=1)
+        Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
         expected = {t.rollout_id: float(t.advantages.unique()) for t in trajectories}
         for pack in packs:
             tokens = zip(pack.rollout_ids, pack.response_lens.tolist(), strict=True)

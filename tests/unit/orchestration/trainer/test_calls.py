@@ -114,7 +114,9 @@ def test_a_failure_of_a_deferred_call_is_raised_once(cluster: Cluster, rejects: 
     calls.defer(calls.scatter("training", WINDOW, [[]], False))
     with rejects(TrainerError, "trainer"):
         calls.is_idle()
-    calls.call("receiving advantages", RankTraining.set_advantages, {})  # a failing run may commit a finished save
+    calls.call(
+        "receiving advantages", RankTraining.set_tokens, "advantages", {}
+    )  # a failing run may commit a finished save
     calls.defer(calls.scatter("training", WINDOW, [[]], True))
     with rejects(TrainerError, "trainer"):
         calls.call("updating", RankTraining.finish_stream, 1.0)
