@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from backends.common.step.sums import StepSums
 from slime_like.algorithms.importance import find_correction
 from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, build_policy, check_terms
+from slime_like.algorithms.losses.policy import PolicyLoss
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.config import AlgorithmConfig
 from slime_like.config.part import Part
@@ -63,7 +64,7 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
         TrainerError: a user's part cannot be imported or built; or, when called, it raised or returned something
             invalid.
     """
-    policy = _UsersPolicy(config.loss) if ":" in config.loss.name else build_policy(config.loss)
+    policy = cast("PolicyLoss", _UsersPolicy(config.loss)) if ":" in config.loss.name else build_policy(config.loss)
     estimator = _users_function("algorithm.kl.estimator", config.kl.estimator, find_kl_estimator)
     correction = _users_function("algorithm.importance.correction", config.importance.correction, find_correction)
     return Loss(config, policy, estimator, correction)

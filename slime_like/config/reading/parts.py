@@ -89,8 +89,8 @@ def _found(module: str, name: str) -> ast.AST:
 
 def _documentation(node: ast.AST) -> str:
     """Return the docstring as Markdown."""
-    documented = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-    return ((ast.get_docstring(node) if documented else None) or "").replace("``", "`")
+    text = ast.get_docstring(node) if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) else None
+    return (text or "").replace("``", "`")
 
 
 def _options(module: str, node: ast.AST) -> Iterator[Option]:
