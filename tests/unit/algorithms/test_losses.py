@@ -244,17 +244,18 @@ def test_a_fully_masked_micro_batch_keeps_its_graph() -> None:
         output = build_loss(AlgorithmConfig(loss=name, kl={"coef": 0.1}))(inputs)
         gradient = torch.autograd.grad(output.loss, inputs.logprobs)[0]
         assert output.loss == 0 and not gradient.any() and output.sums.num_tokens == 0
-    empty = {
-        f.name: None if getattr(inputs, f.name) is None or f.name == "response_lens" else getattr(inputs, f.name)[:0]
-        for f in fields(inputs)
-    }
+    absent = ("response_lens", "set_apart")
+    empty = {f.name: getattr(inputs, f.name)[:0] for f in fields(inputs) if f.name not in absent}
     assert build_loss(AlgorithmConfig())(LossInputs(**empty)).loss == 0
 
 
 def test_sums_survive_the_vectors_and_add_up() -> None:
-    rejection = {"estimator": "k3", "bound": 9.0}
-    config = AlgorithmConfig(kl={"coef": 0.1}, importance={"correction": "mask"}, rejection=rejection)
-    one, two = (build_loss(config)(make_inputs(seed, distance=15.0)).sums for seed in (1, 2))
+    terms = {"kl": {"coef": 0.1}, "importance": {"correction": "mask"}}
+    made = []
+    for seed, bound in ((1, 130.0), (2, 60.0)):  # each rejects one sequence
+        config = AlgorithmConfig(**terms, rejection={"estimator": "k2", "bound": bound})
+        made.append(build_loss(config)(make_inputs(seed, distance=15.0)).sums)
+    one, two = made
     assert LossSums.from_vectors(*one.to_vectors()) == one
     both = one.add(two)
     for field in fields(LossSums):

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms import LossInputs, build_loss, compute_advantages
+from slime_like.algorithms.losses.loss import build_policy
 from slime_like.config.algorithm import AlgorithmConfig
+from slime_like.config.part import Part
 from tests.unit.algorithms.test_losses import LENGTHS, clip, make_inputs
 
 Formula = Callable[[float, float, float], float]
@@ -100,6 +102,49 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
     torch.testing.assert_close(
         torch.segment_reduce(found, "sum", lengths=lengths), torch.segment_reduce(expected, "sum", lengths=lengths)
     )
+
+
+# ------------------------------------------------------------------------------------------------ tokens of a whole step
+def covariances(logs: list[float], gains: list[float]) -> list[float]:
+    return [(x - statistics.mean(logs)) * (y - statistics.mean(gains)) for x, y in zip(logs, gains, strict=True)]
+
+
+def test_clip_cov_draws_tokens_between_two_covariances() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logs, gains = (torch.randn(1000, generator=generator) for _ in range(2))
+    each = torch.tensor(covariances(logs.tolist(), gains.tolist()))
+    loss: Any = build_policy(Part.model_validate({"name": "clip_cov", "share": 0.01, "least": 0.5, "most": 1.5}))
+    drawn = [loss.set_apart(logs, gains, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    for apart in drawn:
+        assert apart.sum() == 10 and bool(((each[apart] > 0.5) & (each[apart] < 1.5)).all())
+    assert loss.set_apart(logs[:9], torch.zeros(9), generator).sum() == 0  # no candidates
+
+
+def test_kl_cov_takes_the_highest_covariances() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logs, gains = (torch.randn(1000, generator=generator) for _ in range(2))
+    each = covariances(logs.tolist(), gains.tolist())
+    loss: Any = build_policy(Part.model_validate({"name": "kl_cov", "share": 0.01}))
+    apart = loss.set_apart(logs, gains, generator)
+    assert apart.nonzero().flatten().tolist() == sorted(sorted(range(1000), key=each.__getitem__)[-10:])
+
+
+def test_tokens_set_apart_lose_the_gradient_or_pay_for_moving() -> None:
+    apart = torch.arange(sum(LENGTHS)) % 3 == 0
+    inputs = replace(make_inputs(), set_apart=apart)
+    ratio = (inputs.logprobs.detach() - inputs.old_logprobs).exp()
+
+    def gradient(name: str, **options: Any) -> Tensor:
+        output = build_loss(AlgorithmConfig(loss={"name": name, **options}))(inputs)
+        return torch.autograd.grad(output.loss, inputs.logprobs)[0]
+
+    clipped = gradient("clip_cov", clip_low=0.1, clip_high=0.3)
+    plain = gradient("ppo_clip", clip_low=0.1, clip_high=0.3)
+    torch.testing.assert_close(clipped, plain.masked_fill(apart, 0.0))
+    weights = torch.where(inputs.loss_mask, inputs.token_weights, 0.0)
+    expected = weights * (-ratio * inputs.advantages + torch.where(apart, 0.7 * (ratio - 1), 0.0))
+    torch.testing.assert_close(gradient("kl_cov", coef=0.7), expected)
 
 
 # ----------------------------------------------------------------------------------------------------------- estimators
