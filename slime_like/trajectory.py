@@ -93,6 +93,7 @@ class Conversation:
     Attributes:
         turns: ``[start, end)`` of every sampled turn in the response's tokens. The other tokens are observations.
         reward, success, metadata: sum over the environment's steps; success of the last one; metadata of each.
+        rewards: of every step, one per turn from the first; empty if only their sum is known.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` if all had one.
     """
 
@@ -101,6 +102,7 @@ class Conversation:
     success: bool = False
     failure: Mapping[str, str] | None = None
     metadata: tuple[Mapping[str, Any], ...] = ()
+    rewards: tuple[float, ...] = ()
 
 
 class TensorsAsArrays:

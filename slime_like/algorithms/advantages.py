@@ -26,9 +26,10 @@ class AdvantageEstimator:
     """An estimator of advantages.
 
     Attributes:
-        compute: ``(rewards (E,) float64, groups, **options) -> (E,)``, an entry per sample. Of a lower level: an entry
-            per turn or token that carries loss, a sample's reward at its last one, and the option ``lengths``, (N,)
-            entries of each sample.
+        compute: ``(rewards (E,) float64, groups, **options) -> (E,)``, an entry per sample. Of a lower level:
+            ``(rewards, groups, lengths, **options)`` with an entry per turn or token that carries loss, and (N,)
+            ``lengths``, the entries of each sample. An environment's rewards are at the turns that earned them, and the
+            rest of a sample's reward at its last entry.
         scope: "group" if completed groups suffice, "batch" if the whole batch is needed, which rules out streaming.
         level: "sample", "turn" or "token": the unit with one advantage, which is spread over its tokens.
         needs: further arguments of ``compute``: "tokens", (N,) loss-carrying tokens of each sample; "functions" (N, F)
@@ -163,9 +164,8 @@ def compute_advantages(
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if not rewards.numel():
         return rewards.to(dtype)
-    if found.level != "sample":
-        options["lengths"] = lengths
-    needed = _needed(estimator, found, given or {})
+    needed = {} if found.level == "sample" or lengths is None else {"lengths": lengths}
+    needed |= _needed(estimator, found, given or {})
     require_options(f"advantage estimator {estimator}", found.compute, options, ("rewards", "groups", *needed))
     advantages = found.compute(rewards.double(), groups, *needed.values(), **options)
     _check_computed(estimator, advantages, rewards)

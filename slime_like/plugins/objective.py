@@ -40,12 +40,15 @@ ADVANTAGES: Mapping[str, str] = {
     "pass_at_k": f"{_ALGORITHMS}.estimators.group:pass_at_k",
     "gpg": f"{_ALGORITHMS}.estimators.batch:gpg",
     "gdpo": f"{_ALGORITHMS}.estimators.batch:gdpo",
+    "turn_rloo": f"{_ALGORITHMS}.estimators.turns:turn_rloo",
+    "turn_index_mean": f"{_ALGORITHMS}.estimators.turns:turn_index_mean",
     "pass_through": f"{_ALGORITHMS}.estimators.group:pass_through",
 }
 """Advantage estimators, ``algorithm.advantage``."""
 
 GROUP_ADVANTAGES = (
-    "grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "gdpo"
+    "grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "gdpo",
+    "turn_rloo", "turn_index_mean",
 )  # fmt: skip
 """Estimators that compare the samples of a group. With groups of one, every advantage is 0."""
 

@@ -12,6 +12,7 @@ from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
 from slime_like.config.algorithm import KLRewardConfig
+from slime_like.config.rollout import ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.trainer.calls import RankCalls
@@ -89,13 +90,26 @@ class Advantages:
             return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
         sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
         counts = torch.tensor(list(map(len, sizes)))
-        rewards = totals.new_zeros(int(counts.sum()))
-        rewards[counts.cumsum(0)[counts > 0] - 1] = totals[counts > 0]
+        rewards = torch.cat([self._entries(*each, level) for each in zip(rollouts, sizes, totals, strict=True)])
         entries = self.of_step(rewards, group_ids, step, counts, given)
         tokens = entries.repeat_interleave(torch.cat(sizes))
         rows = [row for rollout in rollouts for row in rollout.rows]
         parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
         return {r.sequence_id: tokens.new_zeros(r.response_len).masked_scatter(r.loss_mask, p) for r, p in parts}
+
+    def _entries(self, rollout: Rollout[Any], sizes: Tensor, total: Tensor, level: Level) -> Tensor:
+        """Return the rewards of a rollout's turns or tokens: what the environment gave for each turn, at its last
+        token, and the rest at the end."""
+        entries = total.new_zeros(len(sizes))
+        if not len(sizes):
+            return entries
+        weight = sum(function.weight for function in self._reward.functions if function.name == ENVIRONMENT)
+        ends = torch.cat([_entry_sizes(row.loss_mask, "turn") for row in rollout.rows]).cumsum(0) - 1
+        given = [weight * reward for reward in rollout.turn_rewards[: len(ends)]] if weight else []
+        for turn, reward in enumerate(given):
+            entries[turn if level == "turn" else ends[turn]] = reward
+        entries[-1] += total - sum(given)
+        return entries
 
     def of_step(
         self,

@@ -27,7 +27,7 @@ class _Response:
         self._supports: list[Supports] = []  # empty if nothing is truncated
         self._turns: list[tuple[int, int]] = []
         self._steps: list[dict[str, Any]] = []
-        self._reward = 0.0
+        self._rewards: list[float] = []
         self._success = False
         self._fields = dict[str, np.ndarray]()
 
@@ -56,7 +56,7 @@ class _Response:
             self._supports.append(Supports.whole(len(observation)))
 
     def stepped(self, step: Step, cut_tokens: int) -> None:
-        self._reward += step.reward
+        self._rewards.append(step.reward)
         self._success = step.success
         self._steps.append({**step.metadata, **({"cut_tokens": cut_tokens} if cut_tokens else {})})
 
@@ -70,7 +70,14 @@ class _Response:
             supports=Supports.joined(self._supports).first(length) if self._supports else None,
             fields=self._fields,
             finish_reason=reason,
-            conversation=Conversation(tuple(self._turns), self._reward, self._success, failure, tuple(self._steps)),
+            conversation=Conversation(
+                turns=tuple(self._turns),
+                reward=sum(self._rewards),
+                success=self._success,
+                failure=failure,
+                metadata=tuple(self._steps),
+                rewards=tuple(self._rewards),
+            ),
         )
 
 

@@ -1,8 +1,8 @@
 """Rollouts: the samples of a prompt, and the values that all rows of a sample share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,17 @@ class Rollout(Generic[Row]):
         """Number of tokens for limits: a single row's response, including observations. With several rows, which repeat
         each other, only sampled tokens count."""
         return self.last.response_len if len(self.rows) == 1 else self.sampled_len
+
+    @property
+    def turn_rewards(self) -> Sequence[float]:
+        """Rewards of the environment's steps, one per turn from the first; empty for several rows."""
+        row: Any = self.last
+        if len(self.rows) > 1:
+            return ()
+        if row.conversation is not None:
+            return row.conversation.rewards if row.conversation.failure is None else ()
+        found: Sequence[float] = getattr(row, "reward_metadata", {}).get("conversation", {}).get("rewards", ())
+        return found
 
     @property
     def oldest_version(self) -> int | None:

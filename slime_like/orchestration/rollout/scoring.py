@@ -145,7 +145,8 @@ class Scorer:
         metadata = {"func_names": self._names, **outcome.metadata}
         if row.conversation is not None:
             steps = [dict(step) for step in row.conversation.metadata]
-            metadata["conversation"] = {"turns": [list(turn) for turn in row.conversation.turns], "steps": steps}
+            turns, rewards = [list(turn) for turn in row.conversation.turns], list(row.conversation.rewards)
+            metadata["conversation"] = {"turns": turns, "steps": steps, "rewards": rewards}
         elif not row.loss_mask.all():
             metadata["conversation"] = {"turns": [list(span) for span in trained_spans(row.loss_mask)], "steps": []}
         return metadata

@@ -41,13 +41,17 @@ class Enumeration:
 
     Args:
         rewards: (prompts, responses of the tree) float64.
+        first: (prompts, ACTIONS) part of it that the first turn of a conversation earns, by its token.
         samples: responses per prompt.
         exact_ratio: weigh each response by its probability ratio, from the engine's policy to the current one.
     """
 
-    def __init__(self, config: RunConfig, tree: Tree, rewards: Tensor, samples: int, exact_ratio: bool = False) -> None:
+    def __init__(
+        self, config: RunConfig, tree: Tree, rewards: Tensor, first: Tensor, samples: int, exact_ratio: bool = False
+    ) -> None:
         self._algorithm, self._drops = config.algorithm, config.rollout.drop_zero_spread
-        self._tree, self._rewards, self._samples, self._exact_ratio = tree, rewards, samples, exact_ratio
+        self._tree, self._rewards, self._first = tree, rewards, first
+        self._samples, self._exact_ratio = samples, exact_ratio
         self._advantages = Advantages(config)
         self._batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas=1, pad_token_id=0)
         self._loss = build_loss(config.algorithm)
@@ -126,10 +130,12 @@ class Enumeration:
         return [(group, p / total) for group, p in made]
 
     def _row(self, index: int, place: _Place) -> ScoredTrajectory:
-        one = place[1]
-        response, group = self._tree.responses[one], index // self._samples
+        response, group = self._tree.responses[place[1]], index // self._samples
         tokens, mask = torch.tensor(response.tokens), torch.tensor(response.mask)
-        return ScoredTrajectory.unrewarded(str(index), torch.zeros(1).long(), tokens, group_id=group, loss_mask=mask)
+        prompt = torch.zeros(1, dtype=torch.int64)
+        row = ScoredTrajectory.unrewarded(str(index), prompt, tokens, group_id=group, loss_mask=mask)
+        row.reward_metadata["conversation"] = {"rewards": [float(self._first[place[0], response.tokens[0]])]}
+        return row
 
     def _advantages_of(
         self, steps: Sequence[Sequence[ScoredTrajectory]], places: Sequence[_Place], columns: dict[str, Tensor]

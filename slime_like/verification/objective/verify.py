@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.config.part import Part
-from slime_like.config.rollout import RewardConfig, RewardFunction
+from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
 from slime_like.orchestration.rollout.advantages import configured_estimator
 from slime_like.verification.objective.expectation import Enumeration, Policies, objective
 from slime_like.verification.objective.trees import ACTIONS, Tree, one_turn, two_turns
@@ -96,7 +96,7 @@ def scenarios(config: RunConfig) -> list[Scenario]:
 
 def _of_one_reward(config: RunConfig) -> RunConfig:
     """Return the configuration with one reward function, since the enumeration has its own rewards."""
-    reward = RewardConfig(functions=(RewardFunction(name="math_verify"),))
+    reward = RewardConfig(functions=(RewardFunction(name=ENVIRONMENT),))
     algorithm = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "old_logprobs": "score"})
     return config.model_copy(update={"reward": reward, "algorithm": algorithm})
 
@@ -110,10 +110,12 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
     old = table(1.0)
     policies = Policies(old + table(scenario.engine), old, old + table(scenario.update), table(1.0))
     rewards = torch.rand(prompts, len(tree.responses), generator=generator, dtype=torch.float64)
+    first = torch.rand(prompts, ACTIONS, generator=generator, dtype=torch.float64)
+    rewards += first[:, [response.tokens[0] for response in tree.responses]]
     truth = _true_gradients(tree, rewards, policies, config, samples)
 
     def expected(changed: RunConfig, exact_ratio: bool = False) -> Tensor:
-        return -Enumeration(changed, tree, rewards, samples, exact_ratio).gradient(policies)
+        return -Enumeration(changed, tree, rewards, first, samples, exact_ratio).gradient(policies)
 
     coefficients = {"kl": config.algorithm.kl.coef, "entropy": config.algorithm.entropy_coef}
     alone = _without(config, "kl", "entropy")

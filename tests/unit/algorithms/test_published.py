@@ -104,7 +104,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------ tokens of a whole step
+# --------------------------------------------------------------------------------------------- tokens of a whole step
 def covariances(logs: list[float], gains: list[float]) -> list[float]:
     return [(x - statistics.mean(logs)) * (y - statistics.mean(gains)) for x, y in zip(logs, gains, strict=True)]
 
@@ -207,6 +207,37 @@ def test_gdpo_normalizes_every_function_by_itself() -> None:
         each = of_groups(lambda _, rows, column=column: standardized([column[row] for row in rows]))
         summed = [total + weight * one for total, one in zip(summed, each, strict=True)]
     assert found == pytest.approx(standardized(summed), abs=1e-12)
+
+
+TURN_REWARDS = {"a": [1.0, 0.0, 2.0], "b": [0.5], "c": [0.0, 3.0]}
+
+
+def test_a_turn_gets_its_return_minus_the_others_whole_returns() -> None:
+    gamma = 0.9
+
+    def to_go(rewards: list[float]) -> list[float]:
+        return [sum(gamma**j * r for j, r in enumerate(rewards[k:])) for k in range(len(rewards))]
+
+    whole = {name: to_go(rewards)[0] for name, rewards in TURN_REWARDS.items()}
+    expected = [
+        each - statistics.mean(value for other, value in whole.items() if other != name)
+        for name, rewards in TURN_REWARDS.items()
+        for each in to_go(rewards)
+    ]
+    lengths = torch.tensor([len(rewards) for rewards in TURN_REWARDS.values()])
+    flat = torch.tensor([r for rewards in TURN_REWARDS.values() for r in rewards], dtype=torch.float64)
+    found = compute_advantages(flat, [1, 1, 1], "turn_rloo", lengths, gamma=gamma)
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    by_index = compute_advantages(flat, [1, 1, 1], "turn_index_mean", lengths, gamma=gamma).tolist()
+    seconds = [to_go(rewards)[1] for rewards in TURN_REWARDS.values() if len(rewards) > 1]
+    assert by_index[1] == pytest.approx(seconds[0] - statistics.mean(seconds)) and by_index[2] == 0.0
+
+
+def test_with_one_reward_at_the_end_turns_get_rloo() -> None:
+    lengths, rewards = torch.tensor([3, 1, 2]), torch.tensor([0.0, 0.0, 2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
+    whole = compute_advantages(torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64), [7, 7, 7], "rloo")
+    found = compute_advantages(rewards, [7, 7, 7], "turn_rloo", lengths)
+    assert found.tolist() == pytest.approx(whole.repeat_interleave(lengths).tolist(), abs=1e-12)
 
 
 def test_an_estimator_says_what_it_needs() -> None:

@@ -81,6 +81,14 @@ def test_each_bias_has_the_name_of_its_setting() -> None:
         assert biased[0].terms[term] < 1e-12 and not biased[0].is_wrong
 
 
+def test_a_baseline_per_turn_index_is_biased_and_one_of_whole_returns_is_not() -> None:
+    """The first turn's reward is earned before the second turn, so a turn's own return has less variance."""
+    exact = findings(EXACT | {"advantage": "turn_rloo"}, TURNS)["on-policy", "two turns", "reward"]
+    assert exact.bias < 1e-12 and exact.scale == pytest.approx(1 / LENGTH, rel=1e-12)
+    biased = findings(EXACT | {"advantage": "turn_index_mean"}, TURNS)["on-policy", "two turns", "reward"]
+    assert biased.bias > 1e-2 and list(biased.terms) == ["algorithm.advantage=turn_index_mean"]
+
+
 def test_dropped_groups_and_token_ratios_are_named() -> None:
     dropped = findings(EXACT, {"drop_zero_spread": True})["on-policy", "one turn", "reward"]
     assert list(dropped.terms) == ["rollout.drop_zero_spread=true"]

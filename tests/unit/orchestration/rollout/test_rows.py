@@ -222,8 +222,8 @@ def test_a_conversation_belongs_to_the_last_row() -> None:
     shown = [entry.get("conversation") for entry in rewarded.metadata]
     assert shown == [
         {"turns": [[0, 1], [2, 3]], "steps": []},
-        {"turns": [[0, 1], [2, 3]], "steps": [{"k": 1}, {}]},
-        {"turns": [[0, 1]], "steps": []},
+        {"turns": [[0, 1], [2, 3]], "steps": [{"k": 1}, {}], "rewards": []},
+        {"turns": [[0, 1]], "steps": [], "rewards": []},
     ]
 
 
