@@ -103,12 +103,14 @@ class EngineBase(EngineHooks[Running]):
 
     Attributes:
         returns_supports: generations for training include the support of each token.
+        returns_routes: with ``algorithm.routing_replay=rollout``, they have the field "routes" (``SampledFields``).
         prompt_fields: fields of prompts that the engine uses. It rejects others.
         targets: what an update can replace, by ``Manifest.updates``: the model, which the engine itself loads, or
             only an adapter.
     """
 
     returns_supports = False
+    returns_routes = False
     prompt_fields: Collection[str] = ()
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
@@ -149,6 +151,10 @@ class EngineBase(EngineHooks[Running]):
         self._asleep: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------------- requests
+    @property
+    def _records_routes(self) -> bool:
+        return self._config.algorithm.routing_replay == "rollout"
+
     @cached_property
     def _stop_texts(self) -> StopTexts:
         return StopTexts(load_tokenizer(self._config.model.path, self._config.model.trust_remote_code))

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from rollout.transformers.kv_cache import KeyValueCache
+from rollout.transformers.routers import Routers
 from rollout.transformers.samples import Sample, draw_tokens
 
 _PREFILL_TOKENS = 16384
@@ -20,8 +21,9 @@ _SCORED_TOKENS = 512
 class DecodeBatch:
     """Samples that step together. Finished rows leave immediately; added samples join with the next step."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, routers: Routers | None = None) -> None:
         self._model = model
+        self._routers = routers
         self.samples: list[Sample] = []  # rows of the cache, followed by samples waiting for their prefill
         self._cache: KeyValueCache | None = None
 
@@ -63,6 +65,10 @@ class DecodeBatch:
         mask, positions = cache.begin_token()
         logits = self._forward(last[:, None].to(self._model.device), mask, positions, cache.layers)
         cache.end_token()
+        if self._routers is not None:
+            for sample, routes in zip(self.samples, self._routers.chosen(len(last)), strict=False):
+                if sample.wants_routes:
+                    sample.routes.append(routes)
         return logits[:, -1]
 
     def _prefill_waiting(self, rows: int) -> list[Tensor]:
@@ -96,18 +102,26 @@ class DecodeBatch:
             for sample, context in zip(samples, contexts, strict=True):
                 before = width - len(context)  # padding
                 sample.prompt_logprobs = logprobs[place[context]][before : before + len(sample.prompt) - 1]
+        if self._routers is not None:
+            routes = [row for part in parts for row in part[3]]
+            for sample, context in zip(samples, contexts, strict=True):
+                sample.keep_routes(routes[place[context]][width - len(context) :])
         return torch.cat([part[0] for part in parts])[index]
 
-    def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
-        """Return logits (n, V) after the last column, the cache, and, with ``score``, logprobs (n, width - 1)."""
+    def _prefill_rows(
+        self, ids: Tensor, mask: Tensor, score: bool
+    ) -> tuple[Tensor, DynamicCache, np.ndarray, np.ndarray]:
+        """Return logits (n, V) after the last column, the cache, with ``score`` logprobs (n, width - 1), and the
+        routers' choices (n, width, layers, choices), if they are recorded."""
         columns = range(ids.shape[1]) if score else (-1,)
         # Without the model's configuration, layers keep all columns. A sliding window's mask hides the old ones.
         cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
+        routes = np.empty(0) if self._routers is None else self._routers.chosen(len(ids))
         if not score:
-            return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32)
+            return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32), routes
         logprobs = logits[:, :-1].float().log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-        return logits[:, -1], cache, logprobs.cpu().numpy()
+        return logits[:, -1], cache, logprobs.cpu().numpy(), routes
 
     def _forward(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, columns: Sequence[int] = (-1,)
