@@ -115,6 +115,7 @@ class EngineBase(EngineHooks[Running]):
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
         self._config = config
+        self._records_routes = config.algorithm.routing_replay == "rollout"
         self._index = engine_index
         self._name = f"{kind} engine {engine_index}"
         self._faults = EngineFaults(self._name, config.run_dir)
@@ -151,10 +152,6 @@ class EngineBase(EngineHooks[Running]):
         self._asleep: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------------- requests
-    @property
-    def _records_routes(self) -> bool:
-        return self._config.algorithm.routing_replay == "rollout"
-
     @cached_property
     def _stop_texts(self) -> StopTexts:
         return StopTexts(load_tokenizer(self._config.model.path, self._config.model.trust_remote_code))

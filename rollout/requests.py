@@ -120,23 +120,6 @@ def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, engine: str) -> Sup
     return Supports(token_ids[is_kept].astype(np.int32), is_kept.sum(1).astype(np.int32))
 
 
-def routes_of(rows: np.ndarray, count: int, dimensions: ModelDimensions, engine: str) -> np.ndarray:
-    """Return int16 routes of the layers with experts, from rows (n, all layers, choices).
-
-    Args:
-        count: number of tokens that were read.
-
-    Raises:
-        EngineError: there is not one row per token, or a router's choice was not recorded (-1).
-    """
-    routes = rows[:, dimensions.expert_layers.start :].astype(np.int16)
-    if len(routes) != count or routes.min() < 0:
-        found = f"{len(routes)} rows for {count} tokens, {np.count_nonzero(routes < 0)} choices missing"
-        remedy = "set algorithm.routing_replay to none, or use another rollout.engine"
-        raise EngineError(f"{engine} returned incomplete routes ({found})", code="routes-incomplete", remedy=remedy)
-    return routes
-
-
 def finish_reason(request: GenerationRequest, engine: str, reason: str | None, shown: Any) -> FinishReason:
     """Return the engine's finish ``reason`` if the interface knows it. Errors show ``shown``."""
     if reason not in get_args(FinishReason):

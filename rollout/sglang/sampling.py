@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.requests import finish_reason, routes_of, stop_ids, supports_of, weight_versions
+from rollout.requests import finish_reason, stop_ids, supports_of, weight_versions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest, Supports
 from slime_like.models.dimensions import ModelDimensions
@@ -43,7 +43,7 @@ def generation(
         finish_reason=finish_reason(request, "SGLang", meta["finish_reason"]["type"], meta["finish_reason"]),
         prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
         supports=_supports(meta, len(token_ids)) if request.sampling.wants_supports else None,
-        fields=_routes(meta, len(request.prompt.token_ids) + len(token_ids) - 1, dimensions) if len(token_ids) else {},
+        fields=_routes(meta, dimensions) if meta.get("routed_experts") is not None else {},
     )
 
 
@@ -68,12 +68,10 @@ def _supports(meta: dict[str, Any], count: int) -> Supports:
     return supports_of(entries[:, :, 1], entries[:, :, 0], "SGLang")
 
 
-def _routes(meta: dict[str, Any], count: int, dimensions: ModelDimensions) -> dict[str, np.ndarray]:
-    """Return the field "routes", if SGLang returns routes (of all layers)."""
-    if (given := meta.get("routed_experts")) is None:
-        return {}
-    rows = np.frombuffer(base64.b64decode(given), np.int32).reshape(-1, dimensions.num_layers, dimensions.moe_top_k)
-    return {"routes": routes_of(rows, count, dimensions, "SGLang")}
+def _routes(meta: dict[str, Any], dimensions: ModelDimensions) -> dict[str, np.ndarray]:
+    rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+    rows = rows.reshape(-1, dimensions.num_layers, dimensions.moe_top_k)
+    return {"routes": rows[:, dimensions.expert_layers.start :].astype(np.int16)}
 
 
 def _prompt_logprobs(meta: dict[str, Any]) -> np.ndarray | None:

@@ -99,8 +99,7 @@ class EngineScheduler(Scheduler):
         for req in frozen:
             self._release_aborted_request(req)
             req.finished_reason = FINISH_ABORT()
-            if req.return_routed_experts:
-                req.routed_experts = first_routes(req)
+            req.routed_experts = first_routes(req) if req.return_routed_experts else None
             self.output_streamer.stream_output([req], req.return_logprob)
         super().abort_request(recv_req)
 

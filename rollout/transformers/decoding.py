@@ -66,9 +66,8 @@ class DecodeBatch:
         logits = self._forward(last[:, None].to(self._model.device), mask, positions, cache.layers)
         cache.end_token()
         if self._routers is not None:
-            for sample, routes in zip(self.samples, self._routers.chosen(len(last)), strict=False):
-                if sample.wants_routes:
-                    sample.routes.append(routes)
+            for sample, routes in zip(self.samples, self._routers.take(len(last)), strict=False):
+                sample.routes += [routes] if sample.wants_routes else []
         return logits[:, -1]
 
     def _prefill_waiting(self, rows: int) -> list[Tensor]:
@@ -103,25 +102,21 @@ class DecodeBatch:
                 before = width - len(context)  # padding
                 sample.prompt_logprobs = logprobs[place[context]][before : before + len(sample.prompt) - 1]
         if self._routers is not None:
-            routes = [row for part in parts for row in part[3]]
+            routes = self._routers.take(len(unique))
             for sample, context in zip(samples, contexts, strict=True):
                 sample.keep_routes(routes[place[context]][width - len(context) :])
         return torch.cat([part[0] for part in parts])[index]
 
-    def _prefill_rows(
-        self, ids: Tensor, mask: Tensor, score: bool
-    ) -> tuple[Tensor, DynamicCache, np.ndarray, np.ndarray]:
-        """Return logits (n, V) after the last column, the cache, with ``score`` logprobs (n, width - 1), and the
-        routers' choices (n, width, layers, choices), if they are recorded."""
+    def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
+        """Return logits (n, V) after the last column, the cache, and, with ``score``, logprobs (n, width - 1)."""
         columns = range(ids.shape[1]) if score else (-1,)
         # Without the model's configuration, layers keep all columns. A sliding window's mask hides the old ones.
         cache = DynamicCache()
         logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
-        routes = np.empty(0) if self._routers is None else self._routers.chosen(len(ids))
         if not score:
-            return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32), routes
+            return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32)
         logprobs = logits[:, :-1].float().log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-        return logits[:, -1], cache, logprobs.cpu().numpy(), routes
+        return logits[:, -1], cache, logprobs.cpu().numpy()
 
     def _forward(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, columns: Sequence[int] = (-1,)

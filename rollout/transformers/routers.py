@@ -9,22 +9,21 @@ from torch import Tensor
 
 
 class Routers:
-    """Choices in the last forward pass.
-
-    Args:
-        layers: indices of the layers with experts.
-    """
+    """Choices of the routers in ``layers``, by layer, in the passes since the last ``take``."""
 
     def __init__(self, model: Any, layers: range) -> None:
-        self._chosen = [torch.empty(0)] * len(layers)
-        for index, layer in enumerate(layers):
+        self._chosen: list[list[Tensor]] = [[] for _ in layers]
+        for layer, chosen in zip(layers, self._chosen, strict=True):
             router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
-            router.register_forward_hook(partial(self._keep, index))
+            router.register_forward_hook(partial(_keep, chosen))
 
-    def chosen(self, rows: int) -> np.ndarray:
-        """Return int16 ids (rows, columns, layers with experts, choices) for a pass over ``rows`` rows."""
-        chosen = torch.stack(self._chosen, dim=1).to("cpu", torch.int16)
+    def take(self, rows: int) -> np.ndarray:
+        """Return int16 ids (rows, columns, layers, choices) of passes with ``rows`` rows in total."""
+        chosen = torch.stack([torch.cat(parts) for parts in self._chosen], dim=1).to("cpu", torch.int16)
+        for parts in self._chosen:
+            parts.clear()
         return chosen.view(rows, -1, *chosen.shape[1:]).numpy()
 
-    def _keep(self, index: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._chosen[index] = output[2]  # after logits and weights
+
+def _keep(chosen: list[Tensor], router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    chosen.append(output[2])  # after logits and weights

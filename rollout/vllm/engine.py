@@ -54,8 +54,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             output = await self._run(llm, request)
         from rollout.vllm.sampling import generations
 
-        routed = self._dimensions if self._records_routes and request.sampling.training else None
-        return generations(request, output, self._state.version, self._masks, routed)
+        return generations(request, output, self._state.version, self._dimensions, self._masks)
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the transport. Not for a mixture of experts on a CPU, which vLLM 0.32 silently reloads wrongly."""

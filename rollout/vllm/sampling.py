@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.requests import finish_reason, routes_of, sample_seed, stop_ids, supports_of, weight_versions
+from rollout.requests import finish_reason, sample_seed, stop_ids, supports_of, weight_versions
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, GenerationRequest, Supports
 from slime_like.models.dimensions import ModelDimensions
@@ -61,26 +61,20 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, mas
 
 
 def generations(
-    request: GenerationRequest,
-    output: RequestOutput,
-    version: int,
-    masks: bool = False,
-    routed: ModelDimensions | None = None,
+    request: GenerationRequest, output: RequestOutput, version: int, dimensions: ModelDimensions, masks: bool = False
 ) -> list[Generation]:
     """Return one generation per sample, in order.
 
     Args:
         version: the served version, for responses that ended before their first token.
         masks: as for ``sampling_params``.
-        routed: dimensions of the model, to return routes.
     """
     prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
     samples = output.outputs if request.sampling.temperature > 0 else output.outputs * request.num_samples
     found = [_generation(request, sample, prompt_logprobs, version, masks) for sample in samples]
     for generation, sample in zip(found, samples, strict=True):
-        if routed is not None and sample.routed_experts is not None:
-            read = len(request.prompt.token_ids) + len(generation.token_ids) - 1
-            generation.fields = {"routes": routes_of(sample.routed_experts, read, routed, "vLLM")}
+        if sample.routed_experts is not None and request.sampling.training:
+            generation.fields = {"routes": sample.routed_experts[:, dimensions.expert_layers.start :].astype(np.int16)}
     return found
 
 

@@ -75,14 +75,14 @@ def routes_per_token(algorithm: AlgorithmConfig, model: ModelConfig) -> tuple[in
 def require_routes(
     generations: Sequence[Generation], request: GenerationRequest, per_token: tuple[int, int], engine: str
 ) -> None:
-    """Raise ``EngineError`` unless every response has its routes. One without a token needs none."""
+    """Raise ``EngineError`` unless every response has its routes, without -1. One without a token needs none."""
     for generation in generations:
         routes = generation.fields.get("routes")
         expected = (len(request.prompt.token_ids) + len(generation.token_ids) - 1, *per_token)
         found = "none" if routes is None else f"{routes.dtype} {routes.shape}"
-        if len(generation.token_ids) and found != f"int16 {expected}":
+        if len(generation.token_ids) and (routes is None or found != f"int16 {expected}" or routes.min() < 0):
             raise EngineError(
-                f"the routes of request {request.request_id} are {found}, not int16 {expected}",
+                f"the routes of request {request.request_id} are {found}, not int16 {expected} from 0",
                 code="bad-routes",
                 who=f"rollout.engine={engine}",
                 remedy="set algorithm.routing_replay to none or old, or use another engine",

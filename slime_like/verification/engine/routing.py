@@ -23,8 +23,8 @@ def routes(subject: Subject) -> float | None:
         answers = subject.engine.generate_all([subject.engine.request(prompt, **options) for prompt in prompts])
         found += [(prompt, each) for prompt, answer in zip(prompts, answers, strict=True) for each in answer]
     found += interrupted(subject)
-    pairs = [(_routes(subject, *one), subject.reference.routes(one[0], one[1].token_ids)) for one in found]
-    return _alike(subject, *(np.concatenate(side) for side in zip(*pairs, strict=True)))
+    wrong = [_wrong(each, subject.reference.routes(prompt, each.token_ids)) for prompt, each in found]
+    return _bounded(subject, np.concatenate(wrong))
 
 
 def routes_amid_update(subject: Subject) -> float | None:
@@ -37,22 +37,19 @@ def routes_amid_update(subject: Subject) -> float | None:
     old = subject.reference.routes(prompt, generation.token_ids)
     subject.swap()
     read = len(prompt) + before - 1
-    return _alike(subject, _routes(subject, prompt, generation), np.concatenate((old[:read], new[read:])))
+    return _bounded(subject, _wrong(generation, np.concatenate((old[:read], new[read:]))))
 
 
-def _routes(subject: Subject, prompt: list[int], generation: Generation) -> np.ndarray:
-    found, read = generation.fields.get("routes"), len(prompt) + len(generation.token_ids) - 1
-    if found is None or found.dtype != np.int16 or len(found) != read:
-        what = "none" if found is None else f"{found.dtype} {found.shape}"
-        raise Refuted(f"the routes of {read} tokens are {what}")
-    return found
+def _wrong(generation: Generation, expected: np.ndarray) -> np.ndarray:
+    """Return which of the choices (tokens, layers) differ, in any order."""
+    found = generation.fields.get("routes", np.empty(0))
+    if found.dtype != np.int16 or found.shape != expected.shape:
+        raise Refuted(f"routes are {found.dtype} {found.shape}, not int16 {expected.shape}")
+    return (np.sort(found) != np.sort(expected)).any(-1)
 
 
-def _alike(subject: Subject, found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the share of choices that differ, in any order."""
-    if found.shape != expected.shape:
-        raise Refuted(f"routes have the shape {found.shape}, not {expected.shape}")
-    share = float((np.sort(found) != np.sort(expected)).any(-1).mean())
-    if share > (bound := _DIFFERING[subject.reference.dtype]):
+def _bounded(subject: Subject, wrong: np.ndarray) -> float:
+    share, bound = float(wrong.mean()), _DIFFERING[subject.reference.dtype]
+    if share > bound:
         raise Refuted(f"{share:.1%} of the routers' choices differ (bound {bound:.0%})")
     return share
