@@ -1,6 +1,5 @@
 """Experts that the routers of a transformers model choose."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ class Routers:
         self._chosen: list[list[Tensor]] = [[] for _ in layers]
         for layer, chosen in zip(layers, self._chosen, strict=True):
             router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
-            router.register_forward_hook(partial(_keep, chosen))
+            router.register_forward_hook(lambda _, __, output, kept=chosen: kept.append(output[2]))
 
     def take(self, rows: int) -> np.ndarray:
         """Return int16 ids (rows, columns, layers, choices) of passes with ``rows`` rows in total."""
@@ -23,7 +22,3 @@ class Routers:
         for parts in self._chosen:
             parts.clear()
         return chosen.view(rows, -1, *chosen.shape[1:]).numpy()
-
-
-def _keep(chosen: list[Tensor], router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    chosen.append(output[2])  # after logits and weights

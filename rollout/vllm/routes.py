@@ -3,10 +3,7 @@
 from typing import Any
 
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, AuxRequestOutput
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    RoutedExpertsCapturer,
-    bind_routed_experts_capturer,
-)
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer as routers
 
 from rollout.vllm.scheduler import BurstScheduler
 
@@ -26,9 +23,9 @@ def record(worker: Any) -> None:
     of its last token are new.
     """
     runner = worker.model_runner
-    capturer = RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
+    capturer = routers.RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
     capturer.device_buffer.fill_(-1)
-    bind_routed_experts_capturer(runner.model, capturer)
+    routers.bind_routed_experts_capturer(runner.model, capturer)
     execute, sample = runner.execute_model, runner.sample_tokens
     outputs: dict[str, AuxRequestOutput] = {}
 
