@@ -80,7 +80,7 @@ def test_own_routes_change_no_bit(family: str, kind: str, routed: Any) -> None:
     for name, results in routed(family, kind)[1].items():
         for result in results:
             assert not result.changed, f"{name}: {result.changed}"
-            assert result.recorded > 0 or not result.gradients, name
+            assert result.recorded > 0, name
 
 
 @pytest.mark.parametrize("kind", ["alone", "pairs", "sharing"])
