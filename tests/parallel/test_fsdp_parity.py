@@ -20,6 +20,7 @@ from tests.parallel.parity import (
     UPDATE_BOUND,
     Case,
     Settings,
+    check_biases,
     check_changes,
     check_exported_gradients,
     check_loss,
@@ -62,6 +63,7 @@ def check_case(case: Case, results: list[RankResult]) -> None:
     for result in results:
         check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
         check_changes(case, result.weights)
+    check_biases(case, results)
 
 
 @pytest.fixture(scope="module")
