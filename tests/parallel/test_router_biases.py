@@ -3,6 +3,7 @@
 The parity matrix compares loads and biases with a reference in every layout, and checkpoint tests save them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def history(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory,
     return found
 
 
-def histories(tmp_path: Path, *backends: str) -> list[History]:
+def histories(
+    tmp_path: Path, backends: list[str], function: Callable[..., History] = history
+) -> list[tuple[History, ...]]:
     """Run it with each backend, in one process."""
     model = save_checkpoint("deepseek_v3_direct", tmp_path / "model")
     pack = pack_sequences(scored_sequences([(5, 9), (3, 1), (11, 6), (2, 17)]))
@@ -67,7 +70,7 @@ def histories(tmp_path: Path, *backends: str) -> list[History]:
         trainer = {"backend": name, "router_bias_rate": RATE, "optimizer": {"lr": 1e-7}}
         config = tiny_config(model, tmp_path, trainer=trainer, algorithm={"kl_coef": 0.1})
         tasks.append((config, pack, tmp_path / name))
-    return [found for (found,) in run_each(history, 1, tmp_path / "ranks", tasks)]
+    return run_each(function, 1, tmp_path / "ranks", tasks)
 
 
 def check_roles(found: History) -> None:
@@ -83,5 +86,5 @@ def check_roles(found: History) -> None:
 
 
 def test_a_reference_keeps_its_biases_until_its_refresh_and_a_failed_step_moves_none(tmp_path: Path) -> None:
-    for found in histories(tmp_path, "megatron", "fsdp"):
+    for (found,) in histories(tmp_path, ["megatron", "fsdp"]):
         check_roles(found)
