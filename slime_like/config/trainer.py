@@ -96,7 +96,7 @@ class TrainerConfig(Section):
     activation_offload: bool = False
     """Keep saved activations in host memory."""
     router_bias_rate: float = Field(0.0, ge=0)
-    """Move of sigmoid routers' biases after each update, against their experts' load. 0: frozen."""
+    """Step of sigmoid routers' biases against their experts' load. 0: frozen."""
     head_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens whose logits are in memory at once."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)

@@ -253,7 +253,6 @@ def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> N
 BIASES: list[tuple[Callable[[], None], Settings]] = [
     (biases_move_towards_the_load, {}),
     (padding_is_routed_like_the_last_sequence, {}),
-    (fillers_are_routed_like_samples, {"data": 3}),
     (recomputed_layers_count_twice, {"recompute": "full"}),
 ]
 
