@@ -228,7 +228,10 @@ def check_gradients_of_any(case: Case, results: list[Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------- several updates
 def old_case(family: str, directory: Path) -> Case:
-    """Compute the reference's second update of a step, with the routes that it takes before the first one."""
+    """Compute the reference's second update of a step, with the routes that it takes before the first one.
+
+    The case's sequences have other routes, as if an engine had recorded them; they must not be used.
+    """
     checkpoint = save_checkpoint(family, directory)
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
     algorithm = {"routing_replay": "old", "epochs": 2}
@@ -237,6 +240,7 @@ def old_case(family: str, directory: Path) -> Case:
     denominator = samples_with_loss(sequences)
     adamw_steps(reference, routed, denominator, 1, OPTIMIZER["clip_grad"], OLD_RATE, OPTIMIZER["eps"])
     expected = reference.step(routed, denominator)
+    force_routes(sequences, ModelDimensions.from_checkpoint(checkpoint))
     case = RoutedCase(checkpoint, sequences, expected, algorithm)  # type: ignore[arg-type]
     case.disagreement = disagreement(reference, case.packs())
     assert case.disagreement > 0.01, "the first update changes no routes"
