@@ -158,11 +158,12 @@ def train_rank(
             rank_tensors(trainer, gradients=False),
             exported,
             None if config.trainer.backend == "fsdp" else held_by(trainer),
-            *_balanced(trainer),
+            *balanced(trainer),
         )
 
 
-def _balanced(trainer: Trainer) -> tuple[Tensor | None, dict[int, Tensor]]:
+def balanced(trainer: Trainer) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """Return the last step's loads of experts, and copies of this rank's biases, by layer, unless they are frozen."""
     loads = trainer._step.balance.loads
     if loads is None:
         return None, {}
