@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backends.common.process.rendezvous import join_world
-from backends.common.step.balance import BalanceLoss, balance_loss
+from backends.common.step.balance import NO_BALANCE, Balance, balance_loss
 from backends.common.step.packs import require_computable
 from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
@@ -99,9 +99,7 @@ class FsdpTrainer(TrainerBase):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
                 self._loss(self._batch(pack, self._step.balance, self._step.replay)).backward()
 
-    def _batch(
-        self, pack: PackedTrajectory, balance: BalanceLoss | None = None, replay: Replay | None = None
-    ) -> ModelInput:
+    def _batch(self, pack: PackedTrajectory, balance: Balance = NO_BALANCE, replay: Replay | None = None) -> ModelInput:
         """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
         reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
@@ -117,7 +115,7 @@ class FsdpTrainer(TrainerBase):
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""
         loss = self._objective.add(self._step, batch.given, batch.pack, *self._forward(batch))
-        if batch.routed is None or batch.routed.loss is None:
+        if batch.routed is None or batch.routed.balance.loss is None:
             return loss
         return loss + balance_loss(self.dimensions, batch.routed, self.groups.context)
 
@@ -135,6 +133,9 @@ class FsdpTrainer(TrainerBase):
             self.optimizer.zero_gradients()
             self.model.shard_weights()
         return stats
+
+    def _router_biases(self) -> dict[int, Tensor]:
+        return dict(zip(self.dimensions.expert_layers, self.model.kept_by_name().values(), strict=True))
 
     # ---------------------------------------------------------------------------------------------------- scoring, end
     @torch.no_grad()

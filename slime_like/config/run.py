@@ -235,6 +235,11 @@ class RunConfig(Section):
                 f"reference.update_interval={self.reference.update_interval} copies factors (model.lora), which "
                 "reference.placement=workers does not have; use placement: trainer, or 0"
             )
+        if self.model.lora.is_set and trainer.router_bias_rate > 0:
+            yield (
+                f"trainer.router_bias_rate={trainer.router_bias_rate:g} changes routers' biases, but low-rank factors "
+                "(model.lora) leave their base as it is; set it to 0"
+            )
         for role in self.roles.with_workers:
             yield from (f"{role.name}.{text}" for text in trainer.layout_conflicts(role.parallel))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":

@@ -20,6 +20,7 @@ from tests.parallel.parity import (
     UPDATE_BOUND,
     Case,
     Settings,
+    check_biases,
     check_changes,
     check_exported_gradients,
     check_loss,
@@ -37,7 +38,7 @@ VARIANTS: dict[str, tuple[str, Settings]] = {
     "dp2": ("qwen3_moe", {"data": 2}),
     "cp2": ("deepseek_v3", {"context": 2}),
     "dp2-full-recompute": ("qwen3_moe", {"data": 2, "recompute": "full"}),
-    "cp2-block-recompute": ("qwen3_moe", {"context": 2, "recompute": 1}),
+    "cp2-block-recompute": ("deepseek_v3", {"context": 2, "recompute": 1}),
     "dp2-sharded-gradients": ("qwen3", {"data": 2, "fsdp": {"accumulate": "sharded"}}),
     "dp2-kept-weights": ("qwen2", {"data": 2, "fsdp": {"reshard_after_forward": False}}),
     "dp2-offload": ("qwen3", {"data": 2, "offload": True}),
@@ -62,6 +63,7 @@ def check_case(case: Case, results: list[RankResult]) -> None:
     for result in results:
         check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
         check_changes(case, result.weights)
+    check_biases(case, results)
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,7 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("deepseek_v3", "cp2-ring-flash-attn"),
         ("deepseek_v3", "block-recompute"),
         ("deepseek_v3_direct", "tp2-sp"),
+        ("deepseek_v3_direct", "pp2-interleaved"),
     ],
 )
 def test_other_families_compute_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
-from backends.common.step.balance import BalanceLoss
+from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
 from slime_like.algorithms.losses.sums import LossSums
 from slime_like.errors import TrainerError
@@ -20,7 +20,7 @@ class StepSums:
 
     Attributes:
         denominator: divisor of the gradients, if known when the step begins.
-        balance: the routers' loss, if the objective has one.
+        balance: what balances experts.
         replay: the replay of routes, if it is set.
         sums: metrics of this rank's micro-batches (last pipeline stage only).
         losses: detached loss of every micro-batch, in order.
@@ -28,7 +28,7 @@ class StepSums:
     """
 
     denominator: float | None = None
-    balance: BalanceLoss | None = None
+    balance: Balance = NO_BALANCE
     replay: Replay | None = None
     sums: LossSums | None = None
     losses: list[Tensor] = field(default_factory=list)

@@ -17,7 +17,7 @@ from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
-from backends.common.step.balance import BalanceLoss
+from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.lora import Initial, Trial
@@ -101,6 +101,10 @@ class TrainerBase(TrainerBackend):
     @abstractmethod
     def finalize_gradients(self, denominator: float) -> None:
         """Make this rank's gradients the step's gradients: summed over ranks, divided by ``denominator``."""
+
+    @abstractmethod
+    def _router_biases(self) -> dict[int, Tensor]:
+        """Return the biases of this rank's sigmoid routers, (E,) float32, by layer, as the model's memory."""
 
     @abstractmethod
     def _score(
@@ -222,7 +226,9 @@ class TrainerBase(TrainerBackend):
             self._zero_gradients()
             coefficient = self.config.algorithm.moe_aux_loss_coef
             self._step = StepSums(denominator)
-            self._step.balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
+            loss = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
+            loads = ExpertLoads.of_step(self.config.trainer.router_bias_rate, self.dimensions, self.device)
+            self._step.balance = Balance(loss, loads)
             self._step.replay = self._replay()
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
@@ -233,11 +239,14 @@ class TrainerBase(TrainerBackend):
             norm = self.optimizer.gradient_norm()
             require_finite_norm(norm)
             self.optimizer.update(norm)
+            if self._step.balance.loads is not None:
+                self._step.balance.loads.move(self._router_biases())
             return self._statistics(denominator, norm)
 
     def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
-        balance, replay = self._step.balance, self._step.replay
-        figures = {} if balance is None else balance.figures(len(self.dimensions.expert_layers), self.device)
+        loss, loads, replay = self._step.balance.loss, self._step.balance.loads, self._step.replay
+        figures = {} if loss is None else loss.figures(len(self.dimensions.expert_layers), self.device)
+        figures |= {} if loads is None else loads.figures()
         figures |= {} if replay is None else replay.figures(self.device)
         if self._step.sums is None:
             return None

@@ -85,6 +85,7 @@ def test_flash_attention_is_required_on_cuda(tmp_path: Path, monkeypatch: pytest
 
 
 FSDP = ["--trainer.backend", "fsdp"]
+RATE = ["--trainer.router_bias_rate", "0.001"]
 SHORT = {
     "COMMAND": "AGENT --rollout.agent.command [sh]",
     "AGENT": "--reward.functions '[{name: agent}]'",
@@ -146,6 +147,7 @@ algorithm.minibatches algorithm.minibatches --algorithm.minibatches 65
 algorithm.minibatches trainer.parallel.data --trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2
 algorithm.minibatches trainer.parallel.data --trainer.parallel.data 3 --rollout.prompts_per_step 2 --algorithm.loss sft
 model.family algorithm.moe_aux_loss_coef --algorithm.moe_aux_loss_coef 0.01
+model.family trainer.router_bias_rate --trainer.router_bias_rate 0.001
 rollout.length data.max_prompt_tokens --data.max_prompt_tokens 1800
 rollout.length data.max_prompt_tokens --rollout.max_model_len 700
 trainer.token-budget data.max_prompt_tokens --trainer.target_tokens_per_batch 700
@@ -216,6 +218,7 @@ fields-conflict rollout.top_p --rollout.top_k 1
 fields-conflict rollout.top_p --rollout.top_p 0.9 --rollout.engine custom
 fields-conflict trainer.backend --rollout.top_p 0.9 --trainer.backend custom
 fields-conflict rollout.stream --rollout.stream true --algorithm.moe_aux_loss_coef 0.01
+fields-conflict trainer.router_bias_rate --trainer.router_bias_rate 0.001 --model.lora.rank 4
 fields-conflict trainer.parallel.context --trainer.share_prefixes prompts --trainer.attention ring --trainer.parallel.context 2
 fields-conflict reference.parallel.context --trainer.share_prefixes tree --trainer.attention ring --reference.placement workers --reference.parallel.context 2 --algorithm.kl_coef 0.1
 """.strip().splitlines()  # noqa: E501
@@ -439,8 +442,13 @@ def test_fsdp_has_more_families(changes: dict[str, Any], flags: list[str], rejec
 def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: Rejects, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
     with rejects(ConfigError, "model.family") as caught:
-        require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1"]))
-    assert len(caught.value.problems) == 3
+        require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1", *RATE]))
+    assert len(caught.value.problems) == 4
+
+
+def test_sigmoid_routers_have_biases_that_move(flags: list[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", **DEEPSEEK_V3 | {"num_hidden_layers": 4})
+    assert "model.family" not in [problem.code for problem in check(load_config(None, [*flags, *RATE]))]
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
