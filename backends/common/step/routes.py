@@ -8,8 +8,8 @@ Tokens whose given experts are the router's own choice, in any order, keep its o
 changes no bit.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Self
 
@@ -45,6 +45,12 @@ class Replay:
     dimensions: ModelDimensions
     records: bool = False
     counts: list[dict[int, Tensor]] = field(default_factory=list)
+
+    def of_scores(self, packs: Sequence[PackedTrajectory], in_step: bool) -> Self | None:
+        """Return the replay of a scoring pass, if any. Packs of no step need not have routes."""
+        if self.mode == "old":
+            return replace(self, records=True) if in_step else None
+        return self if in_step or all(pack.routes is not None for pack in packs) else None
 
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``. Collective over the world."""

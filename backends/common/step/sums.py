@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,13 @@ class StepSums:
         """Add one micro-batch."""
         self.losses.append(loss.detach())
         self.sums = sums if self.sums is None else self.sums.add(sums)
+
+    def router_figures(self, layers: int, device: torch.device) -> dict[str, Any]:
+        """Return fields of ``GRPOStats``; ``layers`` with experts. Collective over the world."""
+        loss, loads, replay = self.balance.loss, self.balance.loads, self.replay
+        figures = {} if loss is None else loss.figures(layers, device)
+        figures |= {} if loads is None else loads.figures()
+        return figures | ({} if replay is None else replay.figures(device))
 
     def open_window(self, last: bool) -> None:
         """Accept a window, unless it follows the step's ``last`` one."""
