@@ -28,10 +28,11 @@ STEPS = 4
 )
 def test_a_run_with_the_engines_routes_is_killed_and_resumed(tiny: Tiny, tmp_path: Path, case: str) -> None:
     """In float32, logprobs of trainer and engine then differ by rounding only, in every step before and after."""
-    make_tiny_model(tmp_path / "model", family=case.partition("-")[0], seed=0)
+    family = case.partition("-")[0]
+    make_tiny_model(tmp_path / "model", family=family, seed=0)
     run_dir = tmp_path / "run"
     flags = tiny.rl_flags(
-        run_dir, "--model.path", str(tmp_path / "model"), "--model.dtype", "float32", "--rollout.engine", ENGINES[case.partition("-")[0]],
+        run_dir, "--model.path", str(tmp_path / "model"), "--model.dtype", "float32", "--rollout.engine", ENGINES[family],
         "--algorithm.routing_replay", "rollout", "--algorithm.minibatches", "2", "--trainer.optimizer.lr", "1e-3",
         "--steps", str(STEPS), "--checkpoint.every", "2", "--evaluation.files", "[]", *CASES[case],
     )  # fmt: skip
