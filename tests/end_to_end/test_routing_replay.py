@@ -32,7 +32,8 @@ def test_a_run_with_the_engines_routes_is_killed_and_resumed(tiny: Tiny, tmp_pat
     make_tiny_model(tmp_path / "model", family=family, seed=0)
     run_dir = tmp_path / "run"
     flags = tiny.rl_flags(
-        run_dir, "--model.path", str(tmp_path / "model"), "--model.dtype", "float32", "--rollout.engine", ENGINES[family],
+        run_dir, "--model.path", str(tmp_path / "model"), "--model.dtype", "float32",
+        "--rollout.engine", ENGINES[family],
         "--algorithm.routing_replay", "rollout", "--algorithm.minibatches", "2", "--trainer.optimizer.lr", "1e-3",
         "--steps", str(STEPS), "--checkpoint.every", "2", "--evaluation.files", "[]", *CASES[case],
     )  # fmt: skip
