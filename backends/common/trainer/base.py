@@ -103,9 +103,7 @@ class TrainerBase(TrainerBackend):
         """Make this rank's gradients the step's gradients: summed over ranks, divided by ``denominator``."""
 
     @abstractmethod
-    def _score(
-        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
-    ) -> list[tuple[Tensor, ...]] | None:
+    def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None) -> list[tuple[Tensor, ...]] | None:
         """Return the head's (R,) outputs for each pack, with the current weights."""
 
     # ----------------------------------------------------------------------------------------------------------- phases
@@ -223,7 +221,7 @@ class TrainerBase(TrainerBackend):
             coefficient = self.config.algorithm.moe_aux_loss_coef
             self._step = StepSums(denominator)
             self._step.balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
-            self._step.replay = self._replay()
+            self._step.replay = Replay.in_training(self._replays, self.dimensions)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         self._step.require_denominator(denominator)
@@ -256,7 +254,8 @@ class TrainerBase(TrainerBackend):
     def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores] | None:
         name = role or self._role.name
         if name == self._role.name:
-            return _named(self._role, self._score(micro_batches, self._scoring_replay(micro_batches, role)))
+            replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
+            return _named(self._role, self._score(micro_batches, replay))
         if name not in self.state.frozen:
             raise rank_error(
                 "score",
@@ -268,19 +267,10 @@ class TrainerBase(TrainerBackend):
         with self.state.replaced(name):
             return _named(self.config.roles[name], self._score(micro_batches))
 
-    def _replay(self, records: bool = False) -> Replay | None:
-        """Return the replay of a pass, if it is set and this trainer's modules are the policy."""
-        mode = self.config.algorithm.routing_replay
-        if mode == "none" or self._role.name != POLICY:
-            return None
-        return Replay(mode, self.dimensions, records)
-
-    def _scoring_replay(self, packs: Sequence[PackedTrajectory], role: str | None) -> Replay | None:
-        """Return the replay of a scoring pass. Without a role, sequences need not belong to the step."""
-        mode, all_have_routes = self.config.algorithm.routing_replay, all(pack.routes is not None for pack in packs)
-        if mode == "old":
-            return self._replay(records=True) if role else None
-        return self._replay() if role or all_have_routes else None
+    @property
+    def _replays(self) -> str:
+        """``algorithm.routing_replay`` if the modules are the policy."""
+        return self.config.algorithm.routing_replay if self._role.name == POLICY else "none"
 
     # ------------------------------------------------------------------------------------------- transfer of the state
     def trial(self, size: float | None) -> None:
