@@ -265,7 +265,7 @@ class TrainerBase(TrainerBackend):
             )
         self.settle_weights()
         with self.state.replaced(name):
-            return _named(self.config.roles[name], self._score(micro_batches))
+            return _named(self.config.roles[name], self._score(micro_batches, None))
 
     @property
     def _replays(self) -> str:
