@@ -63,7 +63,7 @@ class FsdpTrainer(TrainerBase):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
         self.model = build(self.config, self.groups, self.device)
-        if self._replay is not None and self.model.routed_layers != list(self.dimensions.expert_layers):
+        if self._replays != "none" and self.model.routed_layers != list(self.dimensions.expert_layers):
             raise ConfigError(
                 f"algorithm.routing_replay={self.config.algorithm.routing_replay} does not support the routers of "
                 f"transformers' {type(self.model.hugging_face).__name__}; use none, or trainer.backend=megatron"
@@ -139,12 +139,10 @@ class FsdpTrainer(TrainerBase):
 
     # ---------------------------------------------------------------------------------------------------- scoring, end
     @torch.no_grad()
-    def _score(
-        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
-    ) -> list[tuple[Tensor, ...]]:
+    def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None = None) -> list[tuple[Tensor, ...]]:
         scored = []
         with self._phase("score"):
-            for pack in micro_batches:
+            for pack in packs:
                 batch = self._batch(pack, replay=replay)
                 scored.append(self._forward(batch))
                 if batch.routed is not None:

@@ -123,11 +123,11 @@ class MegatronTrainer(TrainerBase):
 
     # ------------------------------------------------------------------------------------------- scoring, weights, end
     def _score(
-        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
+        self, packs: Sequence[PackedTrajectory], replay: Replay | None = None
     ) -> list[tuple[Tensor, ...]] | None:
         set_dropout(self.chunks, False)
         with self._phase("score"):
-            return self._schedule.score(micro_batches, replay)
+            return self._schedule.score(packs, replay)
 
     def settle_weights(self) -> None:
         """Make every weight of this rank whole: with ``trainer.optimizer.overlap``, an update may still be in progress.

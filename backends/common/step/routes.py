@@ -9,7 +9,7 @@ changes no bit.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Self
 
@@ -46,11 +46,20 @@ class Replay:
     records: bool = False
     counts: list[dict[int, Tensor]] = field(default_factory=list)
 
-    def of_scores(self, packs: Sequence[PackedTrajectory], in_step: bool) -> Self | None:
-        """Return the replay of a scoring pass, if any. Packs of no step need not have routes."""
-        if self.mode == "old":
-            return replace(self, records=True) if in_step else None
-        return self if in_step or all(pack.routes is not None for pack in packs) else None
+    @classmethod
+    def in_training(cls, mode: str, dimensions: ModelDimensions) -> Self | None:
+        """Return the replay of a step."""
+        return None if mode == "none" else cls(mode, dimensions)
+
+    @classmethod
+    def in_scoring(
+        cls, mode: str, dimensions: ModelDimensions, packs: Sequence[PackedTrajectory], is_step: bool
+    ) -> Self | None:
+        """Return the replay of a pass of the policy. Packs that need not belong to a step may lack routes."""
+        if mode == "old":
+            return cls(mode, dimensions, records=True) if is_step else None
+        replays = is_step or all(pack.routes is not None for pack in packs)
+        return cls.in_training(mode, dimensions) if replays else None
 
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``. Collective over the world."""

@@ -107,9 +107,7 @@ class TrainerBase(TrainerBackend):
         """Return the biases of this rank's sigmoid routers, (E,) float32, by layer, as the model's memory."""
 
     @abstractmethod
-    def _score(
-        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
-    ) -> list[tuple[Tensor, ...]] | None:
+    def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None) -> list[tuple[Tensor, ...]] | None:
         """Return the head's (R,) outputs for each pack, with the current weights."""
 
     # ----------------------------------------------------------------------------------------------------------- phases
@@ -227,7 +225,8 @@ class TrainerBase(TrainerBackend):
             coefficient = self.config.algorithm.moe_aux_loss_coef
             loss = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
             loads = ExpertLoads.of_step(self.config.trainer.router_bias_rate, self.dimensions, self.device)
-            self._step = StepSums(denominator, Balance(loss, loads), self._replay)
+            self._step = StepSums(denominator, Balance(loss, loads))
+            self._step.replay = Replay.in_training(self._replays, self.dimensions)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         self._step.require_denominator(denominator)
@@ -260,7 +259,7 @@ class TrainerBase(TrainerBackend):
     def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores] | None:
         name = role or self._role.name
         if name == self._role.name:
-            replay = None if self._replay is None else self._replay.of_scores(micro_batches, in_step=role is not None)
+            replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
             return named_scores(self._role, self._score(micro_batches, replay))
         if name not in self.state.frozen:
             raise rank_error(
@@ -271,13 +270,12 @@ class TrainerBase(TrainerBackend):
             )
         self.settle_weights()
         with self.state.replaced(name):
-            return named_scores(self.config.roles[name], self._score(micro_batches))
+            return named_scores(self.config.roles[name], self._score(micro_batches, None))
 
     @property
-    def _replay(self) -> Replay | None:
-        """A new replay of a pass, if it is set and this trainer's modules are the policy."""
-        mode = self.config.algorithm.routing_replay
-        return None if mode == "none" or self._role.name != POLICY else Replay(mode, self.dimensions)
+    def _replays(self) -> str:
+        """``algorithm.routing_replay`` if the modules are the policy."""
+        return self.config.algorithm.routing_replay if self._role.name == POLICY else "none"
 
     # ------------------------------------------------------------------------------------------- transfer of the state
     def trial(self, size: float | None) -> None:
