@@ -81,7 +81,8 @@ def engine(
         patch.setenv("SGLANG_TEST_RETRACT", "true")
         patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "7")
         patch.setattr(VllmEngine, "refusal", lambda *_, **__: None)  # on a CPU; no test updates it
-        with started(ENGINES[kind](config, 0), references) as under_test:
+        engine: Any = ENGINES[kind](config, 0)
+        with started(engine, references) as under_test:
             yield under_test
 
 
