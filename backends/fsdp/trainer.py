@@ -22,7 +22,8 @@ from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
-from slime_like.trajectory import GRPOStats, PackedTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import PackedTrajectory
 
 
 class FsdpTrainer(TrainerBase):

@@ -11,7 +11,8 @@ from slime_like.algorithms import LossInputs, LossSums, build_loss, logprobs_and
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import Manifest, RankCoordinates, RankPlacement, Scores, WeightBucket, WeightExport
-from slime_like.trajectory import GRPOStats, PackedTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import PackedTrajectory
 
 
 class PlainTrainer:

@@ -19,7 +19,7 @@ from slime_like.observability.records import (
 )
 
 if TYPE_CHECKING:
-    from slime_like.trajectory import GRPOStats
+    from slime_like.statistics import GRPOStats
 
 STEP_TIME = "train_actor_performance/total_step_time (s)"
 REWARD = "ref_actor_rewards/total_reward_mean"

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from slime_like.observability.phases import PhaseTimes
 
 if TYPE_CHECKING:
-    from slime_like.trajectory import GRPOStats
+    from slime_like.statistics import GRPOStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

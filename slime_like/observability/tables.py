@@ -13,7 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime_like.trajectory import GRPOStats, ScoredTrajectory
+    from slime_like.statistics import GRPOStats
+    from slime_like.trajectory import ScoredTrajectory
 
 SAMPLE_TABLE = "per_sample_debug_table"
 TOKEN_TABLE = "per_token_debug_table"

@@ -20,7 +20,8 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement, Scores
-from slime_like.trajectory import GRPOStats, PackedTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import PackedTrajectory
 from tests.parallel.assembly import Shards, local_shard
 from tests.parallel.held import Held, held_by
 

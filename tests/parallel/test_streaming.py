@@ -15,7 +15,8 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowStream
 from slime_like.orchestration.trainer.rank_training import RankTraining
-from slime_like.trajectory import GRPOStats, ScoredTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import ScoredTrajectory
 from tests.parallel.parity import parity_config
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import running, weights_of

@@ -26,7 +26,7 @@ LAYERS = (
     "slime_like.agents slime_like.data slime_like.weights slime_like.hosting slime_like.sandbox slime_like.examples"
     " slime_like.observability",
     "slime_like.algorithms slime_like.interfaces",
-    "slime_like.config slime_like.models slime_like.plugins",
+    "slime_like.config slime_like.models slime_like.plugins slime_like.statistics",
     "slime_like.trajectory slime_like.errors slime_like.system",
 )
 LEVELS = {room: -level for level, rooms in enumerate(LAYERS) for room in rooms.split()}
@@ -101,4 +101,4 @@ def test_parts_of_a_folder_import_each_other_without_a_circle(folder: str) -> No
 
 def test_the_top_of_the_package() -> None:
     top = {path.name for path in (ROOT / "slime_like").glob("*.py")}
-    assert top == {"__init__.py", "errors.py", "evaluate.py", "score.py", "train.py", "trajectory.py"}
+    assert top == {"__init__.py", "errors.py", "evaluate.py", "score.py", "statistics.py", "train.py", "trajectory.py"}

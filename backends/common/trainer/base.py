@@ -37,7 +37,8 @@ from slime_like.interfaces import (
     WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.trajectory import GRPOStats, PackedTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import PackedTrajectory
 
 
 class StepOptimizer(Protocol):

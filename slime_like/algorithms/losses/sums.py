@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from slime_like.trajectory import GRPOStats
+from slime_like.statistics import GRPOStats
 
 _MAXIMA = ("old_gap_max", "engine_gap_max")
 

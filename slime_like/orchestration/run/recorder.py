@@ -19,8 +19,9 @@ from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.scoring import frozen_scores
+from slime_like.statistics import GRPOStats
 from slime_like.system.words import counted
-from slime_like.trajectory import GRPOStats, ScoredTrajectory
+from slime_like.trajectory import ScoredTrajectory
 
 # Reading memory from every rank costs a round trip, and peaks rarely change.
 _MEMORY_EVERY = 10

@@ -13,7 +13,8 @@ from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream
 from slime_like.orchestration.trainer.calls import given
 from slime_like.orchestration.trainer.rank_training import RankTraining, StreamedStep
-from slime_like.trajectory import GRPOStats, ScoredTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import ScoredTrajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_response_logprobs
 from slime_like.config.roles import ModelRole
 from slime_like.interfaces import RankCoordinates, Scores, TrainerBackend
-from slime_like.trajectory import GRPOStats, PackedTrajectory, UnscoredTrajectory
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 
 Minibatch = list[PackedTrajectory]
 

@@ -7,7 +7,7 @@ import torch
 
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, ScoringRecord, StepRecord
-from slime_like.trajectory import GRPOStats
+from slime_like.statistics import GRPOStats
 
 
 def grpo_stats(**figures: float) -> GRPOStats:
