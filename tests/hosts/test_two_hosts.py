@@ -1,8 +1,8 @@
 """``scripts/run_qwen_32b.sh`` on two hosts with real addresses and a Ray node on each.
 
 One pair of hosts and two starts serve all tests. The first start trains to its end over pipeline x context ranks, while
-a stranger sends requests. The second one resumes with another engine and layout, and loses a node. Starting a rank
-takes nine seconds of a core, so the second start has one rank per host.
+a stranger sends requests. The second one, with one rank per host, resumes with another engine and layout, and loses
+a node.
 """
 
 import json

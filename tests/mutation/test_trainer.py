@@ -26,7 +26,16 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import Case, Settings, check_biases, check_gradients, check_scores, make_case, run_case
+from tests.parallel.parity import (
+    Case,
+    Settings,
+    check_biases,
+    check_gradients,
+    check_scores,
+    layers_of,
+    make_case,
+    run_case,
+)
 from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, train_rank
 from tests.parallel.test_router_biases import History, check_roles, histories, history
@@ -233,15 +242,15 @@ MUTATIONS = [
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def make(family: str) -> Case:
-        return make_case(family, tmp_path_factory.mktemp(family), steps=0)
+    def make(family: str, layers: int = 2) -> Case:
+        return make_case(family, tmp_path_factory.mktemp(family), steps=0, layers=layers)
 
     return make
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug.__name__)
 def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> None:
-    case = cases(mutation.family)
+    case = cases(mutation.family, layers_of(mutation.layout))
     results = _run_with(mutation.bug, case, mutation.layout, tmp_path)
     if mutation.caught_by == "gradients":
         check_scores(case, results)
@@ -283,7 +292,7 @@ def test_the_matrix_of_shared_prefixes_catches_keys_of_other_ranks(tmp_path: Pat
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", ALLGATHER), ("qwen3_moe", INTERLEAVED)])
 def test_without_a_bug_nothing_fails(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
     """Otherwise a broken harness would look like a caught mutation. The matrix itself covers every layout."""
-    case = cases(family)
+    case = cases(family, layers_of(layout))
     results = _run_with(no_bug, case, layout, tmp_path)
     check_scores(case, results)
     check_gradients(case, results)

@@ -84,10 +84,16 @@ def samples_with_loss(sequences: list[ScoredTrajectory]) -> float:
     return float(sum(bool(s.loss_mask.any()) for s in sequences))
 
 
-def make_case(family: str, directory: Path, steps: int = STEPS) -> Case:
+def layers_of(layout: Settings) -> int:
+    """Return how many layers a model needs at least, so that the layout treats several of them differently."""
+    divided = layout.get("pipeline", 1) > 2 or {"virtual_pipeline"} & layout.keys()
+    return 4 if divided or isinstance(layout.get("recompute"), int) else 2
+
+
+def make_case(family: str, directory: Path, steps: int = STEPS, layers: int = 4) -> Case:
     """Save a tiny checkpoint of ``family`` in ``directory`` and compute the float64 reference's step and updates."""
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    return case_of(sequences, family, directory, steps, BALANCE.get(family, 0.0), RATES.get(family, 0.0))
+    return case_of(sequences, family, directory, steps, BALANCE.get(family, 0.0), RATES.get(family, 0.0), layers)
 
 
 def case_of(
@@ -97,9 +103,10 @@ def case_of(
     steps: int = STEPS,
     balance: float = 0.0,
     bias_rate: float = 0.0,
+    layers: int = 4,
 ) -> Case:
     """Do the same for given sequences; ``balance`` is the coefficient of the routers' loss."""
-    checkpoint, algorithm = save_checkpoint(family, directory), {"moe_aux_loss_coef": balance}
+    checkpoint, algorithm = save_checkpoint(family, directory, layers=layers), {"moe_aux_loss_coef": balance}
     reference = Reference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
     initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
     denominator = samples_with_loss(sequences)

@@ -27,6 +27,7 @@ from tests.parallel.parity import (
     check_scores,
     check_tensors,
     fsdp_config,
+    layers_of,
     run_case,
 )
 from tests.parallel.ranks import run_each
@@ -70,7 +71,7 @@ def check_case(case: Case, results: list[RankResult]) -> None:
 def every_family(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(layout: str) -> dict[str, list[RankResult]]:
-        results = run_cases([cases(family) for family in FAMILIES], LAYOUTS[layout], tmp_path_factory.mktemp(layout))
+        results = run_cases([cases(family, 2) for family in FAMILIES], LAYOUTS[layout], tmp_path_factory.mktemp(layout))
         return dict(zip(FAMILIES, results, strict=True))
 
     return run
@@ -79,18 +80,19 @@ def every_family(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_family_computes_the_reference(layout: str, cases: Any, every_family: Any) -> None:
     for family, results in every_family(layout).items():
-        check_case(cases(family), results)
+        check_case(cases(family, 2), results)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_settings_do_not_change_the_result(variant: str, cases: Any, tmp_path: Path) -> None:
     family, layout = VARIANTS[variant]
-    (results,) = run_cases([cases(family)], layout, tmp_path)
-    check_case(cases(family), results)
+    case = cases(family, layers_of(layout))
+    (results,) = run_cases([case], layout, tmp_path)
+    check_case(case, results)
 
 
 def test_megatron_and_fsdp_agree(cases: Any, every_family: Any, tmp_path: Path) -> None:
-    case = cases("qwen3_moe")
+    case = cases("qwen3_moe", 2)
     megatron = run_case(case, {"data": 2, "distributed": True}, tmp_path / "megatron")
     ours = every_family("dp2-cp2")["qwen3_moe"]
     for index, scored in scored_packs(megatron).items():
