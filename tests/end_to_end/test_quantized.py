@@ -51,5 +51,6 @@ def test_a_run_and_its_resumption(tiny: Tiny, tmp_path: Path, case: str) -> None
         expected = logprobs.gather(1, each.response_tokens[:, None])[:, 0]
         torch.testing.assert_close(each.logprobs, expected, atol=1e-4, rtol=0)
     # Only engines get 8-bit weights.
-    written = load_file(run_dir / "hf" / "model.safetensors")
+    files = (run_dir / "hf").glob("*.safetensors")
+    written = {name: weight for file in files for name, weight in load_file(file).items()}
     assert written.keys() == plain.keys() and {weight.dtype for weight in written.values()} == {torch.float32}
