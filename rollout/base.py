@@ -18,6 +18,7 @@ from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationReques
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
+from slime_like.weights.quantization import with_scales
 
 MemoryPart = Literal["weights", "kv_cache"]
 _MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
@@ -120,7 +121,9 @@ class EngineBase(EngineHooks[Running]):
         self._name = f"{kind} engine {engine_index}"
         self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self.expected = expected_tensors(config.model.path)
+        self._quantized = config.sync.quantization != "none"
+        expected = expected_tensors(config.model.path)
+        self.expected = with_scales(expected) if self._quantized else expected
         self._target: UpdateTarget = self
         self.targets: dict[str, UpdateTarget] = {MODEL: self}
         self._promised: dict[str, int] = {}
@@ -137,6 +140,8 @@ class EngineBase(EngineHooks[Running]):
         try:
             async with asyncio.timeout(timeout):
                 await self._start()
+                if self._quantized:
+                    self._state.forget("has no 8-bit weights before its first update")
                 for target in self.targets.values():
                     await target._serve_initial()
         except TimeoutError as error:
@@ -255,7 +260,7 @@ class EngineBase(EngineHooks[Running]):
             if not on_cpu():
                 await self._bounded("sleep", self._give_memory_back(awake, keep_weights))
         if "weights" in awake and not keep_weights:
-            self._state.forget()
+            self._state.forget("dropped its weights when it went to sleep")
         self._asleep.update(awake)
 
     async def wake(self, parts: Sequence[MemoryPart]) -> None:

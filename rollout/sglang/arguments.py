@@ -1,5 +1,6 @@
 """SGLang's engine arguments and environment from the run's configuration. Importing this imports no SGLang."""
 
+import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConf
 from slime_like.errors import EngineError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import module_ends
-from slime_like.weights.expected_tensors import expected_factors
+from slime_like.weights.expected_tensors import expected_factors, expected_tensors
+from slime_like.weights.quantization import checkpoint_settings
 
 SLEEP_ARGUMENT = "enable_memory_saver"
 SAMPLING_BACKEND = "pytorch"
@@ -74,6 +76,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "sleep_on_idle": True,  # engines and trainers may share cores
         "enable_return_routed_experts": config.algorithm.routing_replay == "rollout",
         **_lora(config.model),
+        **(_quantization(config.model) if config.sync.quantization != "none" else {}),
         **({} if on_cpu() else {SLEEP_ARGUMENT: sleeps, WEIGHTS_BACKUP: sleeps and keeps}),
     }
 
@@ -85,6 +88,16 @@ def _lora(model: ModelConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": model.lora.rank, "max_loras_per_batch": 2}
     arguments |= {"lora_target_modules": module_ends(expected_factors(model)), "lora_strict_loading": True}
     return arguments | ({"lora_backend": "torch_native"} if on_cpu() else {})
+
+
+def _quantization(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of 8-bit weights, which the first update brings.
+
+    On some GPUs, DeepGEMM would round the scales to powers of two after the start, but not after an update.
+    """
+    settings = {"quantization_config": checkpoint_settings(expected_tensors(model.path))}
+    arguments = {"load_format": "dummy", "json_model_override_args": json.dumps(settings)}
+    return arguments | {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
 
 
 def _defaults(model: ModelConfig, rollout: RolloutConfig, longest: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest,
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.onednn import use_onednn
 from slime_like.weights.adapter import ADAPTER
+from slime_like.weights.quantization import dequantized
 from slime_like.weights.received import WeightReceiver
 
 if TYPE_CHECKING:
@@ -171,7 +173,12 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> None:
-        self.receiver.load(bucket, lambda name: weights.destination(name, self._destinations))
+        destination = partial(weights.destination, tensors=self._destinations)
+        if self._quantized:
+            for name, tensor in dequantized(self.receiver.copies(bucket, _device())):
+                destination(name).copy_(tensor)
+        else:
+            self.receiver.load(bucket, destination)
         if not on_cpu():
             torch.cuda.current_stream().synchronize()  # now the sender may reuse the bucket's memory
 

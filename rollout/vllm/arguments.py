@@ -11,7 +11,8 @@ from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunC
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import module_ends
-from slime_like.weights.expected_tensors import expected_factors
+from slime_like.weights.expected_tensors import expected_factors, expected_tensors
+from slime_like.weights.quantization import checkpoint_settings
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -76,6 +77,10 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     given = {**_defaults(config, cpu), **config.rollout.own_engine_args}
     if not cpu or config.rollout.bounded_top_k > 0:
         given["hf_overrides"] = given.get("hf_overrides") or {"head_dtype": "float32"}
+    if config.sync.quantization != "none":
+        settings = checkpoint_settings(expected_tensors(config.model.path))
+        given["hf_overrides"] = {**(given.get("hf_overrides") or {}), "quantization_config": settings}
+        given["load_format"] = "dummy"  # the first update brings 8-bit weights, which model.path does not have
     return given
 
 

@@ -295,6 +295,8 @@ class SyncConfig(Section):
     """Largest bucket in MiB; none: 1024 on shared GPUs, else 256."""
     delta: Literal["auto", "always", "never"] = "auto"
     """Send only changed elements, and keep copies in host memory. auto: for 16-bit models over gloo or a directory."""
+    quantization: Literal["none", "fp8_blocks"] = "none"
+    """fp8_blocks: send 8-bit matrices (e4m3, blocks of 128 x 128), and sample with them."""
     verify: bool = Field(True, description="Verify hashes and logprobs after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest difference of logprobs; none: by precision and depth."""

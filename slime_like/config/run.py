@@ -203,6 +203,17 @@ class RunConfig(Section):
                 f"rollout.max_staleness={rollout.max_staleness} biases the gradient by samples of older weights; set "
                 "algorithm.importance_correction to truncate or mask, or to none to accept the bias"
             )
+        if (quantization := self.sync.quantization) != "none":
+            if "importance_correction" not in algorithm.model_fields_set:
+                yield (
+                    f"sync.quantization={quantization} biases the gradient, because engines sample with rounded "
+                    "weights; set algorithm.importance_correction to truncate or mask, or to none to accept the bias"
+                )
+            if self.model.lora.sends_factors:
+                yield (
+                    f"sync.quantization={quantization} rounds whole matrices, but model.lora.sync=adapter sends only "
+                    "factors; use model.lora.sync=merged, or quantization: none"
+                )
         if rollout.bounded_top_k != -1 and self.trainer.backend not in ("megatron", FSDP):
             yield (
                 f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "

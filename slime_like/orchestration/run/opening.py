@@ -37,7 +37,7 @@ from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import RunDirectory
-from slime_like.orchestration.run.engines import require_servable, start_engines
+from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
@@ -142,7 +142,8 @@ def _open_rl(base: _Base) -> Run:
     placed.launch_trainers()
     supervisor, rewards, pools, devices = start_engines(config, stack, placement, trainers, progress)
     model, ranks = config.model, trainers.ranks
-    probe = Probe(model, config.sync.probe_tolerance, config.max_model_len, prompts.longest(2))
+    tolerance, quantized = config.sync.probe_tolerance, config.sync.quantization != "none"
+    probe = Probe(model, tolerance, config.max_model_len, prompts.longest(2), quantized)
     sync = WeightSync(config.sync, transport, model.dtype, probe, ranks, supervisor, devices, placed.run_name)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
@@ -162,6 +163,7 @@ def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> str:
     """Reject an engine that cannot be updated, before minutes of starting. Return the weights' transport."""
     transport = chosen_transport(config, on_cuda, hosts)
     require_servable(config.rollout.engine, config.model, on_cuda, config.algorithm.routing_replay == "rollout")
+    require_quantizable(config.sync, config.rollout.engine, config.model, on_cuda)
     return transport
 
 

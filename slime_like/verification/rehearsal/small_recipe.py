@@ -31,7 +31,10 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "model": {"path": str(model), "weights": None, "dtype": "float32", "lora": {"path": None}},
         "rollout": _rollout(config.rollout, new_tokens, length),
         "reward": {"workers": min(2, config.reward.workers)},
-        "sync": {"transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport},
+        "sync": {
+            "transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport,
+            "quantization": config.sync.quantization if config.rollout.engine == "transformers" else "none",
+        },
         "evaluation": {
             "every": steps if config.evaluation.files else 0,
             "max_prompts": 4,

@@ -182,6 +182,8 @@ fields-conflict evaluation.samples_per_prompt --evaluation.samples_per_prompt 4
 fields-conflict evaluation.files --evaluation.every 5
 fields-conflict rollout.max_staleness AHEAD --cluster.placement colocated
 fields-conflict rollout.max_staleness --rollout.max_staleness 2
+fields-conflict sync.quantization --sync.quantization fp8_blocks
+fields-conflict sync.quantization --sync.quantization fp8_blocks --algorithm.importance_correction none --model.lora.rank 4 --model.lora.sync adapter
 fields-conflict rollout.top_p --rollout.top_k 513
 fields-conflict rollout.oversample AHEAD --rollout.oversample 1.5
 fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp

@@ -96,6 +96,16 @@ def test_engines() -> None:
     assert four_heads.kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
 
 
+def test_engines_with_8_bit_matrices() -> None:
+    """Embedding and head keep 2 bytes. Each block of 128 x 128 has a scale of 4 bytes."""
+    outer = 2 * 151_936 * 5120
+    matrices = 64 * (2 * 5120 * 128 * (64 + 8) + 3 * 5120 * 25_600)
+    sync = {"quantization": "fp8_blocks"}
+    run = planned_run(rollout={"tensor": 4}, sync=sync, algorithm={"importance_correction": "truncate"})
+    expected = 2 * outer + matrices + 4 * matrices // 128**2
+    assert plan_engine(run).weight_bytes == pytest.approx(expected / 4, rel=1e-4)
+
+
 def test_activations_and_optimizer_temporaries_share_memory() -> None:
     run = planned_run(rollout={"tensor": 4})
     for memory in ({"activation_bytes": 5 * GIB, "update_bytes": 2 * GIB}, {"update_bytes": 5 * GIB}):
