@@ -15,6 +15,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
@@ -111,10 +112,10 @@ class EngineBase(EngineHooks[Running]):
     returns_supports = False
     prompt_fields: Collection[str] = ()
 
-    def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
+    def __init__(self, config: RunConfig, engine_index: int, kind: str, part: EnginePart = WHOLE) -> None:
         self._config = config
-        self._index = engine_index
-        self._name = f"{kind} engine {engine_index}"
+        self._index, self._part = engine_index, part
+        self._name = f"{kind} engine {engine_index}" + (f" on {part.address}" if part.spans else "")
         self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self.expected = expected_tensors(config.model.path)
@@ -134,7 +135,7 @@ class EngineBase(EngineHooks[Running]):
         try:
             async with asyncio.timeout(timeout):
                 await self._start()
-                for target in self.targets.values():
+                for target in self.targets.values() if self._part.number == 0 else ():
                     await target._serve_initial()
         except TimeoutError as error:
             await self.stop()

@@ -167,12 +167,12 @@ CHANGING = [
 UNCHANGED = [
     *_cases("quantization: null | kv_cache_dtype: auto | enable_lora: false | nnodes: 1 | load_format: safetensors"),
     *_cases(
-        """hf_overrides: {head_dtype: float32} | speculative_config: null | pipeline_parallel_size: 1 | watermark: 0.1
+        """hf_overrides: {head_dtype: float32} | speculative_config: null | watermark: 0.1
         attention_backend: FLASH_ATTN | compilation_config: {mode: 3}""",
         "vllm",
     ),
     *_cases(
-        """json_model_override_args: '{}' | pp_size: 1 | disaggregation_mode: 'null' | attention_backend: fa3
+        """json_model_override_args: '{}' | disaggregation_mode: 'null' | attention_backend: fa3
         moe_a2a_backend: none | enable_fp32_lm_head: true | ep_size: 2""",
         "sglang",
     ),
