@@ -39,7 +39,7 @@ def environment(rollout: RolloutConfig, scratch: Path, part: EnginePart = WHOLE)
         defaults |= {**part.store, "SGLANG_HOST_IP": part.address, "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if on_cpu():
         defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-        if rollout.ranks > 1:
+        if rollout.tensor > 1:
             defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(rollout.tensor)}
     return {**defaults, **os.environ}
 
@@ -76,7 +76,6 @@ def _owned(config: RunConfig, engine_index: int, part: EnginePart) -> dict[str, 
         "trust_remote_code": config.model.trust_remote_code,
         "context_length": config.max_model_len + _SPARE_POSITIONS,
         "tp_size": config.rollout.tensor,
-        "pp_size": config.rollout.pipeline,
         "nnodes": part.count,
         "node_rank": part.number,
         "random_seed": config.seed + engine_index,

@@ -24,7 +24,7 @@ _END_S = 3.0
 
 
 class SglangEngine(EngineBase[ChildProcess]):
-    """One SGLang engine, or its ``part``, with ``config.rollout.ranks`` ranks in all.
+    """One SGLang engine, or its ``part``, with ``config.rollout.tensor`` ranks in all.
 
     On a CPU, ``sleep`` and ``wake`` release no memory.
     """
@@ -82,8 +82,10 @@ class SglangEngine(EngineBase[ChildProcess]):
         return self._process
 
     async def _ping(self) -> None:
-        """Wait for an answer of the schedulers."""
-        await self._alive().call("ping")
+        """Wait for an answer of the schedulers. Their process on a further node ends with them."""
+        process = self._alive()
+        if self._part.number == 0:
+            await process.call("ping")
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._process.process_ids if self._process is not None else ()

@@ -47,7 +47,7 @@ class Host:
 
     def __init__(self, engine: Engine, answers: AnswerQueue, config: RunConfig, engine_index: int) -> None:
         self._manager = engine.tokenizer_manager
-        self._ranks = _Ranks(engine, answers, config.rollout.ranks)
+        self._ranks = _Ranks(engine, answers, config.rollout.tensor)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._unseeded = random.Random(config.seed * 1_000_003 + engine_index)
         self._version = 0
@@ -197,7 +197,7 @@ class _Ranks:
             answer = sock_recv(socket)
             if not answer.success:
                 raise WeightSyncError(answer.message, code="rank-failed")
-            return results([await asyncio.to_thread(self._answers.get) for _ in range(self._count)])
+            return results([self._answers.get() for _ in range(self._count)])
 
 
 class _Running:

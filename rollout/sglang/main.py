@@ -40,21 +40,14 @@ def main(descriptor: int, scratch: Path) -> None:
         from rollout.sglang.host import Host
 
         gc.freeze()
-        host: Host | _FurtherPart = _FurtherPart()
-        if part.number == 0:
+        host: Host | None = None
+        if part.number == 0:  # schedulers on further nodes receive their calls from the first one's
             host = Host(engine, answers, config, engine_index)
             engine.loop.run_until_complete(host.ping())
             engine.loop.run_until_complete(host.received())
         if on_cpu():  # every socket is connected and every group has met, except maybe NCCL's on a GPU
             shutil.rmtree(scratch)
     engine.loop.run_until_complete(owner.serve(host))
-
-
-class _FurtherPart:
-    """Schedulers on a further node, which receive their calls from the first one's."""
-
-    async def ping(self) -> None:
-        """Do nothing. This process ends with its schedulers."""
 
 
 class _SchedulerFailed(Exception):

@@ -71,7 +71,7 @@ class EngineScheduler(Scheduler):
             raise
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
-        self.receiver = WeightReceiver(get_parallel().pp_rank * get_parallel().tp_size + get_parallel().tp_rank)
+        self.receiver = WeightReceiver(get_parallel().tp_rank)
         # On a CPU, a flush collects garbage. Searching all imported objects would take half a second.
         gc.freeze()
 
@@ -104,7 +104,6 @@ class EngineScheduler(Scheduler):
     def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
         """Wait for the requests of a burst if nothing runs, so they are prefilled together."""
         begins = not self.waiting_queue and self.last_batch is None and self.running_batch.is_empty()
-        begins &= self.server_args.pp_size == 1  # stages must receive equally often, but see different batches
         received: list[Any] = super().ingest_requests(stop_at_pause)
         # Not by time, because all tensor-parallel ranks must receive equally often.
         for _ in range(_BURST_GAPS if begins and not self._engine_paused else 0):

@@ -42,7 +42,6 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         trust_remote_code="model.trust_remote_code",
         context_length="rollout.max_model_len",
         tp_size="rollout.tensor",
-        pp_size="rollout.pipeline",
         random_seed="seed",
     )
     | {
@@ -67,7 +66,7 @@ CHANGES: Mapping[str, str] = {
     "watermark_* enable_watermark enable_strict_thinking",
     "prompts and responses are token ids": "tokenizer tokenizer_mode tokenizer_path *tokenizer_worker_num",
     "cluster.gpus_per_node sets an engine's nodes": "nnodes node_rank master_* dist_init_addr use_ray",
-    "rollout.tensor, pipeline and num_engines set the ranks": "*context_parallel_size data_parallel_* "
+    "rollout.tensor, pipeline and num_engines set the ranks": "pp_size *context_parallel_size data_parallel_* "
     "*dp_size *cp_size *dp_attention* enable_prefill_cp",
     "weight updates need every expert in its place": "*eplb* *elastic_ep* *redundant_experts init_expert_location "
     "*paged_experts",
@@ -129,9 +128,11 @@ def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterat
         value = arguments.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")
-    for name in ("tensor", "pipeline") if engine == "transformers" else ():
-        if (size := getattr(rollout, name)) != 1:
-            yield f"rollout.{name}={size}: the transformers engine runs on one device; use 1, or another engine"
+    if engine == "transformers" and rollout.tensor != 1:
+        yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"
+    if engine in ("transformers", "sglang") and rollout.pipeline != 1:
+        problem = "SGLang 0.5.23 cannot freeze a pipeline's requests" if engine == "sglang" else "it has no stages"
+        yield f"rollout.pipeline={rollout.pipeline}: {problem}; use rollout.tensor, or rollout.engine=vllm"
 
 
 def adapter_problems(model: ModelConfig, engine: str, dimensions: ModelDimensions) -> Iterator[str]:

@@ -100,15 +100,22 @@ class EngineActor:
         await asyncio.wait({own, *further}, return_when=asyncio.FIRST_COMPLETED)
         if not own.done():
             own.cancel()
-            raise next(_failure(part) for part in further if part.done())
+            raise next(self._failure(part) for part in further if part.done())
         await own
         if further:
             self._watching = asyncio.create_task(self._end_with(further))
 
     async def _end_with(self, further: Sequence[asyncio.Future[None]]) -> None:
         done, _ = await asyncio.wait(further, return_when=asyncio.FIRST_COMPLETED)
-        print(*map(_failure, done), file=sys.stderr, flush=True)
+        print(*map(self._failure, done), file=sys.stderr, flush=True)
         await self._engine.stop()
+
+    def _failure(self, part: asyncio.Future[None]) -> EngineError:
+        """Return why the ranks on a further node have ended."""
+        error = part.exception()
+        cause = getattr(error, "cause", None) or error
+        problem = "its ranks on another node ended" + (f": {one_line(cause)}" if cause else "")
+        return EngineError(problem, code="engine-part-ended", who=f"engine {self._index}")
 
     async def _version(self) -> int:
         return (await self._engine.health()).weight_version
@@ -221,14 +228,3 @@ def _load(config: RunConfig, index: int, part: EnginePart) -> RolloutEngine:
 
 async def _answer(reference: Any) -> None:
     await reference
-
-
-def _failure(part: asyncio.Future[None]) -> EngineError:
-    """Return why an engine's ranks on a further node have ended."""
-    error = part.exception()
-    cause = getattr(error, "cause", None) or error
-    return EngineError(
-        "its ranks on another node ended" + (f": {one_line(cause)}" if cause else ""),
-        code="engine-part-ended",
-        who="an engine that spans nodes",
-    )

@@ -104,7 +104,7 @@ def test_an_engine_of_deepseek_v3_on_two_nodes(tmp_path: Path) -> None:
     A token's latents are 576 values in each layer. Two halves of 64 sequences take turns.
     """
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
-    rollout: dict[str, Any] = {"engine": "sglang", "tensor": 8, "pipeline": 2, "engine_args": {}}
+    rollout: dict[str, Any] = {"engine": "vllm", "tensor": 8, "pipeline": 2}
     sections: dict[str, Any] = {"model": {"path": tmp_path}, "cluster": {"gpu": "h200-141gb"}}
     run = planned_run(**sections, rollout=rollout)
     engine = plan_engine(run)

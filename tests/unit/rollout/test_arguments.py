@@ -172,7 +172,7 @@ UNCHANGED = [
         "vllm",
     ),
     *_cases(
-        """json_model_override_args: '{}' | disaggregation_mode: 'null' | attention_backend: fa3
+        """json_model_override_args: '{}' | pp_size: 1 | disaggregation_mode: 'null' | attention_backend: fa3
         moe_a2a_backend: none | enable_fp32_lm_head: true | ep_size: 2""",
         "sglang",
     ),
