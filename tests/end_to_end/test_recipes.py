@@ -49,7 +49,7 @@ def test_deepseek_v3_fits_32_nodes_of_8_h200(engine: dict[str, tuple[int, int]],
     plan = make_plan(PlannedRun.of(load_config(ROOT / "configs" / "qwen3_32b.yaml", flags)))
     assert plan.problems == [] and plan.fits and plan.gpus_in_use == 256
     assert plan.run.config.rollout.num_engines == 16
-    assert plan.engine is not None and plan.engine.longest_sequences >= 32
+    assert plan.engine is not None and plan.engine.longest_sequences >= 20
 
 
 # A dense model on several nodes, a small one on one node, and factors; the acceptance tests cover the others.
