@@ -36,12 +36,12 @@ def environment(rollout: RolloutConfig, scratch: Path, part: EnginePart = WHOLE)
     defaults = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     defaults |= {"GLOO_SOCKET_IFNAME": part.interface, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting}
     if part.spans:
-        defaults |= {**part.store, "SGLANG_HOST_IP": part.address, "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
+        defaults |= {"SGLANG_HOST_IP": part.address, "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if on_cpu():
         defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         if rollout.tensor > 1:
             defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(rollout.tensor)}
-    return {**defaults, **os.environ}
+    return {**defaults, **os.environ, **part.store}
 
 
 def memory_saver_problem(rollout: RolloutConfig, cluster: ClusterConfig, environment: Mapping[str, str]) -> str | None:

@@ -42,8 +42,7 @@ def environment(rollout: RolloutConfig, cpu: bool, part: EnginePart = WHOLE) -> 
     """
     # Loopback if an engine's ranks share a host, so no other host can reach it.
     shared = {"VLLM_HOST_IP": part.address, "GLOO_SOCKET_IFNAME": part.interface}
-    shared |= part.store if part.spans else {}
-    shared |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    shared |= {**part.store, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     if not cpu:
         # In a process that Ray did not start, vLLM would fork its ranks, which then could not use CUDA.
         return shared | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

@@ -200,7 +200,8 @@ class EnginePart:
     @property
     def store(self) -> dict[str, str]:
         """Variables by which torch's ``env://`` and ``tcp://`` join the store, instead of serving another one."""
-        return {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return variables if self.spans else {}
 
 
 WHOLE = EnginePart()
