@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.system.words import counted
 
@@ -39,15 +40,18 @@ def colocation_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def engine_node_problems(config: RunConfig) -> Iterator[str]:
-    """Check that an engine's ranks are spread evenly: whole stages per node, or equal parts of each stage."""
-    rollout, per_node = config.rollout, config.cluster.gpus_per_node
-    nodes, given = config.cluster.nodes_for(rollout.ranks), f"rollout.tensor={rollout.tensor}"
+def engine_node_problems(rollout: RolloutConfig, per_node: int, factors: bool, routing_replay: str) -> Iterator[str]:
+    """Check that an engine's ranks are spread evenly: whole stages per node, or equal parts of each stage.
+
+    Args:
+        factors: engines receive ``model.lora``'s factors.
+    """
+    nodes, given = -(-rollout.ranks // per_node), f"rollout.tensor={rollout.tensor}"
     if rollout.pipeline > 1:
         given += f", rollout.pipeline={rollout.pipeline}"
         for setting, is_set in {
-            "model.lora.sync=adapter": config.model.lora.sends_factors,
-            "algorithm.routing_replay=rollout": config.algorithm.routing_replay == "rollout",
+            "model.lora.sync=adapter": factors,
+            "algorithm.routing_replay=rollout": routing_replay == "rollout",
         }.items():
             if is_set:
                 yield f"{given}: {setting} needs every layer on each rank of an engine; use rollout.pipeline=1"

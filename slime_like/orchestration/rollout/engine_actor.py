@@ -60,19 +60,20 @@ class EngineActor:
     def __init__(
         self, config: RunConfig, index: int, shared_devices: str = "", others: Sequence[PartOptions] = ()
     ) -> None:
-        self._logs = _settle(f"engine-{index}", shared_devices)
+        self._logs = _settle(role := f"engine-{index}", shared_devices)
         self._config = config
         self._index = index
+        load: Callable[..., RolloutEngine] = partial(load_engine(config.rollout.engine), config, index)
         self._further = [
-            ray.remote(FurtherPart).options(**other.options).remote(config, index, number, other.devices)
-            for number, other in enumerate(others, start=1)
+            ray.remote(FurtherPart).options(**other.options).remote(load, n, f"{role}-node-{n}", other.devices)
+            for n, other in enumerate(others, start=1)
         ]
         self._part = WHOLE
         if others:
             address = node_address()
             self._store, port = serve_store(address, "", config.engine_start_timeout_s)
             self._part = EnginePart(0, 1 + len(others), address, address, port)
-        self._engine = _load(config, index, self._part)
+        self._engine = load(self._part) if others else load()
         self._watching: asyncio.Task[None] | None = None
         self._conversations: Conversations | AgentRollouts | None = None
         self._updated = asyncio.Event()
@@ -192,11 +193,10 @@ class EngineActor:
 class FurtherPart:
     """Actor of an engine's ranks on a further node. The ``EngineActor`` owns it, so Ray ends it with that actor."""
 
-    def __init__(self, config: RunConfig, index: int, number: int, shared_devices: str) -> None:
-        _settle(f"engine-{index}-node-{number}", shared_devices)
+    def __init__(self, load: Callable[..., RolloutEngine], number: int, role: str, shared_devices: str) -> None:
+        _settle(role, shared_devices)
         self._engine: RolloutEngine | None = None
-        self._load = partial(_load, config, index)
-        self._number = number
+        self._load, self._number = load, number
 
     async def run(self, first: EnginePart) -> None:
         """Start the ranks, and return when they have ended."""
@@ -219,11 +219,6 @@ def _settle(role: str, shared_devices: str) -> Path:
     use_cluster_interface(gloo=False)  # weights come from other hosts
     use_session_directory()
     return logs
-
-
-def _load(config: RunConfig, index: int, part: EnginePart) -> RolloutEngine:
-    engine: Callable[..., RolloutEngine] = load_engine(config.rollout.engine)
-    return engine(config, index, *([part] if part.spans else []))
 
 
 async def _answer(reference: Any) -> None:

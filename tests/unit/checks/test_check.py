@@ -241,7 +241,9 @@ fields-conflict reference.parallel.context --trainer.share_prefixes tree --train
 )
 def test_engines_that_span_nodes_are_checked(sections: dict[str, Any], expected: str | None, tmp_path: Path) -> None:
     model = {"path": tmp_path, **sections.get("model", {})}
-    found = list(engine_node_problems(RunConfig.model_validate({"run_dir": tmp_path, **sections, "model": model})))
+    run = RunConfig.model_validate({"run_dir": tmp_path, **sections, "model": model})
+    replay = run.algorithm.routing_replay
+    found = list(engine_node_problems(run.rollout, 8, run.model.lora.sends_factors, replay))
     assert len(found) == (expected is not None) and all(expected in problem for problem in found if expected)
 
 

@@ -39,11 +39,11 @@ def actor_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[
     def make(ends: list[Further]) -> Any:
         waiting = list(ends)
 
-        def new_actor(config: RunConfig, index: int, number: int, devices: str) -> Any:
+        def new_actor(load: Any, number: int, role: str, devices: str) -> Any:
             end, stopped = waiting.pop(0), asyncio.get_running_loop().create_future()
             stopped.set_result(None)
             run, stop = (SimpleNamespace(remote=lambda *_, each=each: each) for each in (end, stopped))
-            return SimpleNamespace(run=run, stop=stop, number=number, devices=devices)
+            return SimpleNamespace(run=run, stop=stop, role=role, devices=devices, load=load)
 
         options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=new_actor))
         monkeypatch.setattr(engine_actor, "ray", SimpleNamespace(remote=lambda _: options))
@@ -62,7 +62,9 @@ def test_an_engine_ends_with_the_ranks_of_any_node(actor_of: Callable[[list[Furt
         actor = actor_of(ends)
         part, engine = actor._part, actor._engine
         assert (part.number, part.count, part.host) == (0, 3, "127.0.0.1") and engine.part is part
-        assert [(one.number, one.devices) for one in actor._further] == [(1, "0"), (2, "1")]
+        found = [(one.role, one.devices) for one in actor._further]
+        assert found == [("engine-3-node-1", "0"), ("engine-3-node-2", "1")]
+        assert actor._further[1].load("part").part == "part"
         engine.opened.set()
         await actor.start()
         assert engine.stops == 0
