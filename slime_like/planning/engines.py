@@ -54,7 +54,8 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     if not isinstance(share, int | float):  # a check reports it
         share = default
     taken = int(share * run.hardware.memory_bytes)
-    sleeping = run.hardware.process_bytes(ENGINE_COMMUNICATORS if rollout.ranks > 1 else 0) + GRAPHS_BYTES
+    groups = ENGINE_COMMUNICATORS * (rollout.ranks > 1) + (rollout.tensor > 1 and rollout.pipeline > 1)
+    sleeping = run.hardware.process_bytes(groups) + GRAPHS_BYTES
     reserve = sleeping + PREFILL_BYTES
     cache = int(given) if given is not None else taken - weights - reserve
     tokens = max(0, cache) // per_token
