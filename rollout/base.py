@@ -15,6 +15,7 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
@@ -114,11 +115,11 @@ class EngineBase(EngineHooks[Running]):
     returns_routes = False
     prompt_fields: Collection[str] = ()
 
-    def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
+    def __init__(self, config: RunConfig, engine_index: int, kind: str, part: EnginePart = WHOLE) -> None:
         self._config = config
         self._records_routes = config.algorithm.routing_replay == "rollout"
-        self._index = engine_index
-        self._name = f"{kind} engine {engine_index}"
+        self._index, self._part = engine_index, part
+        self._name = f"{kind} engine {engine_index}" + (f" on {part.address}" if part.spans else "")
         self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._quantized = config.sync.quantization != "none"
@@ -142,7 +143,7 @@ class EngineBase(EngineHooks[Running]):
                 await self._start()
                 if self._quantized:
                     self._state.forget("has no 8-bit weights before its first update")
-                for target in self.targets.values():
+                for target in self.targets.values() if self._part.number == 0 else ():
                     await target._serve_initial()
         except TimeoutError as error:
             await self.stop()

@@ -13,6 +13,7 @@ from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_B
 from slime_like.checks.environment import expandable_segments
 from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import module_ends
 from slime_like.weights.expected_tensors import expected_factors, expected_tensors
@@ -27,19 +28,22 @@ _SPARE_POSITIONS = 8
 """Added to the context length, because SGLang ends a sequence a few positions before it."""
 
 
-def environment(rollout: RolloutConfig, scratch: Path) -> dict[str, str]:
+def environment(rollout: RolloutConfig, scratch: Path, part: EnginePart = WHOLE) -> dict[str, str]:
     """Return the variables of SGLang's process and its children. Variables set by the user stay unchanged.
 
-    An engine's ranks share a host and meet in a file, because torch's TCP store would listen on every interface. On a
-    CPU, eager execution needs no compiler, and by default a rank has one thread.
+    An engine's ranks meet in a file if they share a host, because torch's TCP store would listen on every interface. On
+    a CPU, eager execution needs no compiler, and by default a rank has one thread.
     """
-    defaults = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    defaults["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
+    meeting = "env://" if part.spans else f"file://{scratch}/rendezvous"
+    defaults = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    defaults |= {"GLOO_SOCKET_IFNAME": part.interface, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting}
+    if part.spans:
+        defaults |= {"SGLANG_HOST_IP": part.address, "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if on_cpu():
         defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         if rollout.tensor > 1:
             defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(rollout.tensor)}
-    return {**defaults, **os.environ}
+    return {**defaults, **os.environ, **part.store}
 
 
 def memory_saver_problem(rollout: RolloutConfig, cluster: ClusterConfig, environment: Mapping[str, str]) -> str | None:
@@ -50,16 +54,22 @@ def memory_saver_problem(rollout: RolloutConfig, cluster: ClusterConfig, environ
     return f"{given} in the environment is not supported by SGLang's memory saver"
 
 
-def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
+def engine_arguments(
+    config: RunConfig, engine_index: int, known: Collection[str], part: EnginePart = WHOLE
+) -> dict[str, Any]:
     """Return SGLang's arguments. Raises ``EngineError`` if one in ``rollout.engine_args`` is not ``known``."""
     given = config.rollout.own_engine_args
     if unknown := sorted(given.keys() - known):
         problem, remedy = "SGLang has no such argument", "see `python -m sglang.launch_server --help`"
         raise EngineError(f"rollout.engine_args.{unknown[0]}: {problem}", code="engine-arguments", remedy=remedy)
-    return {**_defaults(config.model, config.rollout, config.max_model_len), **given, **_owned(config, engine_index)}
+    return {
+        **_defaults(config.model, config.rollout, config.max_model_len),
+        **given,
+        **_owned(config, engine_index, part),
+    }
 
 
-def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
+def _owned(config: RunConfig, engine_index: int, part: EnginePart) -> dict[str, Any]:
     sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
     keeps = can_keep_weights(config, ModelDimensions.from_checkpoint(config.model.path))
     return {
@@ -68,6 +78,8 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "context_length": config.max_model_len + _SPARE_POSITIONS,
         "tp_size": config.rollout.tensor,
+        "nnodes": part.count,
+        "node_rank": part.number,
         "random_seed": config.seed + engine_index,
         "device": "cpu" if on_cpu() else "cuda",
         "skip_tokenizer_init": True,  # token ids in, token ids out

@@ -16,6 +16,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import ADAPTER
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class VllmEngine(EngineBase["AsyncLLM"]):
-    """One vLLM engine with ``config.rollout.tensor`` ranks.
+    """One vLLM engine, or its ``part``, with ``config.rollout.ranks`` ranks in all.
 
     Evaluation with a truncated distribution returns NaN logprobs, because vLLM has only those over the truncated one.
     So does greedy evaluation if the engine returns masks. On a CPU, ``sleep`` and ``wake`` release no memory.
@@ -34,9 +35,10 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     returns_supports = True
     returns_routes = True
 
-    def __init__(self, config: RunConfig, engine_index: int) -> None:
-        super().__init__(config, engine_index, "vLLM")
-        self._core = EngineCore(config.rollout, partial(engine_arguments, config, engine_index), self._faults)
+    def __init__(self, config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> None:
+        super().__init__(config, engine_index, "vLLM", part)
+        arguments = partial(engine_arguments, config, engine_index, part)
+        self._core = EngineCore(config.rollout, arguments, self._faults, part)
         self._masks = False
         if config.model.lora.sends_factors:
             self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, "vllm.adapter:serve", self._flush)}
@@ -77,7 +79,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     async def _ping(self) -> None:
         """Wait for an answer of the engine core's process."""
-        await self._alive().get_weight_version()
+        await self._core.ping()
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._core.process_ids

@@ -90,6 +90,13 @@ CHECKS: Sequence[Check] = (
     ),
     Check("cluster.gpus-idle", {"training"}, devices.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, devices.colocation_problems),
+    Check(
+        "rollout.nodes",
+        {"engine"},
+        lambda run: devices.engine_node_problems(
+            run.rollout, run.cluster.gpus_per_node, run.model.lora.sends_factors, run.algorithm.routing_replay
+        ),
+    ),
     Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),
     Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
     Check("rollout.agent", {"engine"}, agent.agent_problems),

@@ -135,6 +135,7 @@ class RolloutConfig(Section):
     num_engines: int = Field(1, ge=1)
     """Number of engines. auto: fill the cluster, or the trainer's GPUs if colocated."""
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
+    pipeline: int = Field(1, ge=1, description="Pipeline parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")
     max_new_tokens: int = Field(256, ge=1, description="Token limit of a response.")
@@ -212,6 +213,11 @@ class RolloutConfig(Section):
         if self.engine not in ENGINES:
             names = ", ".join(ENGINES)
             yield f"{cut}: rollout.engine={self.engine} does not report the remaining tokens; use {names}, {whole}"
+
+    @property
+    def ranks(self) -> int:
+        """Devices of one engine."""
+        return self.tensor * self.pipeline
 
     @property
     def bounded_top_k(self) -> int:

@@ -72,6 +72,7 @@ def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None) -> dic
     small: dict[str, Any] = {
         "num_engines": 1,
         "tensor": min(2, rollout.tensor),
+        "pipeline": 1,
         "prompts_per_step": min(4, rollout.prompts_per_step),
         "samples_per_prompt": min(4, rollout.samples_per_prompt),
         "max_new_tokens": new_tokens,

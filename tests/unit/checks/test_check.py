@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 from slime_like.checks import names
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
+from slime_like.checks.devices import engine_node_problems
 from slime_like.checks.layout import layers_per_stage
 from slime_like.checks.lengths import length_problems
 from slime_like.checks.packages import missing_flash_attention
@@ -153,6 +154,9 @@ rollout.length data.max_prompt_tokens --rollout.max_model_len 700
 trainer.token-budget data.max_prompt_tokens --trainer.target_tokens_per_batch 700
 rollout.length rollout.max_model_len --rollout.max_model_len 4096
 rollout.length data.max_prompt_tokens --evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300 --rollout.max_model_len 768
+rollout.nodes rollout.tensor --rollout.tensor 4 --rollout.pipeline 3
+rollout.nodes rollout.tensor --rollout.tensor 4 --rollout.pipeline 2 --cluster.gpus_per_node 3
+rollout.tensor rollout.pipeline --rollout.pipeline 16
 rollout.stop-tokens rollout.stop_token_ids --rollout.stop_token_ids 2 300
 fields-conflict trainer.parallel.tensor --trainer.backend fsdp --trainer.parallel.tensor 2
 fields-conflict trainer.attention --trainer.backend fsdp --trainer.attention ring
@@ -225,6 +229,27 @@ fields-conflict trainer.parallel.context --trainer.share_prefixes prompts --trai
 fields-conflict reference.parallel.context --trainer.share_prefixes tree --trainer.attention ring --reference.placement workers --reference.parallel.context 2 --algorithm.kl_coef 0.1
 """.strip().splitlines()  # noqa: E501
 ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"rollout": {"tensor": 16}}, None),
+        ({"rollout": {"tensor": 4, "pipeline": 4}}, None),
+        ({"rollout": {"tensor": 6, "pipeline": 2}}, None),  # six on each of two nodes
+        ({"rollout": {"tensor": 32, "pipeline": 2}}, None),  # four nodes per stage
+        ({"rollout": {"tensor": 9}}, "9 ranks do not split evenly over the 2 nodes"),
+        ({"rollout": {"tensor": 8, "pipeline": 2, "engine": "custom"}}, "rollout.engine=custom does not span nodes"),
+        ({"rollout": {"pipeline": 2}, "model": {"lora": {"rank": 8, "sync": "adapter"}}}, "model.lora.sync=adapter"),
+        ({"rollout": {"pipeline": 2}, "algorithm": {"routing_replay": "rollout"}}, "algorithm.routing_replay=rollout"),
+    ],
+)
+def test_engines_that_span_nodes_are_checked(sections: dict[str, Any], expected: str | None, tmp_path: Path) -> None:
+    model = {"path": tmp_path, **sections.get("model", {})}
+    run = RunConfig.model_validate({"run_dir": tmp_path, **sections, "model": model})
+    replay = run.algorithm.routing_replay
+    found = list(engine_node_problems(run.rollout, 8, run.model.lora.sends_factors, replay))
+    assert len(found) == (expected is not None) and all(expected in problem for problem in found if expected)
 
 
 @pytest.mark.parametrize(("code", "field", "more"), FAULTS, ids=[case[2] for case in FAULTS])
