@@ -1,0 +1,68 @@
+"""One saved batch of a run, with the configuration and the weights that it was trained with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config
+from slime_like.config.sections import DebugConfig, ReferenceConfig
+from slime_like.data.dump import dump_path, load_trajectories
+from slime_like.errors import ConfigError
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.orchestration.run.directory import CONFIG_FILE
+from slime_like.trajectory import ScoredTrajectory
+from slime_like.verification.batch import require_fit
+
+_REMEDY = "resume the run for another step with --debug.save_rollouts DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBatch:
+    """A saved batch of a run.
+
+    Attributes:
+        config: configuration of the run, without its reference. Experts are replayed if rows have routes.
+        version: weight version that the trainer scored the batch with: the number of steps before it.
+        rows: rows that an engine can score.
+    """
+
+    config: RunConfig
+    version: int
+    rows: list[ScoredTrajectory]
+
+    @classmethod
+    def read(cls, run_dir: Path, step: int | None, flags: Sequence[str]) -> Self:
+        """Read the batch of ``step``, by default the latest one with a checkpoint of the step before it.
+
+        Raises:
+            ConfigError: the directory has no such batch, or no weights for it; the message has the remedy.
+            DataError: the batch is damaged, or of another model.
+        """
+        if not (file := run_dir / CONFIG_FILE).is_file():
+            raise ConfigError(f"RUN_DIR={run_dir} has no {CONFIG_FILE}; give the directory of a run", code="no-run")
+        config = load_config(file, [*flags, "--run_dir", str(run_dir)])
+        directory = config.debug.save_rollouts
+        saved = [] if directory is None else [int(path.stem[5:]) for path in directory.glob("step-*.pt")]
+        usable = sorted(each for each in saved if weights_of(config, each - 1) is not None)
+        if directory is None or not usable or step not in (None, *usable):
+            steps = f"only steps {', '.join(map(str, usable))} have" if usable else "no step has"
+            problem = f"{steps} a saved batch and the checkpoint of the step before; {_REMEDY}"
+            raise ConfigError(f"{f'--step={step}' if step else f'RUN_DIR={run_dir}'}: {problem}", code="no-batch")
+        path = dump_path(directory, step or usable[-1])
+        rows, dimensions = load_trajectories(path), ModelDimensions.from_checkpoint(config.model.path)
+        require_fit(rows, dimensions, str(path))
+        kept = [row for row in rows if row.logprobs is not None and row.total_len < config.max_model_len]
+        if not any(row.loss_mask.any() for row in kept):
+            raise ConfigError(f"{path}: no engine's logprobs of rows that it can score; {_REMEDY}", code="no-batch")
+        update = {"reference": ReferenceConfig(), "debug": DebugConfig()}
+        if dimensions.num_experts:  # engines report routes only for a replay; rows without them are routed live
+            update["algorithm"] = config.algorithm.model_copy(update={"routing_replay": "rollout"})
+        return cls(config.model_copy(update=update), (step or usable[-1]) - 1, kept)
+
+
+def weights_of(config: RunConfig, version: int) -> Path | None:
+    """Return the trainer's files of a weight version; of version 0, the directory of the initial model."""
+    path = config.run_dir / "checkpoints" / f"step-{version:06d}" / "trainer"
+    return config.model.path if version == 0 else path if path.is_dir() else None
