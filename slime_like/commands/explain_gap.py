@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from slime_like.commands.command import Command, at_least_one
 
 if TYPE_CHECKING:
-    from slime_like.verification.gap.elimination import Elimination
+    from slime_like.verification.gap.explain import Explanation
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,19 +21,19 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.run.lock import RunLock
     from slime_like.verification.gap.batch import SavedBatch
-    from slime_like.verification.gap.explain import explain
+    from slime_like.verification.gap.explain import Explanation
     from slime_like.verification.gap.sides import Sides
 
     batch = SavedBatch.read(options.run_dir, options.step, flags)
     require_valid(batch.config, training_needs(batch.config))
     logs, slots = batch.config.run_dir / "gap_worker_logs", sum(pieces_of(batch.config).bundles)
     with RunLock(options.run_dir), Cluster(batch.config.cluster, logs, slots) as cluster:
-        found = explain(batch, partial(Sides.opened, cluster.run_name))
+        found = Explanation(batch, partial(Sides.opened, cluster.run_name))
     print(f"step {batch.version + 1}: gap between engine and trainer, in nats\n{_table(found)}\n{main_cause(found)}")
     return 0
 
 
-def _table(found: "Elimination") -> str:
+def _table(found: "Explanation") -> str:
     lines = [f"{'without':12} {'mean':>8} {'max':>8} {'share':>6}  finding"]
     for each in found.findings:
         gap = " ".join(f"{value:8.1e}" for value in each.gap or ()) or " " * 17
@@ -41,7 +41,7 @@ def _table(found: "Elimination") -> str:
     return "\n".join([*lines, f"{'':30} {found.share:>6.0%}  {'rounding' if found.is_rounding else 'unexplained'}"])
 
 
-def main_cause(found: "Elimination") -> str:
+def main_cause(found: "Explanation") -> str:
     main = max(found.findings, key=lambda finding: finding.share)
     if main.share >= found.share:
         return f"{100 * main.share:.0f} % of the gap is {main.name}"

@@ -137,6 +137,7 @@ def _sampled(case: Case, config: RunConfig, prompts: Sequence[Prompt]) -> list[S
     with started(engine) as loop:
         driven = DrivenEngine(engine, loop)
         if case.updates:
+            driven.version = -1
             driven.run(driven.update(Reference(config.model.path).weights))
         answers = driven.generate_all(requests)
         driven.close()

@@ -32,6 +32,12 @@ class SavedBatch:
     version: int
     rows: list[ScoredTrajectory]
 
+    @property
+    def versions(self) -> set[int]:
+        """Weight versions of the compared tokens."""
+        found = ((row.weight_versions, row.loss_mask) for row in self.rows)
+        return {version for each, mask in found if each is not None for version in each[mask].tolist()}
+
     @classmethod
     def read(cls, run_dir: Path, step: int | None, flags: Sequence[str]) -> Self:
         """Read the batch of ``step``, by default the latest one with a checkpoint of the step before it.
@@ -45,7 +51,7 @@ class SavedBatch:
         config = load_config(file, [*flags, "--run_dir", str(run_dir)])
         directory = config.debug.save_rollouts
         saved = [] if directory is None else [int(path.stem[5:]) for path in directory.glob("step-*.pt")]
-        usable = sorted(each for each in saved if weights_of(config, each - 1) is not None)
+        usable = sorted(each for each in saved if has_weights(config, each - 1))
         if directory is None or not usable or step not in (None, *usable):
             steps = f"only steps {', '.join(map(str, usable))} have" if usable else "no step has"
             problem = f"{steps} a saved batch and the checkpoint of the step before; {_REMEDY}"
@@ -62,7 +68,10 @@ class SavedBatch:
         return cls(config.model_copy(update=update), (step or usable[-1]) - 1, kept)
 
 
-def weights_of(config: RunConfig, version: int) -> Path | None:
-    """Return the trainer's files of a weight version; of version 0, the directory of the initial model."""
-    path = config.run_dir / "checkpoints" / f"step-{version:06d}" / "trainer"
-    return config.model.path if version == 0 else path if path.is_dir() else None
+def has_weights(config: RunConfig, version: int) -> bool:
+    return version == 0 or checkpoint_of(config, version).is_dir()
+
+
+def checkpoint_of(config: RunConfig, version: int) -> Path:
+    """Return the trainer's files of a weight version above 0."""
+    return config.run_dir / "checkpoints" / f"step-{version:06d}" / "trainer"

@@ -23,15 +23,14 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.trajectory import ScoredTrajectory
+from slime_like.verification.gap.batch import checkpoint_of
 
 
 class Sides:
     """Trainer ranks of ``config`` and, once they are asked, its engines, which load the trainer's weights."""
 
-    def __init__(
-        self, run_name: str, config: RunConfig, checkpoint: Path | None, placement: Placement, stack: ExitStack
-    ) -> None:
-        self._run_name, self._config, self._checkpoint = run_name, config, checkpoint
+    def __init__(self, run_name: str, config: RunConfig, version: int, placement: Placement, stack: ExitStack) -> None:
+        self._run_name, self._config, self._version = run_name, config, version
         self._placement, self._stack = placement, stack
         self._trainers = TrainerGroup(config, placement)
         self._engines: EngineSupervisor | None = None
@@ -39,17 +38,18 @@ class Sides:
 
     @classmethod
     @contextmanager
-    def opened(cls, run_name: str, config: RunConfig, checkpoint: Path | None, with_engines: bool) -> Iterator[Self]:
+    def opened(cls, run_name: str, config: RunConfig, version: int, with_engines: bool) -> Iterator[Self]:
         """Start the ranks in the cluster ``run_name``. Everything that is started ends with the context.
 
         Args:
-            checkpoint: the trainer's weights; ``None`` means the initial ones.
+            version: version of the weights; 0 means the initial ones.
             with_engines: whether to reserve devices for engines.
         """
         with Placement(config, with_engines=with_engines) as placement, ExitStack() as stack:
-            sides = cls(run_name, config, checkpoint, placement, stack)
+            sides = cls(run_name, config, version, placement, stack)
             stack.callback(sides._trainers.shutdown)
             sides._trainers.launch()
+            checkpoint = checkpoint_of(config, version) if version else None
             sides._trainers.setup(only_scores=True, checkpoint=checkpoint)
             yield sides
 
@@ -111,7 +111,7 @@ class Sides:
     def _exported(self) -> dict[str, Any]:
         """Write the trainer's weights as a Hugging Face directory. Return the settings of ``model`` that name it."""
         model = self._config.model
-        if self._checkpoint is None and model.weights is None and not model.lora.is_set:
+        if self._version == 0 and model.weights is None and not model.lora.is_set:
             return {}
         parent = self._stack.enter_context(TemporaryDirectory(prefix="explain-gap-", dir=self._config.run_dir))
         self._trainers.ranks.call("exporting weights", TrainerBackend.export_hf, directory := Path(parent, "hf"))
