@@ -103,16 +103,19 @@ class EngineBase(EngineHooks[Running]):
 
     Attributes:
         returns_supports: generations for training include the support of each token.
+        returns_routes: with ``algorithm.routing_replay=rollout``, they have the field "routes" (``SampledFields``).
         prompt_fields: fields of prompts that the engine uses. It rejects others.
         targets: what an update can replace, by ``Manifest.updates``: the model, which the engine itself loads, or
             only an adapter.
     """
 
     returns_supports = False
+    returns_routes = False
     prompt_fields: Collection[str] = ()
 
     def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
         self._config = config
+        self._records_routes = config.algorithm.routing_replay == "rollout"
         self._index = engine_index
         self._name = f"{kind} engine {engine_index}"
         self._faults = EngineFaults(self._name, config.run_dir)

@@ -72,6 +72,7 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "sampling_backend": SAMPLING_BACKEND,
         "weight_version": "0",
         "sleep_on_idle": True,  # engines and trainers may share cores
+        "enable_return_routed_experts": config.algorithm.routing_replay == "rollout",
         **_lora(config.model),
         **({} if on_cpu() else {SLEEP_ARGUMENT: sleeps, WEIGHTS_BACKUP: sleeps and keeps}),
     }

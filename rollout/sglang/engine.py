@@ -26,6 +26,7 @@ class SglangEngine(EngineBase[ChildProcess]):
     """One SGLang engine with ``config.rollout.tensor`` ranks. On a CPU, ``sleep`` and ``wake`` release no memory."""
 
     returns_supports = True
+    returns_routes = True
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "SGLang")

@@ -45,6 +45,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     """
 
     returns_supports = True
+    returns_routes = True
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "transformers")
@@ -135,6 +136,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         from transformers import AutoModelForCausalLM
 
         from rollout.transformers.attention import GROUPED_SDPA, register
+        from rollout.transformers.routers import Routers
         from rollout.transformers.scheduler import DecodeScheduler
 
         register()
@@ -159,7 +161,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             )
         self.model = model.eval().requires_grad_(False)
         self._move(_device())
-        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))
+        routers = Routers(model, self._dimensions.expert_layers) if self._records_routes else None
+        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)), routers)
 
     def _move(self, device: str) -> None:
         self.model.to(device)
@@ -181,6 +184,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             stream=random.Random(seed),
             wants_prompt_logprobs=request.prompt_logprobs,
             stop_texts=self._stop_texts if request.sampling.stop else None,
+            wants_routes=self._records_routes and request.sampling.training,
         )
 
 

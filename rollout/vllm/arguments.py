@@ -115,7 +115,15 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "generation_config": "vllm",  # no defaults of the checkpoint
         **_lora(config.model),
         **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
+        **(_routes(on_cpu()) if config.algorithm.routing_replay == "rollout" else {}),
     }
+
+
+def _routes(cpu: bool) -> dict[str, Any]:
+    """Return the arguments for recording routes (on a CPU, see ``rollout.vllm.routes``)."""
+    if not cpu:
+        return {"enable_return_routed_experts": True}
+    return {"scheduler_cls": "rollout.vllm.routes.RoutesScheduler", "async_scheduling": False}
 
 
 def _lora(model: ModelConfig) -> dict[str, Any]:

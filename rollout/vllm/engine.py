@@ -32,6 +32,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     """
 
     returns_supports = True
+    returns_routes = True
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "vLLM")
@@ -53,7 +54,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             output = await self._run(llm, request)
         from rollout.vllm.sampling import generations
 
-        return generations(request, output, self._state.version, self._masks)
+        return generations(request, output, self._state.version, self._dimensions, self._masks)
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the transport. Not for a mixture of experts on a CPU, which vLLM 0.32 silently reloads wrongly."""
@@ -64,6 +65,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     async def _start(self) -> None:
         await self._core.start()
+        if self._records_routes and on_cpu():
+            await self._receive("vllm.routes:record")
         self._masks = returns_masks(self._config)  # after the start, which sets how to look for CUDA
 
     async def stop(self) -> None:
@@ -132,6 +135,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt.token_ids))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
+            if self._records_routes and on_cpu():  # cached tokens have no routes
+                parameters.skip_reading_prefix_cache = True
             # The path is not read, because the adapter is loaded.
             adapter = LoRARequest(ADAPTER, LORA_ID, ADAPTER) if ADAPTER in self.targets else None
             if request.sampling.stop:

@@ -33,6 +33,7 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         max_model_len="rollout.max_model_len",
         tensor_parallel_size="rollout.tensor",
         seed="seed",
+        enable_return_routed_experts="algorithm.routing_replay",
     ),
     "sglang": _owned(
         "device skip_tokenizer_init sampling_backend weight_version sleep_on_idle custom_sigquit_handler",
@@ -42,6 +43,7 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         context_length="rollout.max_model_len",
         tp_size="rollout.tensor",
         random_seed="seed",
+        enable_return_routed_experts="algorithm.routing_replay",
     )
     | {
         "enable_deterministic_inference": "every request already has a separate seed",

@@ -27,6 +27,7 @@ from slime_like.orchestration.cluster.node import (
 )
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
+from slime_like.orchestration.rollout.requests import require_routes, routes_per_token
 
 
 class EngineActor:
@@ -48,6 +49,7 @@ class EngineActor:
         self._config = config
         self._index = index
         self._engine: RolloutEngine = load_engine(config.rollout.engine)(config, index)
+        self._routes = routes_per_token(config.algorithm, config.model)
         self._conversations: Conversations | AgentRollouts | None = None
         self._updated = asyncio.Event()
         self._updated.set()
@@ -91,7 +93,10 @@ class EngineActor:
 
     async def _sample(self, request: GenerationRequest) -> list[Generation]:
         await self._updated.wait()  # the request's own timeout bounds this
-        return await self._engine.generate(request)
+        generations = await self._engine.generate(request)
+        if self._routes is not None and request.sampling.training:
+            require_routes(generations, request, self._routes, self._config.rollout.engine)
+        return generations
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._engine.connect(transport, rendezvous)

@@ -21,18 +21,23 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.sandbox.rewards.pool import RewardPool
 
 
-def require_servable(engine: str, model: ModelConfig, on_cuda: bool) -> None:
-    """Reject a model that the engine's class does not support on these devices, before any engine starts.
+def require_servable(engine: str, model: ModelConfig, on_cuda: bool, routes: bool = False) -> None:
+    """Reject a model that the engine's class does not support on these devices, before any engine starts. ``routes``:
+    the class must return routes, too.
 
     The class may have a static method ``refusal(dimensions, on_cuda)`` that returns the reason.
 
     Raises:
         EngineError: with the engine's reason.
     """
-    refusal = getattr(load_engine(engine), "refusal", None)
+    kind = load_engine(engine)
+    refusal = getattr(kind, "refusal", None)
     reason = refusal and refusal(ModelDimensions.from_checkpoint(model.path), on_cuda)
     if reason:
         raise EngineError(reason, code="model-not-servable", who=f"rollout.engine={engine}")
+    if routes and not getattr(kind, "returns_routes", False):
+        problem, remedy = "it returns no routes for algorithm.routing_replay=rollout", "set that to none or old"
+        raise EngineError(problem, code="no-routes", who=f"rollout.engine={engine}", remedy=remedy)
 
 
 def launch_engines(

@@ -161,7 +161,7 @@ def _open_rl(base: _Base) -> Run:
 def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> str:
     """Reject an engine that cannot be updated, before minutes of starting. Return the weights' transport."""
     transport = chosen_transport(config, on_cuda, hosts)
-    require_servable(config.rollout.engine, config.model, on_cuda)
+    require_servable(config.rollout.engine, config.model, on_cuda, config.algorithm.routing_replay == "rollout")
     return transport
 
 
