@@ -324,6 +324,7 @@ class GRPOStats(TensorsAsArrays):
         bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.
         moe_aux_loss: balancing loss of the routers, mean over layers and tokens, before its coefficient. 1 is an even
             load; 0 if the objective has none. Not part of ``loss``.
+        routing_disagreement: fraction of given routes, by token and layer, that the router would choose otherwise.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
 
@@ -344,6 +345,7 @@ class GRPOStats(TensorsAsArrays):
     importance_clipfrac: Tensor = field(default_factory=lambda: torch.zeros(()))
     bounded_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))
     metadata: dict[str, Any] | None = field(default=None)
 
 

@@ -1,10 +1,12 @@
-"""Experts implementation for transformers' models with our grouped product, registered by name."""
+"""Experts of transformers' models: our grouped product, registered by name, and routers that follow given routes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backends.common.step.balance import RoutedTokens
 from backends.common.step.grouped_product import grouped_linear
 from backends.common.trainer.roles import ADDED
 
@@ -41,3 +43,36 @@ def _linear(experts: Any, name: str, rows: Tensor, ends: Tensor, chosen: Tensor)
     if name in experts._modules.get(ADDED, ()):
         out = out + experts.added[name](rows, ends)
     return out + getattr(experts, f"{name}_bias").index_select(0, chosen) if experts.has_bias else out
+
+
+def follow_routes(layer: torch.nn.Module, index: int, current: Callable[[], RoutedTokens | None]) -> bool:
+    """Let the router in a decoder's layer ``index`` follow the ``current`` call's tokens, if it has any.
+
+    They are not passed down, because FSDP replaces containers in a layer's arguments. Return whether there is a router.
+    """
+
+    def follow(router: torch.nn.Module, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if (tokens := current()) is None:
+            return output
+        logits, weights, experts = output
+        if tokens.routes is not None:
+            experts = tokens.routes.choose(index, experts)
+            weights = _weights(router, logits, experts)
+        if tokens.loss is not None:
+            tokens.routed.setdefault(index, (logits, experts))
+        return logits, weights, experts
+
+    routers = [module for module in layer.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    for router in routers:
+        router.register_forward_hook(follow)
+    return bool(routers)
+
+
+def _weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    """Return (T, k) weights of given experts, computed like transformers' routers of Qwen3-MoE and DeepSeek-V3."""
+    if not hasattr(router, "e_score_correction_bias"):
+        weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
+        return (weights / weights.sum(dim=-1, keepdim=True) if router.norm_topk_prob else weights).to(logits.dtype)
+    weights = logits.sigmoid().gather(1, experts)
+    scale = weights.sum(dim=-1, keepdim=True) + 1e-20 if router.norm_topk_prob else 1.0
+    return weights / scale * router.routed_scaling_factor

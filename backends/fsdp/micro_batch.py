@@ -8,6 +8,7 @@ import torch.distributed as dist
 from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
+from backends.common.step.routes import Replay
 from backends.fsdp.attention import Boundaries
 from slime_like.algorithms.context import split_for_context_parallel
 from slime_like.trajectory import PackedTrajectory
@@ -15,7 +16,7 @@ from slime_like.trajectory import PackedTrajectory
 
 @dataclass(slots=True)
 class ModelInput(MicroBatch):
-    """One pack on this rank's device; ``routed`` is set if the objective balances routers."""
+    """One pack on this rank's device; ``routed`` is set if routers balance or replay."""
 
     boundaries: Boundaries
     responses: ResponseRows
@@ -28,6 +29,7 @@ def model_input(
     context: dist.ProcessGroup,
     by_package: bool = False,
     balance: BalanceLoss | None = None,
+    replay: Replay | None = None,
 ) -> ModelInput:
     """Take this rank's part of ``pack``, which is the same on every rank that shares it.
 
@@ -35,7 +37,7 @@ def model_input(
     """
     shard = split_for_context_parallel(pack, context.size(), context.rank(), layout="contiguous")
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
-    routed = RoutedTokens.of(pack, shard, slice(None), balance)
+    routed = RoutedTokens.of(pack, shard, slice(None), balance, replay)
     boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(pack, shard)
     moved, shard, boundaries, responses, routed = on_device((pack, shard, boundaries, responses, routed), device)
     return ModelInput(pack, moved, shard, context, boundaries, responses, routed)

@@ -37,6 +37,8 @@ class LogprobModel(nn.Module):
     Attributes:
         names: its parameters' names in checkpoints, by module name.
         factors: low-rank factors by their parameter's name in checkpoints. If there are any, only they are trained.
+        routed: what routers need in the next forward pass and its backward pass.
+        routed_layers: layers whose routers follow it.
         chunk_tokens: tokens whose logits exist at the same time.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
     """
@@ -51,6 +53,9 @@ class LogprobModel(nn.Module):
         self.layers_name = _layers_name(hugging_face)
         for layer in self.layers:
             attention.hand_on(layer)
+        self.routed: RoutedTokens | None = None
+        follows = [experts.follow_routes(layer, index, lambda: self.routed) for index, layer in enumerate(self.layers)]
+        self.routed_layers = [index for index, follow in enumerate(follows) if follow]
         self.output = Output.of(hugging_face.config)
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
@@ -61,14 +66,16 @@ class LogprobModel(nn.Module):
         layers: nn.ModuleList = self.hugging_face.get_submodule(self.layers_name)
         return layers
 
-    def forward(self, tokens: Tensor, *part: Any) -> tuple[Tensor, ...]:
+    def forward(self, tokens: Tensor, *part: Any) -> Tensor:
         """Return ``score_part`` of one rank's part of a pack or, given only ``tokens``, the model's (T, V) logits.
 
         FSDP gathers the root's weights only around this method.
         """
         if part:
             return self.score_part(tokens, *part)
-        return (self.hugging_face(input_ids=tokens[None], use_cache=False).logits[0],)
+        self.routed = None
+        logits: Tensor = self.hugging_face(input_ids=tokens[None], use_cache=False).logits[0]
+        return logits
 
     def score_part(
         self,
@@ -76,25 +83,18 @@ class LogprobModel(nn.Module):
         positions: Tensor,
         boundaries: attention.Boundaries,
         rows: ResponseRows,
-        routed: RoutedTokens | None,
-    ) -> tuple[Tensor, ...]:
-        """Score one rank's part of a pack.
+    ) -> Tensor:
+        """Return (2, r) logprobs and entropies (nats) of one rank's part of a pack.
 
         Args:
             tokens, positions: (T_local,) ids, and positions that begin at 0 in every sequence.
             boundaries: input of attention.
             rows: the local positions that predict the r response tokens.
-            routed: what routers need, whose logits are then returned, too.
-
-        Returns:
-            (2, r) logprobs and entropies (nats); then, if requested, (T_local, E) router logits of every layer.
         """
-        options = {"output_router_logits": True} if routed is not None else {}
         output = self.hugging_face.base_model(
-            input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=boundaries, **options
+            input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=boundaries
         )
-        scored = self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
-        return (scored, *output.router_logits) if routed is not None else (scored,)
+        return self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
         """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states."""
@@ -148,7 +148,8 @@ class LogprobModel(nn.Module):
         self.hugging_face.set_attn_implementation("eager")
         self.hugging_face.set_experts_implementation("eager")
         try:
-            return self(tokens)[0]
+            logits: Tensor = self(tokens)
+            return logits
         finally:
             self.hugging_face.set_attn_implementation(attention.NAME)
             self.hugging_face.set_experts_implementation(experts.NAME)

@@ -8,6 +8,7 @@ from torch import Tensor
 from backends.common.process.rendezvous import join_world
 from backends.common.step.balance import BalanceLoss, balance_loss
 from backends.common.step.packs import require_computable
+from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import ModelInput, model_input
@@ -18,7 +19,7 @@ from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
 from slime_like.checks.packages import attention_problems, missing_flash_attention
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
-from slime_like.errors import TrainerError
+from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
 from slime_like.trajectory import GRPOStats, PackedTrajectory
@@ -62,6 +63,11 @@ class FsdpTrainer(TrainerBase):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
         self.model = build(self.config, self.groups, self.device)
+        if self._replay() is not None and self.model.routed_layers != list(self.dimensions.expert_layers):
+            raise ConfigError(
+                f"algorithm.routing_replay={self.config.algorithm.routing_replay} does not support the routers of "
+                f"transformers' {type(self.model.hugging_face).__name__}; use none, or trainer.backend=megatron"
+            )
         self.state = FsdpState(self.config, self.model, self.groups, self.device)
 
     def _prepare_training(self) -> Optimizer:
@@ -91,9 +97,11 @@ class FsdpTrainer(TrainerBase):
         with self._phase("accumulate"):
             for index, pack in enumerate(micro_batches):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
-                self._loss(self._batch(pack, self._step.balance)).backward()
+                self._loss(self._batch(pack, self._step.balance, self._step.replay)).backward()
 
-    def _batch(self, pack: PackedTrajectory, balance: BalanceLoss | None = None) -> ModelInput:
+    def _batch(
+        self, pack: PackedTrajectory, balance: BalanceLoss | None = None, replay: Replay | None = None
+    ) -> ModelInput:
         """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
         reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
@@ -104,23 +112,18 @@ class FsdpTrainer(TrainerBase):
                 remedy="train on shorter sequences",
             )
         require_computable(pack, self.dimensions.vocab_size)
-        return model_input(pack, self.device, self.groups.context, self._by_package, balance)
+        return model_input(pack, self.device, self.groups.context, self._by_package, balance, replay)
 
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""
-        scored, *routers = self._forward(batch)
-        loss = self._objective.add(self._step, batch.given, batch.pack, *batch.whole(scored))
-        if batch.routed is None:
+        loss = self._objective.add(self._step, batch.given, batch.pack, *self._forward(batch))
+        if batch.routed is None or batch.routed.loss is None:
             return loss
-        biases = list(self.model.kept_by_name().values())
-        return loss + balance_loss(self.dimensions, biases, routers, batch.routed, self.groups.context)
+        return loss + balance_loss(self.dimensions, batch.routed, self.groups.context)
 
     def _forward(self, batch: ModelInput) -> tuple[Tensor, ...]:
-        shard = batch.shard
-        result: tuple[Tensor, ...] = self.model(
-            shard.tokens, shard.position_ids, batch.boundaries, batch.responses, batch.routed
-        )
-        return result
+        shard, self.model.routed = batch.shard, batch.routed
+        return batch.whole(self.model(shard.tokens, shard.position_ids, batch.boundaries, batch.responses))
 
     def finalize_gradients(self, denominator: float) -> None:
         """Divide gradients, which are already summed over all ranks."""
@@ -135,13 +138,16 @@ class FsdpTrainer(TrainerBase):
 
     # ---------------------------------------------------------------------------------------------------- scoring, end
     @torch.no_grad()
-    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]]:
+    def _score(
+        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
+    ) -> list[tuple[Tensor, ...]]:
         scored = []
         with self._phase("score"):
             for pack in micro_batches:
-                batch = self._batch(pack)
-                (part,) = self._forward(batch)
-                scored.append(batch.whole(part))
+                batch = self._batch(pack, replay=replay)
+                scored.append(self._forward(batch))
+                if batch.routed is not None:
+                    batch.routed.record(pack, self.groups.context)
             self.model.shard_weights()
         return scored
 

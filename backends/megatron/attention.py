@@ -77,7 +77,7 @@ class PackedLayout(PackedSeqParams):
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
         interleaved: rotate adjacent elements instead of elements half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
-        routed: tokens of the routers' balancing loss, in training with one.
+        routed: what routers need, if they balance or replay.
     """
 
     cos: Tensor | None = None

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from backends.common.attention.choice import choose_attention
 from backends.common.step.balance import BalanceLoss, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device, require_computable
+from backends.common.step.routes import Replay
 from backends.megatron.attention import PackedLayout, attention_of, context_layout_of
 from backends.megatron.rotary import Rotary, rotary_table
 from slime_like.algorithms.context import ContextShard, split_for_context_parallel
@@ -44,7 +45,9 @@ class BatchBuilder:
         # Interleaved schedules need a multiple of the pipeline's size, all of the same length.
         self._multiple = layout.pipeline if layout.virtual_pipeline > 1 else None
 
-    def build(self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None) -> list[ModelInput]:
+    def build(
+        self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None, replay: Replay | None = None
+    ) -> list[ModelInput]:
         """Take this rank's part of every pack. If required, adds packs without weight, and pads."""
         missing = -len(packs) % (self._multiple or 1)
         given = [*packs, *(zero_weight_pack(packs[0]) for _ in range(missing))]
@@ -56,22 +59,25 @@ class BatchBuilder:
         if self._multiple is not None:
             longest = max(shard.tokens.numel() for shard in shards)
             shards = [self._shard(pack, longest) for pack in given]
-        return [self._input(pack, shard, balance) for pack, shard in zip(given, shards, strict=True)]
+        return [self._input(pack, shard, balance, replay) for pack, shard in zip(given, shards, strict=True)]
 
     def _shard(self, pack: PackedTrajectory, multiple_of: int) -> ContextShard:
         size, rank = self._context_group.size(), self._context_group.rank()
         layout = context_layout_of(self._attention)
         return split_for_context_parallel(pack, size, rank, layout=layout, multiple_of=multiple_of)
 
-    def _input(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> ModelInput:
-        layout = self._layout(pack, shard, balance)
+    def _input(
+        self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None, replay: Replay | None
+    ) -> ModelInput:
+        layout = self._layout(pack, shard)
+        layout.routed = RoutedTokens.of(pack, shard, self._rows(shard), balance, replay)
         moved, shard, layout = on_device((pack, shard, layout), self._device)
         table = rotary_table(self._rotary.inv_freq, shard.position_ids, torch.float32)
         layout.cos, layout.sin = ((part * self._rotary.magnitude).to(self._dtype) for part in table)
         return ModelInput(pack, moved, shard, self._context_group, layout)
 
-    def _layout(self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None) -> PackedLayout:
-        """Compute everything that follows from boundaries and rows, except the rotary table."""
+    def _layout(self, pack: PackedTrajectory, shard: ContextShard) -> PackedLayout:
+        """Compute everything that attention and head need, except the rotary table."""
         boundaries, name = shard.cu_seqlens_padded, self._attention
         return PackedLayout(
             qkv_format="thd",
@@ -85,7 +91,6 @@ class BatchBuilder:
             # Transformer Engine's attention reads the fields that Megatron defines.
             attention=None if name == "transformer_engine" else choose_attention(name, shard, self._context_group),
             responses=ResponseRows.of(pack, shard),
-            routed=RoutedTokens.of(pack, shard, self._rows(shard), balance),
         )
 
     def _rows(self, shard: ContextShard) -> slice:

@@ -1,5 +1,7 @@
-"""Megatron's routers with the balancing loss of ``backends.common.step.balance``."""
+"""Megatron's routers with the balancing loss of ``backends.common.step.balance`` and the replay of ``routes``."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.common.step.balance import RoutedTokens
+from backends.common.step.routes import TokenRoutes
 from backends.megatron.dispatch import Dispatcher
 
 EXPERT_BIAS = "expert_bias"
@@ -26,6 +29,21 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], torch.ones((), dtype=torch.float32, device=grads[0].device)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerReplay:
+    """Megatron's interface for replay, of one layer and micro-batch."""
+
+    routes: TokenRoutes
+    layer: int
+
+    def get_replay_topk(
+        self, scores: Tensor, top_k: int, groups: int | None, top_groups: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return (t, k) scores and experts; ``choose`` returns the router's own."""
+        experts = self.routes.choose(self.layer, choose(scores, top_k, groups, top_groups)[1])
+        return scores.gather(1, experts), experts
 
 
 class BalancedRouter(TopKRouter):
@@ -50,12 +68,15 @@ class BalancedRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor]:
         """Return (t, E) probabilities and routing map. ``padding_mask`` is the micro-batch's ``RoutedTokens`` or None.
 
-        Under full recompute a layer runs twice; only the run under autograd counts.
+        Under full recompute a layer runs twice; the loss counts only the run under autograd.
         """
+        tokens: RoutedTokens | None = padding_mask
+        if tokens is not None and tokens.routes is not None:
+            self.router_replay = _LayerReplay(tokens.routes, self.layer_number - 1)
         probs, routing_map = super().routing(logits)
-        if padding_mask is None or not torch.is_grad_enabled():
+        self.router_replay = None
+        if tokens is None or tokens.loss is None or not torch.is_grad_enabled():
             return probs, routing_map
-        tokens: RoutedTokens = padding_mask
         flat, sigmoid = logits.view(-1, logits.shape[-1]), self.score_function == "sigmoid"
         loss = tokens.layer_loss(flat, routing_map, sigmoid, self.topk, self.tp_cp_group)
         return _AddLoss.apply(probs, loss), routing_map

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from backends.common.step.balance import BalanceLoss
+from backends.common.step.routes import Replay
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.installed import require
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
@@ -54,23 +55,33 @@ class Schedule:
     builder: BatchBuilder
     offload: ActivationOffload | None = None
 
-    def train(self, packs: Sequence[PackedTrajectory], loss: LossFunction, balance: BalanceLoss | None = None) -> None:
+    def train(
+        self,
+        packs: Sequence[PackedTrajectory],
+        loss: LossFunction,
+        balance: BalanceLoss | None = None,
+        replay: Replay | None = None,
+    ) -> None:
         """Run forward and backward for one window. ``loss`` is called on the last stage, once per micro-batch."""
 
         def reduce(batch: ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
             # Zero tokens: the schedule then leaves the sum unscaled, and the step is scaled at its end.
             return loss(batch, *batch.whole(output)), torch.zeros((), dtype=torch.int, device=output.device), None
 
-        self._run(self.builder.build(packs, balance), reduce, forward_only=False)
+        self._run(self.builder.build(packs, balance, replay), reduce, forward_only=False)
 
     @torch.no_grad()
-    def score(self, packs: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
+    def score(self, packs: Sequence[PackedTrajectory], replay: Replay | None = None) -> list[tuple[Tensor, ...]] | None:
         """Return the head's (R,) outputs for every pack on the last stage, ``None`` on the others."""
+        batches = self.builder.build(packs, replay=replay) if packs else []
 
         def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, ...]:
             return batch.whole(output)
 
-        results = self._run(self.builder.build(packs), collect, forward_only=True) if packs else []
+        results = self._run(batches, collect, forward_only=True) if packs else []
+        for batch in batches[: len(packs)]:
+            if batch.layout.routed is not None:
+                batch.layout.routed.record(batch.given, parallel_state.get_tensor_and_context_parallel_group())
         return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
 
     def _run(self, batches: list[ModelInput], after: Callable[..., Any], forward_only: bool) -> list[Any]:

@@ -8,6 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
+from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
 from backends.megatron import parallel
 from backends.megatron.activations import ActivationOffload
@@ -102,7 +103,7 @@ class MegatronTrainer(TrainerBase):
         self._step.open_window(last)
         set_dropout(self.chunks, True)
         with self._phase("accumulate"), self._communication.window(last):
-            self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance)
+            self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance, self._step.replay)
 
     def _micro_batch_loss(self, batch: ModelInput, *outputs: Tensor) -> Tensor:
         return self._objective.add(self._step, batch.given, batch.pack, *outputs)
@@ -116,10 +117,12 @@ class MegatronTrainer(TrainerBase):
                 chunk.scale_gradients(1.0 / denominator)
 
     # ------------------------------------------------------------------------------------------- scoring, weights, end
-    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
+    def _score(
+        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
+    ) -> list[tuple[Tensor, ...]] | None:
         set_dropout(self.chunks, False)
         with self._phase("score"):
-            return self._schedule.score(micro_batches)
+            return self._schedule.score(micro_batches, replay)
 
     def settle_weights(self) -> None:
         """Make every weight of this rank whole: with ``trainer.optimizer.overlap``, an update may still be in progress.

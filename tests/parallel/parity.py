@@ -100,7 +100,7 @@ def parity_config(
     checkpoint: Path, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: float
 ) -> RunConfig:
     settings = dict(layout)
-    of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad", "offload")
+    of_optimizer = ("distributed", "overlap", "overlap_bucket_params", "clip_grad", "offload", "lr")
     optimizer: dict[str, Any] = {"distributed": settings.get("backend") == "fsdp"}
     optimizer |= {name: settings.pop(name) for name in of_optimizer if name in settings}
     of_trainer = ("backend", "recompute", "attention", "activation_offload", "share_prefixes", "fsdp")

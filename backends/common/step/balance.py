@@ -1,4 +1,6 @@
-"""The router's load-balancing loss: a mean over the real tokens of a step, whatever the layout and the micro-batches.
+"""What routers need besides hidden states: the load-balancing loss, and routes to replay (``routes``).
+
+The loss is a mean over the real tokens of a step, whatever the layout and the micro-batches.
 
 For one layer and one sequence s of T_s tokens, with E experts and k choices per token (DeepSeek-V3,
 arXiv:2412.19437, eqs. 17 to 20; Switch Transformer, arXiv:2101.03961, eqs. 4 to 6, on one sequence):
@@ -13,7 +15,6 @@ routed, too; padding and fillers do not. Sequences with shared prefixes (``train
 their shared tokens count once.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -22,13 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
+from backends.common.step.routes import Replay, TokenRoutes
 from slime_like.algorithms.context import ContextShard
 from slime_like.algorithms.packing.prefixes import tree_of_tokens
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-
-_RANKED_BY = 2
-"""Number of top scores whose sum ranks a group of experts, as in DeepSeek-V3."""
 
 
 @dataclass(slots=True)
@@ -88,22 +87,35 @@ class BalanceLoss:
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Sequences of a router's tokens, passed along with the micro-batch.
+    """What routers need besides hidden states, passed along with the micro-batch.
 
     Attributes:
         sequence: (t,) int64, each local token's sequence in its pack; S for padding and in fillers. Sequences that
             share prefixes count as one.
         lengths: (S,) tokens of every sequence, on all ranks together.
+        loss: the balancing loss, in training with one.
+        routes: given experts, or a place to record the router's; fillers have none.
+        routed: by layer, its (t, E) logits and (t, k) experts, which FSDP's trainer takes after the forward pass. A
+            layer that was taken is ``None``, so recomputation adds nothing.
     """
 
     sequence: Tensor
     lengths: Tensor
-    loss: BalanceLoss
+    loss: BalanceLoss | None
+    routes: TokenRoutes | None = None
+    routed: dict[int, tuple[Tensor, Tensor] | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, pack: PackedTrajectory, shard: ContextShard, rows: slice, loss: BalanceLoss | None) -> Self | None:
+    def of(
+        cls,
+        pack: PackedTrajectory,
+        shard: ContextShard,
+        rows: slice,
+        loss: BalanceLoss | None,
+        replay: Replay | None = None,
+    ) -> Self | None:
         """Create it for the ``rows`` of the token axis of ``shard``; ``None`` if routers need nothing."""
-        if loss is None:
+        if loss is None and replay is None:
             return None
         source, lengths = shard.source[rows], pack.prompt_lens + pack.response_lens
         sequence = pack.sequence_mask[source.clamp_min(0)].long()
@@ -111,18 +123,25 @@ class RoutedTokens:
         if shard.parents is not None:
             trees, lengths = tree_of_tokens(pack)
             sequence = trees[source.clamp(0, len(trees) - 1)]
-        return cls(torch.where(is_real, sequence, len(lengths)), lengths, loss)
+        routes = None if replay is None or pack.is_filler else TokenRoutes.of(pack, shard, rows, replay)
+        return cls(torch.where(is_real, sequence, len(lengths)), lengths, loss, routes)
+
+    def record(self, pack: PackedTrajectory, group: dist.ProcessGroup) -> None:
+        """Give ``pack`` the routes that a recording pass took. Collective over the ranks that hold parts of it."""
+        if self.routes is not None:
+            self.routes.store(pack, group)
 
     def layer_loss(self, logits: Tensor, chosen: Tensor, sigmoid: bool, top_k: int, group: dist.ProcessGroup) -> Tensor:
         """Return one layer's scaled loss of this rank's tokens; ``loss`` records its share.
 
         Args:
             logits: (t, E) of the router.
-            chosen: (t, E) bool, its choices.
+            chosen: (t, E) bool, the experts of every token.
             sigmoid: scores are sigmoids, not a softmax.
             top_k: choices per token.
             group: the ranks that hold parts of the same sequences.
         """
+        assert self.loss is not None
         if sigmoid:
             affinity = logits.float().sigmoid()
             probability = affinity / affinity.sum(dim=-1, keepdim=True)
@@ -147,43 +166,17 @@ class RoutedTokens:
         return load
 
 
-def balance_loss(
-    dimensions: ModelDimensions,
-    biases: Sequence[Tensor],
-    logits: Sequence[Tensor],
-    tokens: RoutedTokens,
-    context: dist.ProcessGroup,
-) -> Tensor:
-    """Compute one micro-batch's balancing loss from the routers' logits: this rank's tokens' share, summed over layers.
+def balance_loss(dimensions: ModelDimensions, tokens: RoutedTokens, context: dist.ProcessGroup) -> Tensor:
+    """Take the routers' logits out of ``tokens`` and return this rank's share of the loss, summed over layers.
 
-    Args:
-        biases: (E,) for every layer with experts, added to sigmoids for the choice; not used for a softmax.
-        logits: (T_local, E) for every layer with experts.
-        context: the ranks that hold parts of the same sequences.
+    ``context``: the ranks that hold parts of the same sequences.
     """
-    total = torch.zeros((), dtype=torch.float32, device=logits[0].device)
-    for layer_logits, bias in zip(logits, biases if dimensions.moe_sigmoid else [None] * len(logits), strict=True):
-        chosen = _chosen(dimensions, layer_logits, bias)
-        total += tokens.layer_loss(layer_logits, chosen, dimensions.moe_sigmoid, dimensions.moe_top_k, context)
+    total = torch.zeros((), dtype=torch.float32, device=tokens.sequence.device)
+    for layer in dimensions.expert_layers:
+        routed = tokens.routed[layer]
+        assert routed is not None
+        logits, experts = routed
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
+        total = total + tokens.layer_loss(logits, chosen, dimensions.moe_sigmoid, dimensions.moe_top_k, context)
+        tokens.routed[layer] = None
     return total
-
-
-@torch.no_grad()
-def _chosen(dimensions: ModelDimensions, logits: Tensor, bias: Tensor | None) -> Tensor:
-    """Mark the highest scores, (T, E) bool. Sigmoids, which have a bias, choose within the best groups of experts.
-
-    DeepSeek-V3, arXiv:2412.19437, eq. 16, and section 2.1.2 for groups.
-    """
-    scores = logits.float()
-    if bias is not None:
-        scores = scores.sigmoid() + bias
-        grouped = scores.unflatten(-1, (dimensions.moe_groups, -1))
-        rank = grouped.topk(_RANKED_BY, dim=-1).values.sum(dim=-1)
-        allowed = _marked(rank, dimensions.moe_top_groups)[..., None].expand_as(grouped).flatten(-2)
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    return _marked(scores, dimensions.moe_top_k)
-
-
-def _marked(scores: Tensor, count: int) -> Tensor:
-    """Mark the ``count`` highest scores along the last axis."""
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(count, dim=-1).indices, True)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backends.common.process.agreement import rank_error
 from backends.common.step.balance import BalanceLoss
+from backends.common.step.routes import Replay
 from slime_like.algorithms.losses.sums import LossSums
 from slime_like.errors import TrainerError
 
@@ -20,6 +21,7 @@ class StepSums:
     Attributes:
         denominator: divisor of the gradients, if known when the step begins.
         balance: the routers' loss, if the objective has one.
+        replay: the replay of routes, if it is set.
         sums: metrics of this rank's micro-batches (last pipeline stage only).
         losses: detached loss of every micro-batch, in order.
         complete: the step's last window has been opened.
@@ -27,6 +29,7 @@ class StepSums:
 
     denominator: float | None = None
     balance: BalanceLoss | None = None
+    replay: Replay | None = None
     sums: LossSums | None = None
     losses: list[Tensor] = field(default_factory=list)
     complete: bool = False

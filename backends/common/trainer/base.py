@@ -18,13 +18,14 @@ from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import BalanceLoss
+from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.roles import objective_of
 from backends.common.trainer.state import TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
-from slime_like.config.roles import ModelRole
+from slime_like.config.roles import POLICY, ModelRole
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import (
     PendingSave,
@@ -102,7 +103,9 @@ class TrainerBase(TrainerBackend):
         """Make this rank's gradients the step's gradients: summed over ranks, divided by ``denominator``."""
 
     @abstractmethod
-    def _score(self, micro_batches: Sequence[PackedTrajectory]) -> list[tuple[Tensor, ...]] | None:
+    def _score(
+        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
+    ) -> list[tuple[Tensor, ...]] | None:
         """Return the head's (R,) outputs for each pack, with the current weights."""
 
     # ----------------------------------------------------------------------------------------------------------- phases
@@ -220,6 +223,7 @@ class TrainerBase(TrainerBackend):
             coefficient = self.config.algorithm.moe_aux_loss_coef
             self._step = StepSums(denominator)
             self._step.balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
+            self._step.replay = self._replay()
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         self._step.require_denominator(denominator)
@@ -232,8 +236,9 @@ class TrainerBase(TrainerBackend):
             return self._statistics(denominator, norm)
 
     def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
-        balance = self._step.balance
+        balance, replay = self._step.balance, self._step.replay
         figures = {} if balance is None else balance.figures(len(self.dimensions.expert_layers), self.device)
+        figures |= {} if replay is None else replay.figures(self.device)
         if self._step.sums is None:
             return None
         sums = reduced_over_data(self._step.sums, self.replicas)
@@ -251,7 +256,7 @@ class TrainerBase(TrainerBackend):
     def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores] | None:
         name = role or self._role.name
         if name == self._role.name:
-            return _named(self._role, self._score(micro_batches))
+            return _named(self._role, self._score(micro_batches, self._scoring_replay(micro_batches, role)))
         if name not in self.state.frozen:
             raise rank_error(
                 "score",
@@ -262,6 +267,20 @@ class TrainerBase(TrainerBackend):
         self.settle_weights()
         with self.state.replaced(name):
             return _named(self.config.roles[name], self._score(micro_batches))
+
+    def _replay(self, records: bool = False) -> Replay | None:
+        """Return the replay of a pass, if it is set and this trainer's modules are the policy."""
+        mode = self.config.algorithm.routing_replay
+        if mode == "none" or self._role.name != POLICY:
+            return None
+        return Replay(mode, self.dimensions, records)
+
+    def _scoring_replay(self, packs: Sequence[PackedTrajectory], role: str | None) -> Replay | None:
+        """Return the replay of a scoring pass. Without a role, sequences need not belong to the step."""
+        mode, all_have_routes = self.config.algorithm.routing_replay, all(pack.routes is not None for pack in packs)
+        if mode == "old":
+            return self._replay(records=True) if role else None
+        return self._replay() if role or all_have_routes else None
 
     # ------------------------------------------------------------------------------------------- transfer of the state
     def trial(self, size: float | None) -> None:

@@ -1,0 +1,114 @@
+"""Replayed routes in every layout of both backends.
+
+Replaying the trainer's own routes changes no bit of logprobs and gradients. Forced random routes, some of them unknown,
+agree with a float64 mixture that has hand-written weights: logprobs, the loss with the balancing term, and every
+gradient. A step's later updates repeat the routes of its start. All layouts of one size run in one fork.
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from backends.common.step.routes import rows_of_tokens
+from slime_like.algorithms.packing.pack import pack_sequences
+from tests.parallel.parity import Case, Settings, parity_config
+from tests.parallel.ranks import run_each
+from tests.parallel.routes import (
+    RoutedResult,
+    check_disagreement,
+    check_gradients_of_any,
+    check_routed,
+    old_case,
+    old_rank,
+    routed_case,
+    routed_rank,
+)
+from tests.support.prefixes import row
+
+SHARED = {"share_prefixes": "tree"}
+FSDP = {"backend": "fsdp"}
+ALONE: dict[str, Settings] = {
+    "single": {},
+    "full-recompute": {"recompute": "full"},
+    "fsdp": FSDP,
+    "fsdp-recompute": {**FSDP, "recompute": "full"},
+}
+PAIRS: dict[str, Settings] = {
+    "tp2-sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
+    "cp2": {"context": 2},
+    "dp2": {"data": 2},
+    "ep2": {"data": 2, "expert": 2},
+    "tp2-sp-ep2": {"tensor": 2, "sequence": True, "expert": 2},
+    "fsdp-dp2": {**FSDP, "data": 2},
+    "fsdp-cp2": {**FSDP, "context": 2},
+    "fsdp-dp2-recompute": {**FSDP, "data": 2, "recompute": 1},
+}
+SHARING: dict[str, Settings] = {
+    "shared-tp2-sp": {"tensor": 2, "sequence": True, **SHARED},
+    "shared-cp2": {"context": 2, **SHARED},
+    "shared-fsdp-cp2": {**FSDP, "context": 2, **SHARED},
+}
+LATER = {name: PAIRS[name] for name in ("tp2-sp-ep2", "pp2-interleaved", "cp2", "fsdp-cp2")}
+FAMILIES = ("qwen3_moe", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that runs a rank function in several layouts, and returns the case and each one's results."""
+
+    @cache
+    def run(family: str, kind: str) -> tuple[Case, dict[str, list[RoutedResult]]]:
+        directory = tmp_path_factory.mktemp(f"{family}-{kind}")
+        layouts = {"alone": ALONE, "pairs": PAIRS, "sharing": SHARING, "later": LATER}[kind]
+        later = kind == "later"
+        case = old_case(family, directory) if later else routed_case(family, directory, kind == "sharing")
+        configs = [
+            parity_config(case.checkpoint, directory, {**settings, **({"lr": 1e-2} if later else {})}, **case.algorithm)
+            for settings in layouts.values()
+        ]
+        tasks = [(config, case.packs(), case.denominator) for config in configs]
+        function, world = old_rank if later else routed_rank, configs[0].trainer.parallel.world_size
+        results = run_each(function, world, directory / "ranks", tasks)
+        return case, {name: list(found) for name, found in zip(layouts, results, strict=True)}
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["alone", "pairs", "sharing"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_routes_change_no_bit(family: str, kind: str, routed: Any) -> None:
+    for name, results in routed(family, kind)[1].items():
+        for result in results:
+            assert not result.changed, f"{name}: {result.changed}"
+            assert result.recorded > 0 or not result.gradients, name
+
+
+@pytest.mark.parametrize("kind", ["alone", "pairs", "sharing"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forced_routes_compute_the_reference(family: str, kind: str, routed: Any) -> None:
+    case, found = routed(family, kind)
+    assert case.disagreement > 0.3
+    for name, results in found.items():
+        try:
+            check_routed(case, results)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_updates_repeat_the_routes_of_the_start(family: str, routed: Any) -> None:
+    case, found = routed(family, "later")
+    for results in found.values():
+        check_gradients_of_any(case, results)
+        check_disagreement(case, results)
+
+
+def test_a_shared_token_follows_the_first_sequence_that_reads_it() -> None:
+    """The last token of the first sequence has no row, but a longer one reads it."""
+    rows = [row(0, 0, [1, 2], [3]), row(1, 0, [1, 2], [3, 4]), row(2, 1, [5], [6])]
+    pack = pack_sequences(rows, target_tokens_per_batch=11, sharing="tree")
+    assert pack.shared_tokens == 3
+    assert rows_of_tokens(pack).tolist() == [0, 1, 4, 0, 1, 4, -1, 5, -1, -1, -1, -1]
