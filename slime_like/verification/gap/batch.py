@@ -10,6 +10,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.config.sections import DebugConfig, ReferenceConfig
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.errors import ConfigError
+from slime_like.interfaces import load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.run.directory import CONFIG_FILE
 from slime_like.trajectory import ScoredTrajectory
@@ -23,7 +24,7 @@ class SavedBatch:
     """A saved batch of a run.
 
     Attributes:
-        config: configuration of the run, without its reference. Experts are replayed if rows have routes.
+        config: configuration of the run, without its reference, and with replay of the rows' routes.
         version: weight version that the trainer scored the batch with: the number of steps before it.
         rows: rows that an engine can score.
     """
@@ -63,7 +64,8 @@ class SavedBatch:
         if not any(row.loss_mask.any() for row in kept):
             raise ConfigError(f"{path}: no engine's logprobs of rows that it can score; {_REMEDY}", code="no-batch")
         update = {"reference": ReferenceConfig(), "debug": DebugConfig()}
-        if dimensions.num_experts:  # engines report routes only for a replay; rows without them are routed live
+        if dimensions.num_experts and getattr(load_engine(config.rollout.engine), "returns_routes", False):
+            # Engines return routes only for a replay. Rows without them are routed live.
             update["algorithm"] = config.algorithm.model_copy(update={"routing_replay": "rollout"})
         return cls(config.model_copy(update=update), (step or usable[-1]) - 1, kept)
 

@@ -151,7 +151,9 @@ class Explanation:
         self._left = best.without
 
     def _note(self, cause: str, without: Compared | None, share: float, text: str, name: str = "") -> None:
-        self.findings.append(Finding(cause, None if without is None else without.gap, share, text, name or cause))
+        name = name or cause
+        gap = None if without is None else without.gap
+        self.findings.append(Finding(name.split()[0], gap, share, text, name))
 
     # ------------------------------------------------------------------------------------- on recorded logprobs
     def _staleness(self, older: Mapping[int, Sequence[Tensor]]) -> list[Trial] | str:
@@ -224,7 +226,7 @@ class Explanation:
         rows = _replayed(rows, self._routes)
         after = replace(left, rows=rows, engine=engine, trainer=self._sides.score(rows))
         if self._suspect is not None:
-            return [Trial(after, ": ".join(self._suspect), self._suspect[0])]
+            return [Trial(after, self._suspect[1], self._suspect[0])]
         if after.gap[0] > left.gap[0] * (1 - _LEAST_FALL_OF_GUESS):
             return [Trial(after, "a new engine with the trainer's weights has the same gap")]
         sound = "the run's engine had other weights than the trainer; a new one receives them unchanged"

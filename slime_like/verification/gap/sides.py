@@ -12,7 +12,7 @@ from torch import Tensor
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams, TrainerBackend
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams, TrainerBackend
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
@@ -63,12 +63,11 @@ class Sides:
 
         The engine gets the rows as prompts, and scores at temperature 1 over the vocabulary.
         """
-        client, sampling = EngineClient(self._started()), SamplingParams(max_new_tokens=1)
-        self._turns.generation()
+        sampling = SamplingParams(max_new_tokens=1)
         requests = [
             GenerationRequest(row.sequence_id, PromptInput(_ids(row)), sampling, prompt_logprobs=True) for row in rows
         ]
-        answers = [generation for (generation,) in client.generate(requests)]
+        answers = [generation for (generation,) in self._generated(requests)]
         logprobs = [
             torch.as_tensor(each.prompt_logprobs)[row.prompt_len - 1 :] for row, each in zip(rows, answers, strict=True)
         ]
@@ -91,6 +90,11 @@ class Sides:
         except (EngineError, WeightSyncError) as error:
             return error.problem
         return None
+
+    def _generated(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
+        client = EngineClient(self._started())
+        self._turns.generation()
+        return client.generate(requests)
 
     def _started(self) -> EngineSupervisor:
         if self._engines is not None:
