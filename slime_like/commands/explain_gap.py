@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from slime_like.commands.command import Command, at_least_one
 
 if TYPE_CHECKING:
-    from slime_like.verification.gap.explain import Explanation
+    from slime_like.verification.gap.explain import Finding
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,24 +28,20 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     require_valid(batch.config, training_needs(batch.config))
     logs, slots = batch.config.run_dir / "gap_worker_logs", sum(pieces_of(batch.config).bundles)
     with RunLock(options.run_dir), Cluster(batch.config.cluster, logs, slots) as cluster:
-        found = Explanation(batch, partial(Sides.opened, cluster.run_name))
-    print(f"step {batch.version + 1}: gap between engine and trainer, in nats\n{_table(found)}\n{main_cause(found)}")
+        print(f"{'without':12} {'mean':>8} {'max':>8} {'share':>6}  finding")
+        found = Explanation(batch, partial(Sides.opened, cluster.run_name), _show)
+    rest = "rounding" if found.is_rounding else "unexplained"
+    print(f"{'':30} {found.share:>6.0%}  {rest}")
+    main = max(found.findings, key=lambda finding: finding.share)
+    share, name = (main.share, main.name) if main.share >= found.share else (found.share, rest)
+    print(f"{100 * share:.0f} % of the gap is {name}")
     return 0
 
 
-def _table(found: "Explanation") -> str:
-    lines = [f"{'without':12} {'mean':>8} {'max':>8} {'share':>6}  finding"]
-    for each in found.findings:
-        gap = " ".join(f"{value:8.1e}" for value in each.gap or ()) or " " * 17
-        lines.append(f"{each.cause:12} {gap} {f'{each.share:.0%}' if each.share else '':>6}  {each.text}")
-    return "\n".join([*lines, f"{'':30} {found.share:>6.0%}  {'rounding' if found.is_rounding else 'unexplained'}"])
-
-
-def main_cause(found: "Explanation") -> str:
-    main = max(found.findings, key=lambda finding: finding.share)
-    if main.share >= found.share:
-        return f"{100 * main.share:.0f} % of the gap is {main.name}"
-    return f"{100 * found.share:.0f} % of the gap is {'rounding' if found.is_rounding else 'unexplained'}"
+def _show(finding: "Finding") -> None:
+    gap = " ".join(f"{nats:8.1e}" for nats in finding.gap or ())
+    share = f"{finding.share:.0%}" if finding.share else ""
+    print(f"{finding.cause:12} {gap:17} {share:>6}  {finding.text}", flush=True)
 
 
 COMMAND = Command(

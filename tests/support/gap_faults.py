@@ -173,7 +173,6 @@ CASES = {
         "precision",
         "both in float32 instead of bfloat16",
         ["--trainer.backend", "exact", "--model.dtype", "bfloat16"],
-        "precision (bfloat16)",
     ),
 }
 

@@ -1,9 +1,9 @@
 """One saved batch of a run, with the configuration and the weights that it was trained with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -34,25 +34,29 @@ class SavedBatch:
     rows: list[ScoredTrajectory]
 
     @property
-    def versions(self) -> set[int]:
-        """Weight versions of the compared tokens."""
+    def checkpoint(self) -> Path | None:
+        """The trainer's files of the version; ``None`` means the initial weights."""
+        return _checkpoint(self.config.run_dir, self.version)
+
+    def at_older_versions(self) -> dict[int, Self]:
+        """Return the batch at each other version of its tokens, if there are weights of it."""
         found = ((row.weight_versions, row.loss_mask) for row in self.rows)
-        return {version for each, mask in found if each is not None for version in each[mask].tolist()}
+        versions = {version for each, mask in found if each is not None for version in each[mask].tolist()}
+        usable = (each for each in versions - {self.version} if _has_weights(self.config.run_dir, each))
+        return {version: replace(self, version=version) for version in usable}
 
     @classmethod
     def read(cls, run_dir: Path, step: int | None, flags: Sequence[str]) -> Self:
         """Read the batch of ``step``, by default the latest one with a checkpoint of the step before it.
 
         Raises:
-            ConfigError: the directory has no such batch, or no weights for it; the message has the remedy.
+            ConfigError: the directory is not a run's, or has no such batch or no weights for it.
             DataError: the batch is damaged, or of another model.
         """
-        if not (file := run_dir / CONFIG_FILE).is_file():
-            raise ConfigError(f"RUN_DIR={run_dir} has no {CONFIG_FILE}; give the directory of a run", code="no-run")
-        config = load_config(file, [*flags, "--run_dir", str(run_dir)])
+        config = load_config(run_dir / CONFIG_FILE, [*flags, "--run_dir", str(run_dir)])
         directory = config.debug.save_rollouts
         saved = [] if directory is None else [int(path.stem[5:]) for path in directory.glob("step-*.pt")]
-        usable = sorted(each for each in saved if has_weights(config, each - 1))
+        usable = sorted(each for each in saved if _has_weights(run_dir, each - 1))
         if directory is None or not usable or step not in (None, *usable):
             steps = f"only steps {', '.join(map(str, usable))} have" if usable else "no step has"
             problem = f"{steps} a saved batch and the checkpoint of the step before; {_REMEDY}"
@@ -60,20 +64,28 @@ class SavedBatch:
         path = dump_path(directory, step or usable[-1])
         rows, dimensions = load_trajectories(path), ModelDimensions.from_checkpoint(config.model.path)
         require_fit(rows, dimensions, str(path))
-        kept = [row for row in rows if row.logprobs is not None and row.total_len < config.max_model_len]
+        kept = [
+            row
+            for row in rows
+            if row.logprobs is not None and row.weight_versions is not None and row.total_len < config.max_model_len
+        ]
         if not any(row.loss_mask.any() for row in kept):
             raise ConfigError(f"{path}: no engine's logprobs of rows that it can score; {_REMEDY}", code="no-batch")
-        update = {"reference": ReferenceConfig(), "debug": DebugConfig()}
+        update: dict[str, Any] = {"reference": ReferenceConfig(), "debug": DebugConfig()}
+        if config.model.lora.is_set:  # engines load an adapter, not merged weights
+            lora = config.model.lora.model_copy(update={"sync": "adapter"})
+            update["model"] = config.model.model_copy(update={"lora": lora})
         if dimensions.num_experts and getattr(load_engine(config.rollout.engine), "returns_routes", False):
             # Engines return routes only for a replay. Rows without them are routed live.
             update["algorithm"] = config.algorithm.model_copy(update={"routing_replay": "rollout"})
         return cls(config.model_copy(update=update), (step or usable[-1]) - 1, kept)
 
 
-def has_weights(config: RunConfig, version: int) -> bool:
-    return version == 0 or checkpoint_of(config, version).is_dir()
+def _checkpoint(run_dir: Path, version: int) -> Path | None:
+    """Return the trainer's files of a version; ``None`` means the initial weights."""
+    return run_dir / "checkpoints" / f"step-{version:06d}" / "trainer" if version else None
 
 
-def checkpoint_of(config: RunConfig, version: int) -> Path:
-    """Return the trainer's files of a weight version above 0."""
-    return config.run_dir / "checkpoints" / f"step-{version:06d}" / "trainer"
+def _has_weights(run_dir: Path, version: int) -> bool:
+    path = _checkpoint(run_dir, version)
+    return path is None or path.is_dir()

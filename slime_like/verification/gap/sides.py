@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from slime_like.checks.transport import chosen_transport
-from slime_like.config import RunConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams, TrainerBackend
 from slime_like.orchestration.cluster.placement import Placement
@@ -23,34 +22,32 @@ from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.gap.batch import checkpoint_of
+from slime_like.verification.gap.batch import SavedBatch
 
 
 class Sides:
-    """Trainer ranks of ``config`` and, once they are asked, its engines, which load the trainer's weights."""
+    """Trainer ranks of a run and, once they are asked, its engines, which load the trainer's weights."""
 
-    def __init__(self, run_name: str, config: RunConfig, version: int, placement: Placement, stack: ExitStack) -> None:
-        self._run_name, self._config, self._version = run_name, config, version
+    def __init__(self, run_name: str, batch: SavedBatch, placement: Placement, stack: ExitStack) -> None:
+        self._run_name, self._config, self._checkpoint = run_name, batch.config, batch.checkpoint
         self._placement, self._stack = placement, stack
-        self._trainers = TrainerGroup(config, placement)
+        self._trainers = TrainerGroup(batch.config, placement)
         self._engines: EngineSupervisor | None = None
         self._turns = Turns()
 
     @classmethod
     @contextmanager
-    def opened(cls, run_name: str, config: RunConfig, version: int, with_engines: bool) -> Iterator[Self]:
-        """Start the ranks in the cluster ``run_name``. Everything that is started ends with the context.
+    def opened(cls, run_name: str, batch: SavedBatch, with_engines: bool) -> Iterator[Self]:
+        """Start the ranks in the cluster ``run_name``, with the weights of ``batch``. All ends with the context.
 
         Args:
-            version: version of the weights; 0 means the initial ones.
             with_engines: whether to reserve devices for engines.
         """
-        with Placement(config, with_engines=with_engines) as placement, ExitStack() as stack:
-            sides = cls(run_name, config, version, placement, stack)
+        with Placement(batch.config, with_engines=with_engines) as placement, ExitStack() as stack:
+            sides = cls(run_name, batch, placement, stack)
             stack.callback(sides._trainers.shutdown)
             sides._trainers.launch()
-            checkpoint = checkpoint_of(config, version) if version else None
-            sides._trainers.setup(only_scores=True, checkpoint=checkpoint)
+            sides._trainers.setup(only_scores=True, checkpoint=batch.checkpoint)
             yield sides
 
     def score(self, rows: Sequence[ScoredTrajectory]) -> list[Tensor]:
@@ -115,13 +112,11 @@ class Sides:
     def _exported(self) -> dict[str, Any]:
         """Write the trainer's weights as a Hugging Face directory. Return the settings of ``model`` that name it."""
         model = self._config.model
-        if self._version == 0 and model.weights is None and not model.lora.is_set:
+        if self._checkpoint is None and model.weights is None and not model.lora.is_set:
             return {}
         parent = self._stack.enter_context(TemporaryDirectory(prefix="explain-gap-", dir=self._config.run_dir))
         self._trainers.ranks.call("exporting weights", TrainerBackend.export_hf, directory := Path(parent, "hf"))
-        if not model.lora.is_set:
-            return {"path": directory}
-        return {"lora": model.lora.model_copy(update={"path": directory, "sync": "adapter"})}
+        return {"lora": model.lora.model_copy(update={"path": directory})} if model.lora.is_set else {"path": directory}
 
 
 def _ids(row: ScoredTrajectory) -> list[int]:
