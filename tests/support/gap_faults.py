@@ -169,6 +169,12 @@ CASES = {
         "one rank gives other logprobs than 2",
         ["--trainer.backend", "shifted", "--trainer.parallel.context", "2"],
     ),
+    "bfloat16 experts": Case(
+        "precision",
+        "both in float32 instead of bfloat16",
+        ["--model.dtype", "bfloat16", "--rollout.max_new_tokens", "32"],
+        family="qwen3_moe",
+    ),
     "bfloat16 engine": Case(
         "precision",
         "both in float32 instead of bfloat16",

@@ -14,7 +14,7 @@ from slime_like.models.dimensions import ModelDimensions
 _FLOAT32_BOUND = 1e-4
 _FLOAT32_ROUNDINGS = 256
 BFLOAT16_BOUND = 0.11
-_ROUTED_BOUND = 0.3
+ROUTED_BOUND = 0.3
 _LEAST_BOUND = 0.05
 _LEAST_SPREAD = 0.05
 _NOTED, _FAILS = 2.0, 3.0
@@ -95,7 +95,7 @@ class Probe:
         self.trial_due = model.lora.sends_factors
         self._dtype, self._layers = model.dtype, dimensions.num_layers
         self._given = bound
-        self._first = _ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
+        self._first = ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
 
     def requests(self, version: int) -> list[GenerationRequest]:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1, training=False)

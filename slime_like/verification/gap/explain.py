@@ -13,7 +13,7 @@ from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import SlimeLikeError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.orchestration.rollout.sync_probe import ProbeGap
+from slime_like.orchestration.rollout.sync_probe import ROUTED_BOUND, ProbeGap
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.gap.batch import SavedBatch
@@ -118,8 +118,11 @@ class Explanation:
     @property
     def is_rounding(self) -> bool:
         """Whether what is left is rounding of float32."""
+        return self._is_rounding("float32", None)
+
+    def _is_rounding(self, dtype: str, bound: float | None) -> bool:
         engine, trainer = (self._left.tokens(side).numpy() for side in (self._left.engine, self._left.trainer))
-        return ProbeGap.between(engine, trainer, "float32", self._dimensions.num_layers, None).is_sound
+        return ProbeGap.between(engine, trainer, dtype, self._dimensions.num_layers, bound).is_sound
 
     def _try(self, *experiments: Callable[[], Trials]) -> None:
         """Make experiments. The best trial of one that shows a cause stays. A side that does not start is a finding."""
@@ -139,17 +142,14 @@ class Explanation:
         if fall >= (_LEAST_FALL_OF_GUESS if cause in _GUESSES else _LEAST_FALL):
             name = self._suspect[0] if self._suspect and cause == "weights" else cause
             self._note(name, without, self.share * fall, text)
-            self.share *= 1 - fall
-        else:
-            self._note(cause, without, 0.0, f"not a cause ({text})")
-            if cause != "weights":
-                if torch.equal(*(each.tokens(each.trainer) for each in (left, without))):
-                    self._suspect = cause, f"the trainer ignores it ({text})"
-                return
-        self._left = without
+            self._left, self.share = without, self.share * (1 - fall)
+            return
+        self._note(cause, without, 0.0, f"not a cause ({text})")
+        if torch.equal(*(each.tokens(each.trainer) for each in (left, without))):
+            self._suspect = cause, f"the trainer ignores it ({text})"
 
     def _note(self, cause: str, without: Compared | None, share: float, text: str) -> None:
-        name = f"{cause} in {text.rpartition(' in ')[2]}" if cause == "routing" else cause
+        name = f"routing {text[text.rindex('in layer') :]}" if share and cause == "routing" else cause
         self.findings.append(Finding(cause, None if without is None else without.gap, share, text, name))
         self._show(self.findings[-1])
 
@@ -219,14 +219,20 @@ class Explanation:
 
     # -------------------------------------------------------------------------------------------- on a new engine
     def _weights(self) -> Trials:
-        """Compute both sides again, at temperature 1 over the vocabulary. The engine loads the trainer's weights."""
-        left = self._left
-        rows = [replace(row, temperature=1.0) for row in _over_vocabulary(left.rows)]
+        """Compute both sides again, at temperature 1 over the vocabulary. The engine loads the trainer's weights.
+
+        A gap within the rounding of ``model.dtype`` does not show other weights: sampled one by one, tokens round
+        otherwise than in a prompt.
+        """
+        dtype, routed = self._config.model.dtype, self._dimensions.num_experts > 0
+        rounds = self._is_rounding(dtype, ROUTED_BOUND if routed and dtype != "float32" else None)
+        rows = [replace(row, temperature=1.0) for row in _over_vocabulary(self._left.rows)]
         after = self._again(self._sides, rows)
+        if rounds or after.gap[0] > self._left.gap[0] * (1 - _LEAST_FALL_OF_GUESS):
+            self._left = after
+            return f"not a cause: a new engine has a mean gap of {after.gap[0]:.1e}"
         if self._suspect is not None:
             return [(after, self._suspect[1])]
-        if after.gap[0] > left.gap[0] * (1 - _LEAST_FALL_OF_GUESS):
-            return [(after, "a new engine with the trainer's weights has the same gap")]
         sound = "a new engine receives these weights unchanged; the run's had others, or sampled otherwise"
         return [(after, self._sides.sync_problem() or sound)]
 
@@ -258,9 +264,10 @@ class Explanation:
     def _precision(self) -> Trials:
         if (dtype := self._config.model.dtype) == "float32":
             return "both in float32"
-        model = self._config.model.model_copy(update={"dtype": "float32"})
-        exact = replace(self._batch, config=self._config.model_copy(update={"model": model}))
-        with self._opened(exact, True) as sides:
+        exact = self._config.model_copy(update={"model": self._config.model.model_copy(update={"dtype": "float32"})})
+        if any(finding.share for finding in self.findings if finding.cause == "layout"):
+            exact = parse_layout(ONE_RANK).applied_to(exact)
+        with self._opened(replace(self._batch, config=exact), True) as sides:
             return [(self._again(sides, self._left.rows), f"both in float32 instead of {dtype}")]
 
     def _scored(self, rows: Rows) -> Compared:
