@@ -147,7 +147,7 @@ CASES = {
     "lost supports": Case(
         "truncation",
         "the rows have no supports",
-        ["--rollout.top_k", "4"],
+        ["--rollout.top_k", "4", "--cluster.placement", "colocated"],
         recorded=lambda row: replace(row, support_ids=None, support_sizes=None),
     ),
     "added BOS": Case("ids", "the engine saw another BOS", seen=lambda ids: [BOS, *ids]),

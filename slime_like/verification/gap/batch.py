@@ -16,7 +16,7 @@ from slime_like.orchestration.run.directory import CONFIG_FILE
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import require_fit
 
-_REMEDY = "resume the run for another step with --debug.save_rollouts DIR"
+_REMEDY = "resume the run for a step with --debug.save_rollouts RUN_DIR/rollouts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,19 @@ class SavedBatch:
             DataError: the batch is damaged, or of another model.
         """
         config = load_config(run_dir / CONFIG_FILE, [*flags, "--run_dir", str(run_dir)])
-        directory = config.debug.save_rollouts
-        saved = [] if directory is None else [int(path.stem[5:]) for path in directory.glob("step-*.pt")]
-        usable = sorted(each for each in saved if _has_weights(run_dir, each - 1))
-        if directory is None or not usable or step not in (None, *usable):
+        directory = config.debug.save_rollouts or run_dir / "rollouts"
+        saved = sorted(int(path.stem[5:]) for path in directory.glob("step-*.pt"))
+        usable = [each for each in saved if _has_weights(run_dir, each - 1)]
+        chosen = step or (usable[-1] if usable else None)
+        if chosen is None or chosen not in usable:
             steps = f"only steps {', '.join(map(str, usable))} have" if usable else "no step has"
-            problem = f"{steps} a saved batch and the checkpoint of the step before; {_REMEDY}"
+            problem = f"{steps} a batch in {directory} and the checkpoint of the step before; {_REMEDY}"
             raise ConfigError(f"{f'--step={step}' if step else f'RUN_DIR={run_dir}'}: {problem}", code="no-batch")
-        path = dump_path(directory, step or usable[-1])
+        path = dump_path(directory, chosen)
         rows, dimensions = load_trajectories(path), ModelDimensions.from_checkpoint(config.model.path)
         require_fit(rows, dimensions, str(path))
-        kept = [
-            row
-            for row in rows
-            if row.logprobs is not None and row.weight_versions is not None and row.total_len < config.max_model_len
-        ]
+        sampled = (row for row in rows if row.logprobs is not None and row.weight_versions is not None)
+        kept = [row for row in sampled if row.total_len < config.max_model_len]
         if not any(row.loss_mask.any() for row in kept):
             raise ConfigError(f"{path}: no engine's logprobs of rows that it can score; {_REMEDY}", code="no-batch")
         update: dict[str, Any] = {"reference": ReferenceConfig(), "debug": DebugConfig()}
@@ -78,7 +76,7 @@ class SavedBatch:
         if dimensions.num_experts and getattr(load_engine(config.rollout.engine), "returns_routes", False):
             # Engines return routes only for a replay. Rows without them are routed live.
             update["algorithm"] = config.algorithm.model_copy(update={"routing_replay": "rollout"})
-        return cls(config.model_copy(update=update), (step or usable[-1]) - 1, kept)
+        return cls(config.model_copy(update=update), chosen - 1, kept)
 
 
 def _checkpoint(run_dir: Path, version: int) -> Path | None:
