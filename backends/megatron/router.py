@@ -71,10 +71,9 @@ class BalancedRouter(TopKRouter):
         Under full recompute a layer runs twice; the loss counts only the run under autograd.
         """
         tokens: RoutedTokens | None = padding_mask
-        if tokens is not None and tokens.routes is not None:
-            self.router_replay = _LayerReplay(tokens.routes, self.layer_number - 1)
+        routes = None if tokens is None else tokens.routes
+        self.router_replay = None if routes is None else _LayerReplay(routes, self.layer_number - 1)
         probs, routing_map = super().routing(logits)
-        self.router_replay = None
         if tokens is None or tokens.loss is None or not torch.is_grad_enabled():
             return probs, routing_map
         flat, sigmoid = logits.view(-1, logits.shape[-1]), self.score_function == "sigmoid"

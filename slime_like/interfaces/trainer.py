@@ -134,6 +134,9 @@ class TrainerBackend(Protocol):
 
         Logprobs and entropies are at each sequence's temperature. By default, the modules' own role scores
         (``RankPlacement.role``). The result is whole on every rank of the last pipeline stage, ``None`` elsewhere.
+
+        With ``algorithm.routing_replay: rollout``, the policy replays routes, which every pack must have if the role is
+        named. With ``old``, a pass that names the policy gives packs the routes that their training passes replay.
         """
 
     def trial(self, size: float | None) -> None:

@@ -1,6 +1,5 @@
 """Parity of replayed routes: forced random routes, their float64 reference, and one rank's passes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from tests.parallel.assembly import local_shard
 from tests.parallel.lora import packs_of_rank
 from tests.parallel.parity import (
     BALANCE,
@@ -32,7 +30,7 @@ from tests.parallel.parity import (
 )
 from tests.parallel.reference import Reference, ReferenceStep, adamw_steps
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
-from tests.parallel.steps import RankResult, _whole, exported_gradients, running, train_windows
+from tests.parallel.steps import RankResult, exported_gradients, rank_tensors, running, train_windows
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 UNKNOWN = 0.2
@@ -46,24 +44,24 @@ class RoutedReference(Reference):
     """transformers' model in float64, whose routers use the scored sequence's routes with hand-written weights.
 
     Attributes:
-        differing, known: routes that are not the router's own choice, and routes, since the last ``step``.
+        tallies: by sequence of the last ``step`` and token, the routes that are not the router's own choice, and all.
     """
 
     def __init__(self, checkpoint: Path, algorithm: AlgorithmConfig) -> None:
         super().__init__(checkpoint, algorithm)
         self._given: Tensor | None = None
-        self.differing = self.known = 0
-        self.own: list[Tensor] = []
+        self.tallies: list[dict[int, tuple[int, int]]] = []
         gates = [module for name, module in self.model.named_modules() if name.endswith("mlp.gate")]
         for index, gate in enumerate(gates):
             gate.register_forward_hook(partial(self._replace, index))
 
     def step(self, sequences: list[ScoredTrajectory], denominator: float) -> ReferenceStep:
-        self.differing = self.known = 0
+        self.tallies.clear()
         return super().step(sequences, denominator)
 
     def score(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor]:
         self._given = None if sequence.routes is None else sequence.routes.long()
+        self.tallies.append({})
         return super().score(sequence)
 
     @torch.no_grad()
@@ -77,8 +75,9 @@ class RoutedReference(Reference):
         chosen = own.clone()
         for token, route in enumerate([] if self._given is None else self._given[:, index]):
             if route[0] >= 0:
-                self.known += 1
-                self.differing += set(route.tolist()) != set(own[token].tolist())
+                differing, known = self.tallies[-1].get(token, (0, 0))
+                differs = set(route.tolist()) != set(own[token].tolist())
+                self.tallies[-1][token] = (differing + differs, known + 1)
                 chosen[token] = route
         if self.model.config.model_type == "deepseek_v3":
             scores = logits.sigmoid().gather(1, chosen)
@@ -97,6 +96,19 @@ class RoutedReference(Reference):
             load = torch.bincount(chosen.flatten(), minlength=logits.shape[1]) / chosen.numel()
             total = total + logits.shape[1] * (load * share).sum()
         return total
+
+
+def disagreement(reference: RoutedReference, packs: list[PackedTrajectory]) -> float:
+    """Return the share of routes that are not the routers' own choices. A shared token counts once."""
+    counted, tallies = list[tuple[int, int]](), iter(reference.tallies)
+    for pack in packs:
+        lengths = (pack.prompt_lens + pack.response_lens).tolist()
+        places = torch.arange(sum(lengths)) if pack.segment_places is None else pack.segment_places
+        of_pack: dict[int, tuple[int, int]] = {}
+        for own in places.split(lengths):
+            of_pack |= {int(own[token]): counts for token, counts in next(tallies).items()}
+        counted += of_pack.values()
+    return sum(differing for differing, _ in counted) / sum(known for _, known in counted)
 
 
 def force_routes(sequences: list[ScoredTrajectory], dimensions: ModelDimensions) -> list[ScoredTrajectory]:
@@ -135,9 +147,9 @@ def routed_case(family: str, directory: Path, shared: bool = False) -> RoutedCas
     reference = RoutedReference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)  # type: ignore[arg-type]
     expected = reference.step(sequences, samples_with_loss(sequences))
     expected = replace(expected, balance=0.0) if shared else expected
-    kind = SharedRoutedCase if shared else RoutedCase
-    share = reference.differing / reference.known
-    return kind(checkpoint, sequences, expected, algorithm, disagreement=share)  # type: ignore[arg-type]
+    case = (SharedRoutedCase if shared else RoutedCase)(checkpoint, sequences, expected, algorithm)  # type: ignore[arg-type]
+    case.disagreement = disagreement(reference, case.packs())
+    return case
 
 
 @dataclass
@@ -160,8 +172,6 @@ def routed_rank(
     """Compare passes with and without the trainer's own routes, then train with the packs' routes."""
     with running(placement, config) as trainer:
         indices, mine, filled = packs_of_rank(trainer.coordinates, packs)
-        fsdp = config.trainer.backend == "fsdp"
-        shard: Callable[..., dict[str, Tensor]] = _whole if fsdp else local_shard
         plain = [replace(pack, routes=None) for pack in filled]
 
         def passes(mode: str) -> tuple[Any, dict[str, Tensor]]:
@@ -169,7 +179,7 @@ def routed_rank(
             scored = trainer.score(plain, "policy")
             train_windows(trainer, plain, denominator)
             trainer.finalize_gradients(denominator)
-            return scored, shard(trainer, gradients=True)
+            return scored, rank_tensors(trainer, gradients=True)
 
         own = passes("none")
         changed = []
@@ -180,7 +190,7 @@ def routed_rank(
         recorded = sum(int((pack.routes >= 0).sum()) for pack in plain if pack.routes is not None)
         scored = trainer.score(filled, "policy")
         train_windows(trainer, filled, denominator)
-        exported, gradients = exported_gradients(trainer, denominator), shard(trainer, gradients=True)
+        exported, gradients = exported_gradients(trainer, denominator), rank_tensors(trainer, gradients=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "finalize_gradients", lambda denominator: None)
             stats = [trainer.finish_step(denominator)]
@@ -218,7 +228,10 @@ def check_gradients_of_any(case: Case, results: list[Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------- several updates
 def old_case(family: str, directory: Path) -> Case:
-    """Compute the reference's second update of a step, with the routes that it takes before the first one."""
+    """Compute the reference's second update of a step, with the routes that it takes before the first one.
+
+    The case's sequences have other routes, as if an engine had recorded them; they must not be used.
+    """
     checkpoint = save_checkpoint(family, directory)
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
     algorithm = {"routing_replay": "old", "epochs": 2}
@@ -227,9 +240,11 @@ def old_case(family: str, directory: Path) -> Case:
     denominator = samples_with_loss(sequences)
     adamw_steps(reference, routed, denominator, 1, OPTIMIZER["clip_grad"], OLD_RATE, OPTIMIZER["eps"])
     expected = reference.step(routed, denominator)
-    share = reference.differing / reference.known
-    assert share > 0.01, "the first update changes no routes"
-    return RoutedCase(checkpoint, sequences, expected, algorithm, disagreement=share)  # type: ignore[arg-type]
+    force_routes(sequences, ModelDimensions.from_checkpoint(checkpoint))
+    case = RoutedCase(checkpoint, sequences, expected, algorithm)  # type: ignore[arg-type]
+    case.disagreement = disagreement(reference, case.packs())
+    assert case.disagreement > 0.01, "the first update changes no routes"
+    return case
 
 
 def old_rank(
@@ -244,7 +259,7 @@ def old_rank(
         assert first is None or float(first.routing_disagreement) == 0.0
         train_windows(trainer, filled, denominator)
         trainer.finalize_gradients(denominator)
-        gradients = (_whole if config.trainer.backend == "fsdp" else local_shard)(trainer, gradients=True)
+        gradients = rank_tensors(trainer, gradients=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "finalize_gradients", lambda denominator: None)
             stats = [trainer.finish_step(denominator)]

@@ -143,9 +143,7 @@ def train_rank(
         filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
         scored = trainer.score(filled)
         train_windows(trainer, filled, denominator)
-        fsdp = config.trainer.backend == "fsdp"
-        shard: Callable[..., dict[str, Tensor]] = _whole if fsdp else local_shard
-        exported, gradients = exported_gradients(trainer, denominator), shard(trainer, gradients=True)
+        exported, gradients = exported_gradients(trainer, denominator), rank_tensors(trainer, gradients=True)
         stats = optimizer_steps(trainer, steps, denominator, lambda: train_windows(trainer, filled, denominator))
         trainer.settle_weights()
         return RankResult(
@@ -154,9 +152,9 @@ def train_rank(
             scored[: len(mine)] if scored is not None else None,
             gradients,
             stats,
-            shard(trainer, gradients=False),
+            rank_tensors(trainer, gradients=False),
             exported,
-            None if fsdp else held_by(trainer),
+            None if config.trainer.backend == "fsdp" else held_by(trainer),
         )
 
 
@@ -173,8 +171,10 @@ def train_windows(trainer: Trainer, packs: list[PackedTrajectory], denominator: 
         trainer.accumulate(packs[1:], last=True)
 
 
-def _whole(trainer: FsdpTrainer, gradients: bool) -> dict[str, Tensor]:
-    """Return FSDP's whole weights or gradients by Hugging Face's module name, on every rank."""
+def rank_tensors(trainer: Trainer, gradients: bool) -> dict[str, Tensor]:
+    """Return Megatron's shard of weights or gradients; FSDP's whole ones by Hugging Face's module name."""
+    if isinstance(trainer, MegatronTrainer):
+        return local_shard(trainer, gradients=gradients)
     trainer.model.shard_weights()
     named: dict[str, Any] = dict(trainer.model.hugging_face.named_parameters())
     parts = {name: parameter.grad if gradients else parameter for name, parameter in named.items()}

@@ -21,9 +21,11 @@ from backends.megatron.micro_batch import BatchBuilder
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import PACKS, TAIL
 from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.routes import force_routes
 from tests.parallel.steps import running
 from tests.parallel.strict import StrictDevice, WaitsForDevice
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
@@ -39,16 +41,19 @@ ALGORITHM = {
 
 
 def _config(
-    checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: float
+    checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: Any
 ) -> RunConfig:
     trainer = {"backend": backend, "attention": attention, "optimizer": {"lr": 1e-3}}
     lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 61}, "rollout": {"max_new_tokens": 31}}
     return tiny_config(checkpoint, run_dir, layout, **lengths, algorithm=ALGORITHM | algorithm, trainer=trainer)
 
 
-def _packs() -> list[PackedTrajectory]:
+def _packs(config: RunConfig) -> list[PackedTrajectory]:
     """Return packs: the first has padding; one context rank has no row of a sequence with one response token."""
-    sequences = iter(scored_sequences([lengths for pack in PACKS for lengths in pack], fully_masked=(7,)))
+    scored = scored_sequences([lengths for pack in PACKS for lengths in pack], fully_masked=(7,))
+    if config.algorithm.routing_replay == "rollout":
+        force_routes(scored, ModelDimensions.from_checkpoint(config.model.path))
+    sequences = iter(scored)
     parts = [[next(sequences) for _ in lengths] for lengths in PACKS]
     budget = sum(s.total_len for s in parts[0]) + TAIL
     return [pack_sequences(part, target_tokens_per_batch=budget if part is parts[0] else None) for part in parts]
@@ -71,7 +76,7 @@ def _windows(
     placement: RankPlacement, config: RunConfig, bug: Bug | None = None, allowed: frozenset[str] = frozenset()
 ) -> tuple[int, set[str]]:
     """Return how many operations ran on the strict device, and which of the ``allowed`` lines waited."""
-    packs = _packs()
+    packs = _packs(config)
     with (
         running(placement, config) as trainer,
         pytest.MonkeyPatch.context() as patch,
@@ -79,7 +84,7 @@ def _windows(
     ):
         if bug is not None:
             bug(patch)
-        trainer.score(packs)
+        trainer.score(packs, "policy")
         trainer.begin_step(6.0, 60)
         trainer.accumulate(packs[:2])
         trainer.accumulate(packs[2:], last=True)
@@ -131,7 +136,9 @@ def test_reading_a_number_in_the_loss_is_caught(qwen3: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_on_their_own_rank_are_not_waited_for(family: str, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(family, tmp_path / "model")
-    tasks = [(_config(checkpoint, tmp_path, name, {}, moe_aux_loss_coef=0.1),) for name in ("megatron", "fsdp")]
+    settings: list[dict[str, Any]] = [{"moe_aux_loss_coef": 0.1, "routing_replay": "rollout"}]
+    settings.append({"routing_replay": "old", "epochs": 2})
+    tasks = [(_config(checkpoint, tmp_path, name, {}, **each),) for name in ("megatron", "fsdp") for each in settings]
     for ((count, _),) in run_each(_windows, 1, tmp_path / "ranks", tasks):
         assert count > 1000
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from backends.common.step.routes import rows_of_tokens
-from slime_like.algorithms.packing.pack import pack_sequences
 from tests.parallel.parity import Case, Settings, parity_config
 from tests.parallel.ranks import run_each
 from tests.parallel.routes import (
@@ -24,7 +22,6 @@ from tests.parallel.routes import (
     routed_case,
     routed_rank,
 )
-from tests.support.prefixes import row
 
 SHARED = {"share_prefixes": "tree"}
 FSDP = {"backend": "fsdp"}
@@ -83,7 +80,7 @@ def test_own_routes_change_no_bit(family: str, kind: str, routed: Any) -> None:
     for name, results in routed(family, kind)[1].items():
         for result in results:
             assert not result.changed, f"{name}: {result.changed}"
-            assert result.recorded > 0 or not result.gradients, name
+            assert result.recorded > 0, name
 
 
 @pytest.mark.parametrize("kind", ["alone", "pairs", "sharing"])
@@ -104,11 +101,3 @@ def test_later_updates_repeat_the_routes_of_the_start(family: str, routed: Any) 
     for results in found.values():
         check_gradients_of_any(case, results)
         check_disagreement(case, results)
-
-
-def test_a_shared_token_follows_the_first_sequence_that_reads_it() -> None:
-    """The last token of the first sequence has no row, but a longer one reads it."""
-    rows = [row(0, 0, [1, 2], [3]), row(1, 0, [1, 2], [3, 4]), row(2, 1, [5], [6])]
-    pack = pack_sequences(rows, target_tokens_per_batch=11, sharing="tree")
-    assert pack.shared_tokens == 3
-    assert rows_of_tokens(pack).tolist() == [0, 1, 4, 0, 1, 4, -1, 5, -1, -1, -1, -1]

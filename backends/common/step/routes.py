@@ -49,9 +49,8 @@ class Replay:
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``. Collective over the world."""
         total = torch.zeros(2, dtype=torch.int64, device=device)
-        for counts in self.counts:
-            for count in counts.values():
-                total += count
+        if found := [count for counts in self.counts for count in counts.values()]:
+            total += torch.stack(found).sum(dim=0)
         dist.all_reduce(total)
         return {"routing_disagreement": total[0].double() / total[1].clamp_min(1)}
 
