@@ -7,7 +7,6 @@ from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor as Processor
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
-from torch import Tensor
 
 
 def record_on_cpu() -> None:
@@ -25,22 +24,20 @@ def keep_first_routes() -> None:
     release, collect = schedule_batch.release_req, Processor._maybe_collect_routed_experts
 
     def releasing(*, req: Any, req_to_token_pool: Any, **others: Any) -> bool:
-        # Without a sampled token, or if no token was sampled since the last retraction, the cache may be incomplete.
-        length, known = len(req.origin_input_ids) + len(req.output_ids), len(first_routes(req))
+        routes, length = req.routed_experts, len(req.origin_input_ids) + len(req.output_ids)
+        known = 0 if routes is None else len(routes)
+        # Without a sampled token, or if none was sampled since the last retraction, the cache may be incomplete.
         if req.return_routed_experts and req.output_ids and length - 1 > known:
             read = get_global_experts_capturer().get_topk(req.kv.req_pool_idx, length, req_to_token_pool)
-            req.first_routes = torch.cat((first_routes(req), read[known:])) if known else read
-        return bool(release(req=req, req_to_token_pool=req_to_token_pool, **others))
+            routes = read if routes is None else torch.cat((routes, read[known:]))
+        released = bool(release(req=req, req_to_token_pool=req_to_token_pool, **others))
+        req.routed_experts = routes  # which SGLang dropped; also for a request that is then aborted
+        return released
 
     def collecting(self: Any, req: Any) -> None:
+        routes = req.routed_experts
         collect(self, req)
-        if known := len(first_routes(req)):
-            req.routed_experts[:known] = req.first_routes
+        if routes is not None:
+            req.routed_experts[: len(routes)] = routes
 
     schedule_batch.release_req, Processor._maybe_collect_routed_experts = releasing, collecting
-
-
-def first_routes(req: Any) -> Tensor:
-    """Return routes (n, layers, choices) of the tokens that were read before the request was retracted."""
-    found: Tensor = getattr(req, "first_routes", torch.empty(0))
-    return found

@@ -29,7 +29,7 @@ from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt, function_of
 from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
-from rollout.sglang.routes import first_routes, keep_first_routes, mark_unrecorded, record_on_cpu
+from rollout.sglang.routes import keep_first_routes, mark_unrecorded, record_on_cpu
 from rollout.sglang.sampler import SeededSampler
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.hosting.calls import one_line
@@ -99,7 +99,6 @@ class EngineScheduler(Scheduler):
         for req in frozen:
             self._release_aborted_request(req)
             req.finished_reason = FINISH_ABORT()
-            req.routed_experts = first_routes(req) if req.return_routed_experts else None
             self.output_streamer.stream_output([req], req.return_logprob)
         super().abort_request(recv_req)
 
