@@ -30,7 +30,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     with RunLock(options.run_dir), Cluster(batch.config.cluster, logs, slots) as cluster:
         print(f"{'without':12} {'mean':>8} {'max':>8} {'share':>6}  finding")
         found = Explanation(batch, partial(Sides.opened, cluster.run_name), _show)
-    rest = "rounding" if found.is_rounding else "unexplained"
+    rest = "rounding" if found.is_rounding() else "unexplained"
     print(f"{'':30} {found.share:>6.0%}  {rest}")
     main = max(found.findings, key=lambda finding: finding.share)
     share, name = (main.share, main.name) if main.share >= found.share else (found.share, rest)

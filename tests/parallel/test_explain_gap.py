@@ -67,7 +67,7 @@ def explain(placement: RankPlacement, batch: SavedBatch) -> tuple[list[Finding],
             yield LocalSides(batch, here, stack)
 
     found = Explanation(batch, opened, lambda _: None)
-    return found.findings, found.share, found.is_rounding
+    return found.findings, found.share, found.is_rounding()
 
 
 @pytest.fixture

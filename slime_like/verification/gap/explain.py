@@ -22,7 +22,7 @@ from slime_like.verification.layouts import ONE_RANK, parse_layout
 
 _LEAST_FALL, _LEAST_FALL_OF_GUESS = 0.05, 0.5
 """Least relative fall of the gap that shows a cause. A wrong guess may be closer by chance if something else is off."""
-_GUESSES = ("temperature", "truncation", "ids", "weights")
+_GUESSES = ("temperature", "truncation", "ids")
 _LAYERS_SHARE = 0.9
 """Share of what all layers' routes explain that the routes of the named layers explain."""
 
@@ -115,12 +115,8 @@ class Explanation:
             self._try(self._staleness, self._temperature, self._truncation, self._ids, self._weights, self._routing)
         self._try(self._layout, self._precision)
 
-    @property
-    def is_rounding(self) -> bool:
-        """Whether what is left is rounding of float32."""
-        return self._is_rounding("float32", None)
-
-    def _is_rounding(self, dtype: str, bound: float | None) -> bool:
+    def is_rounding(self, dtype: str = "float32", bound: float | None = None) -> bool:
+        """Return whether what is left is no more than the rounding of ``dtype``; ``bound`` as in ``ProbeGap``."""
         engine, trainer = (self._left.tokens(side).numpy() for side in (self._left.engine, self._left.trainer))
         return ProbeGap.between(engine, trainer, dtype, self._dimensions.num_layers, bound).is_sound
 
@@ -129,7 +125,7 @@ class Explanation:
         for experiment in experiments:
             cause = experiment.__name__[1:]
             try:
-                trials = "not tried: the rest is rounding" if self.is_rounding else experiment()
+                trials = "not tried: the rest is rounding" if self.is_rounding() else experiment()
             except SlimeLikeError as error:
                 trials = f"cannot be tried: {error}"
             if isinstance(trials, str):
@@ -225,7 +221,7 @@ class Explanation:
         otherwise than in a prompt.
         """
         dtype, routed = self._config.model.dtype, self._dimensions.num_experts > 0
-        rounds = self._is_rounding(dtype, ROUTED_BOUND if routed and dtype != "float32" else None)
+        rounds = self.is_rounding(dtype, ROUTED_BOUND if routed and dtype != "float32" else None)
         rows = [replace(row, temperature=1.0) for row in _over_vocabulary(self._left.rows)]
         after = self._again(self._sides, rows)
         if rounds or after.gap[0] > self._left.gap[0] * (1 - _LEAST_FALL_OF_GUESS):

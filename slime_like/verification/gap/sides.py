@@ -61,8 +61,10 @@ class Sides:
         The engine gets the rows as prompts, and scores at temperature 1 over the vocabulary.
         """
         sampling = SamplingParams(max_new_tokens=1)
+        prompts = [PromptInput(torch.cat((row.prompt_tokens, row.response_tokens)).tolist()) for row in rows]
         requests = [
-            GenerationRequest(row.sequence_id, PromptInput(_ids(row)), sampling, prompt_logprobs=True) for row in rows
+            GenerationRequest(row.sequence_id, prompt, sampling, prompt_logprobs=True)
+            for row, prompt in zip(rows, prompts, strict=True)
         ]
         answers = [generation for (generation,) in self._generated(requests)]
         logprobs = [
@@ -117,7 +119,3 @@ class Sides:
         parent = self._stack.enter_context(TemporaryDirectory(prefix="explain-gap-", dir=self._config.run_dir))
         self._trainers.ranks.call("exporting weights", TrainerBackend.export_hf, directory := Path(parent, "hf"))
         return {"lora": model.lora.model_copy(update={"path": directory})} if model.lora.is_set else {"path": directory}
-
-
-def _ids(row: ScoredTrajectory) -> list[int]:
-    return torch.cat((row.prompt_tokens, row.response_tokens)).tolist()
