@@ -272,8 +272,10 @@ class Explanation:
     def _again(self, sides: Sides, rows: Rows) -> Compared:
         """Compute both sides' logprobs of the rows, with the routes of this engine if the rows have routes."""
         engine, self._routes = sides.teach(rows)
-        has_routes = rows[0].routes is not None and self._routes is not None
-        rows = _routed(rows, self._routes) if has_routes else [replace(row, routes=None) for row in rows]
+        if self._routes is None or rows[0].routes is None:
+            rows = [replace(row, routes=None) for row in rows]
+        else:
+            rows = _routed(rows, self._routes)
         return replace(self._left, rows=rows, engine=engine, trainer=sides.score(rows))
 
 
