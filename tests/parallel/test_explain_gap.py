@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
 from slime_like.errors import ConfigError
-from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest, RankPlacement
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.engine.driven import DrivenEngine, started
@@ -90,9 +89,6 @@ def _explained(case: Case, tiny: Tiny, trained: Path, tmp_path: Path) -> tuple[l
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_cause_is_found(name: str, tiny: Tiny, trained: Path, tmp_path: Path) -> None:
     case = CASES[name]
-    if case.family != "qwen3":
-        make_tiny_model(tmp_path / "model", case.family)
-        tiny = Tiny(tmp_path / "model", tiny.data)
     findings, share, is_rounding = _explained(case, tiny, trained, tmp_path)
     (found,) = [finding for finding in findings if finding.share]
     assert found.cause == case.cause and case.finding in found.text

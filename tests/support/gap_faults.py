@@ -16,6 +16,7 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import BucketMetadata, PromptInput, RankCoordinates, RankPlacement, SamplingParams
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.trajectory import ScoredTrajectory
@@ -185,8 +186,11 @@ CASES = {
 
 def make_run(case: Case, tiny: Tiny, run_dir: Path) -> None:
     """Write what a run leaves: its configuration, and rows that an engine sampled."""
-    _, file, *flags = tiny.rl_flags(run_dir, "--rollout.engine", "transformers", "--trainer.backend", "fsdp")
     run_dir.mkdir()
+    if case.family != "qwen3":
+        make_tiny_model(run_dir / "model", case.family)
+        tiny = Tiny(run_dir / "model", tiny.data)
+    _, file, *flags = tiny.rl_flags(run_dir, "--rollout.engine", "transformers", "--trainer.backend", "fsdp")
     config = load_config(Path(file), [*flags, "--debug.save_rollouts", str(run_dir / "rollouts"), *case.flags])
     save_config(config, run_dir / "config.yaml")
     prompts = PromptSource(config.data.train, load_tokenizer(tiny.model), config.data, config.seed).next(3)
