@@ -122,7 +122,11 @@ CHECKS: Sequence[Check] = (
     Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
     # slow checks
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
-    Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
+    Check(
+        "rollout.environment-custom",
+        {"engine", "code"},
+        lambda run: names.custom_environment_problems(run.rollout.environment, run.data, run.evaluation),
+    ),
     Check(
         "rollout.agent-custom",
         {"engine", "code"},

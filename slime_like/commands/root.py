@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from slime_like import __version__
 from slime_like.commands import (
     convert,
+    explain_gap,
     launch,
     plan,
     rehearse,
@@ -32,6 +33,7 @@ COMMANDS: Sequence[Command] = (
     score.COMMAND,
     verify.COMMAND,
     verify_engine.COMMAND,
+    explain_gap.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,

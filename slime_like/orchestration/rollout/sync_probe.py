@@ -14,7 +14,7 @@ from slime_like.models.dimensions import ModelDimensions
 _FLOAT32_BOUND = 1e-4
 _FLOAT32_ROUNDINGS = 256
 BFLOAT16_BOUND = 0.11
-_ROUTED_BOUND = 0.3
+ROUTED_BOUND = 0.3
 _QUANTIZED_BOUND = 0.3
 _LEAST_BOUND = 0.05
 _LEAST_SPREAD = 0.05
@@ -109,7 +109,7 @@ class Probe:
         self.trial_due = model.lora.sends_factors
         self._dtype, self._layers = model.dtype, dimensions.num_layers
         self._given = bound
-        self._first = _ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
+        self._first = ROUTED_BOUND if dimensions.num_experts else BFLOAT16_BOUND
         if quantized:
             self._dtype, self._first = "bfloat16", _QUANTIZED_BOUND
 
