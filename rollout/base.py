@@ -15,9 +15,11 @@ from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_tensors
+from slime_like.weights.quantization import with_scales
 
 MemoryPart = Literal["weights", "kv_cache"]
 _MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
@@ -103,21 +105,26 @@ class EngineBase(EngineHooks[Running]):
 
     Attributes:
         returns_supports: generations for training include the support of each token.
+        returns_routes: with ``algorithm.routing_replay=rollout``, they have the field "routes" (``SampledFields``).
         prompt_fields: fields of prompts that the engine uses. It rejects others.
         targets: what an update can replace, by ``Manifest.updates``: the model, which the engine itself loads, or
             only an adapter.
     """
 
     returns_supports = False
+    returns_routes = False
     prompt_fields: Collection[str] = ()
 
-    def __init__(self, config: RunConfig, engine_index: int, kind: str) -> None:
+    def __init__(self, config: RunConfig, engine_index: int, kind: str, part: EnginePart = WHOLE) -> None:
         self._config = config
-        self._index = engine_index
-        self._name = f"{kind} engine {engine_index}"
+        self._records_routes = config.algorithm.routing_replay == "rollout"
+        self._index, self._part = engine_index, part
+        self._name = f"{kind} engine {engine_index}" + (f" on {part.address}" if part.spans else "")
         self._faults = EngineFaults(self._name, config.run_dir)
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
-        self.expected = expected_tensors(config.model.path)
+        self._quantized = config.sync.quantization != "none"
+        expected = expected_tensors(config.model.path)
+        self.expected = with_scales(expected) if self._quantized else expected
         self._target: UpdateTarget = self
         self.targets: dict[str, UpdateTarget] = {MODEL: self}
         self._promised: dict[str, int] = {}
@@ -134,7 +141,9 @@ class EngineBase(EngineHooks[Running]):
         try:
             async with asyncio.timeout(timeout):
                 await self._start()
-                for target in self.targets.values():
+                if self._quantized:
+                    self._state.forget("has no 8-bit weights before its first update")
+                for target in self.targets.values() if self._part.number == 0 else ():
                     await target._serve_initial()
         except TimeoutError as error:
             await self.stop()
@@ -252,7 +261,7 @@ class EngineBase(EngineHooks[Running]):
             if not on_cpu():
                 await self._bounded("sleep", self._give_memory_back(awake, keep_weights))
         if "weights" in awake and not keep_weights:
-            self._state.forget()
+            self._state.forget("dropped its weights when it went to sleep")
         self._asleep.update(awake)
 
     async def wake(self, parts: Sequence[MemoryPart]) -> None:

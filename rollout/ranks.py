@@ -1,10 +1,13 @@
 """Answers of an engine's ranks to a collective call."""
 
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeAlias
+
+import torch.distributed as dist
 
 from slime_like.errors import WeightSyncError
 from slime_like.hosting.calls import code_of, one_line
@@ -12,7 +15,32 @@ from slime_like.hosting.calls import code_of, one_line
 RankAnswer: TypeAlias = tuple[Any, str | None, str]
 """A result, or ``None`` with the error's message and code. Plain values, because every engine's RPC carries those."""
 
-AnswerQueue: TypeAlias = "SimpleQueue[RankAnswer]"
+AnswerQueue: TypeAlias = "SimpleQueue[RankAnswer] | StoreQueue"
+
+
+class StoreQueue:
+    """Queue of answers in the store of an engine that spans nodes. Every process connects when it first uses it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._place = host, port
+        self._read = 0
+
+    @cached_property
+    def _store(self) -> dist.Store:
+        return dist.PrefixStore("answers", dist.TCPStore(*self._place, is_master=False, wait_for_workers=False))
+
+    def put(self, answer: RankAnswer) -> None:
+        self._store.set(str(self._store.add("count", 1)), json.dumps(answer))
+
+    def get(self) -> RankAnswer:
+        """Wait for the next answer, within the store's timeout."""
+        self._read += 1
+        result, failure, code = json.loads(self._store.get(str(self._read)))
+        self._store.delete_key(str(self._read))
+        return result, failure, code
+
+    def empty(self) -> bool:
+        return not self._store.check([str(self._read + 1)])
 
 
 def attempt(call: Callable[[], Any]) -> RankAnswer:

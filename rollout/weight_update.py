@@ -43,9 +43,9 @@ class WeightUpdateState:
         """True if all weights have the same version, and no update is open."""
         return self._failure is None
 
-    def forget(self) -> None:
-        """Record that the engine dropped its weights."""
-        self._failure = "dropped its weights when it went to sleep"
+    def forget(self, reason: str) -> None:
+        """Record that the engine has no weights."""
+        self._failure = reason
         self._open_version = None
 
     def begin(self, version: int, manifest: Manifest) -> None:

@@ -21,8 +21,7 @@ class GRPOStats(TensorsAsArrays):
         entropy: mean over loss-carrying tokens, in nats.
         old_gap_max: largest |current - old| logprob. The first micro-step proves with it that both mean the same.
         engine_gap_mean, engine_gap_max: |behavior - old| logprob over loss-carrying tokens.
-        grad_norm, learning_rate: global gradient norm before clipping; learning rate of this step.
-        num_tokens: number of loss-carrying tokens of the step.
+        grad_norm, learning_rate, num_tokens: global norm before clipping; this step's rate; its loss-carrying tokens.
         importance_weight, importance_clipfrac: mean importance weight; fraction that was changed. 0 without weights.
         importance_ess: effective sample size of the importance weights, as a fraction of the loss-carrying tokens:
             ``(sum w)^2 / (n sum w^2)``; 0 without weights.
@@ -31,8 +30,8 @@ class GRPOStats(TensorsAsArrays):
         perplexity, engine_perplexity: exponential of the mean ``-log pi_old`` and ``-log pi_engine``.
         rejected_fraction: fraction of tokens that ``algorithm.rejection`` took out.
         bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.
-        moe_aux_loss: balancing loss of the routers, mean over layers and tokens, before its coefficient. 1 is an even
-            load; 0 if the objective has none. Not part of ``loss``.
+        moe_aux_loss: routers' balancing loss per layer and token, without its coefficient. 1 is even; 0 without one.
+        router_load_max: tokens of the busiest expert over its layer's mean, largest over layers; 0 if no biases move.
         routing_disagreement: fraction of given routes, by token and layer, that the router would choose otherwise.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
@@ -59,5 +58,6 @@ class GRPOStats(TensorsAsArrays):
     rejected_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
     bounded_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    router_load_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))
     metadata: dict[str, Any] | None = field(default=None)

@@ -58,8 +58,10 @@ def follow_routes(layer: torch.nn.Module, index: int, current: Callable[[], Rout
         if tokens.routes is not None:
             experts = tokens.routes.choose(index, experts)
             weights = _weights(router, logits, experts)
-        if tokens.loss is not None:
+        if tokens.balance.loss is not None:
             tokens.routed.setdefault(index, (logits, experts))
+        if (loads := tokens.balance.loads) is not None:
+            tokens.count(loads, index, torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True))
         return logits, weights, experts
 
     routers = [module for module in layer.modules() if type(module).__name__.lower().endswith("topkrouter")]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from backends.common.attention.choice import choose_attention
-from backends.common.step.balance import BalanceLoss, RoutedTokens
+from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
 from backends.common.step.routes import Replay
 from backends.fsdp.attention import Boundaries
@@ -28,7 +28,7 @@ def model_input(
     device: torch.device,
     context: dist.ProcessGroup,
     by_package: bool = False,
-    balance: BalanceLoss | None = None,
+    balance: Balance = NO_BALANCE,
     replay: Replay | None = None,
 ) -> ModelInput:
     """Take this rank's part of ``pack``, which is the same on every rank that shares it.

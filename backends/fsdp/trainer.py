@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backends.common.process.rendezvous import join_world
-from backends.common.step.balance import BalanceLoss, balance_loss
+from backends.common.step.balance import NO_BALANCE, Balance, balance_loss
 from backends.common.step.packs import require_computable
 from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
@@ -64,7 +64,7 @@ class FsdpTrainer(TrainerBase):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
         self.model = build(self.config, self.groups, self.device)
-        if self._replay() is not None and self.model.routed_layers != list(self.dimensions.expert_layers):
+        if self._replays != "none" and self.model.routed_layers != list(self.dimensions.expert_layers):
             raise ConfigError(
                 f"algorithm.routing_replay={self.config.algorithm.routing_replay} does not support the routers of "
                 f"transformers' {type(self.model.hugging_face).__name__}; use none, or trainer.backend=megatron"
@@ -100,9 +100,7 @@ class FsdpTrainer(TrainerBase):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
                 self._loss(self._batch(pack, self._step.balance, self._step.replay)).backward()
 
-    def _batch(
-        self, pack: PackedTrajectory, balance: BalanceLoss | None = None, replay: Replay | None = None
-    ) -> ModelInput:
+    def _batch(self, pack: PackedTrajectory, balance: Balance = NO_BALANCE, replay: Replay | None = None) -> ModelInput:
         """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
         reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
@@ -118,7 +116,7 @@ class FsdpTrainer(TrainerBase):
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""
         loss = self._objective.add(self._step, batch.given, batch.pack, *self._forward(batch))
-        if batch.routed is None or batch.routed.loss is None:
+        if batch.routed is None or batch.routed.balance.loss is None:
             return loss
         return loss + balance_loss(self.dimensions, batch.routed, self.groups.context)
 
@@ -137,14 +135,15 @@ class FsdpTrainer(TrainerBase):
             self.model.shard_weights()
         return stats
 
+    def _router_biases(self) -> dict[int, Tensor]:
+        return dict(zip(self.dimensions.expert_layers, self.model.kept_by_name().values(), strict=True))
+
     # ---------------------------------------------------------------------------------------------------- scoring, end
     @torch.no_grad()
-    def _score(
-        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
-    ) -> list[tuple[Tensor, ...]]:
+    def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None = None) -> list[tuple[Tensor, ...]]:
         scored = []
         with self._phase("score"):
-            for pack in micro_batches:
+            for pack in packs:
                 batch = self._batch(pack, replay=replay)
                 scored.append(self._forward(batch))
                 if batch.routed is not None:

@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 
 from backends.common.attention.choice import choose_attention
-from backends.common.step.balance import BalanceLoss, RoutedTokens
+from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device, require_computable
 from backends.common.step.routes import Replay
 from backends.megatron.attention import PackedLayout, attention_of, context_layout_of
@@ -46,7 +46,7 @@ class BatchBuilder:
         self._multiple = layout.pipeline if layout.virtual_pipeline > 1 else None
 
     def build(
-        self, packs: Sequence[PackedTrajectory], balance: BalanceLoss | None = None, replay: Replay | None = None
+        self, packs: Sequence[PackedTrajectory], balance: Balance = NO_BALANCE, replay: Replay | None = None
     ) -> list[ModelInput]:
         """Take this rank's part of every pack. If required, adds packs without weight, and pads."""
         missing = -len(packs) % (self._multiple or 1)
@@ -67,7 +67,7 @@ class BatchBuilder:
         return split_for_context_parallel(pack, size, rank, layout=layout, multiple_of=multiple_of)
 
     def _input(
-        self, pack: PackedTrajectory, shard: ContextShard, balance: BalanceLoss | None, replay: Replay | None
+        self, pack: PackedTrajectory, shard: ContextShard, balance: Balance, replay: Replay | None
     ) -> ModelInput:
         layout = self._layout(pack, shard)
         layout.routed = RoutedTokens.of(pack, shard, self._rows(shard), balance, replay)

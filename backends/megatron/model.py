@@ -116,7 +116,7 @@ def _expert_pattern(dimensions: ModelDimensions) -> list[int]:
 
 
 def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
-    """Return a sigmoid router's settings. The bias is not one: ``BalancedRouter`` holds it, and nothing updates it."""
+    """Return a sigmoid router's settings. The bias is not one: ``BalancedRouter`` holds it."""
     if not dimensions.moe_sigmoid:
         return {}
     grouped = dimensions.moe_groups > 1

@@ -49,9 +49,8 @@ class _LayerReplay:
 class BalancedRouter(TopKRouter):
     """Megatron's top-k router, whose probabilities carry the balancing loss if the micro-batch has one.
 
-    A sigmoid router has a bias that affects the choice of experts but not their weights. It comes with the checkpoint
-    and never changes: engines route by it, too, and its update rule would follow a load that small batches of responses
-    do not represent.
+    A sigmoid router has a bias that affects the choice of experts but not their weights. The trainer moves it
+    (``trainer.router_bias_rate``), not Megatron.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -74,7 +73,9 @@ class BalancedRouter(TopKRouter):
         routes = None if tokens is None else tokens.routes
         self.router_replay = None if routes is None else _LayerReplay(routes, self.layer_number - 1)
         probs, routing_map = super().routing(logits)
-        if tokens is None or tokens.loss is None or not torch.is_grad_enabled():
+        if tokens is not None and tokens.balance.loads is not None:
+            tokens.count(tokens.balance.loads, self.layer_number - 1, routing_map)
+        if tokens is None or tokens.balance.loss is None or not torch.is_grad_enabled():
             return probs, routing_map
         flat, sigmoid = logits.view(-1, logits.shape[-1]), self.score_function == "sigmoid"
         loss = tokens.layer_loss(flat, routing_map, sigmoid, self.topk, self.tp_cp_group)

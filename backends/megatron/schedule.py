@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from backends.common.step.balance import BalanceLoss
+from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.installed import require
@@ -59,7 +59,7 @@ class Schedule:
         self,
         packs: Sequence[PackedTrajectory],
         loss: LossFunction,
-        balance: BalanceLoss | None = None,
+        balance: Balance = NO_BALANCE,
         replay: Replay | None = None,
     ) -> None:
         """Run forward and backward for one window. ``loss`` is called on the last stage, once per micro-batch."""

@@ -20,6 +20,7 @@ from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
+from backends.megatron.router import BalancedRouter
 from backends.megatron.schedule import Schedule
 from backends.megatron.state import MegatronState
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
@@ -116,13 +117,17 @@ class MegatronTrainer(TrainerBase):
             for chunk in self.wrapped:
                 chunk.scale_gradients(1.0 / denominator)
 
+    def _router_biases(self) -> dict[int, Tensor]:
+        modules = (module for chunk in self.chunks for module in chunk.modules() if isinstance(module, BalancedRouter))
+        return {router.layer_number - 1: router.expert_bias for router in modules}
+
     # ------------------------------------------------------------------------------------------- scoring, weights, end
     def _score(
-        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
+        self, packs: Sequence[PackedTrajectory], replay: Replay | None = None
     ) -> list[tuple[Tensor, ...]] | None:
         set_dropout(self.chunks, False)
         with self._phase("score"):
-            return self._schedule.score(micro_batches, replay)
+            return self._schedule.score(packs, replay)
 
     def settle_weights(self) -> None:
         """Make every weight of this rank whole: with ``trainer.optimizer.overlap``, an update may still be in progress.

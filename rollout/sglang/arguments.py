@@ -1,5 +1,6 @@
 """SGLang's engine arguments and environment from the run's configuration. Importing this imports no SGLang."""
 
+import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,9 +13,11 @@ from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_B
 from slime_like.checks.environment import expandable_segments
 from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import module_ends
-from slime_like.weights.expected_tensors import expected_factors
+from slime_like.weights.expected_tensors import expected_factors, expected_tensors
+from slime_like.weights.quantization import checkpoint_settings
 
 SLEEP_ARGUMENT = "enable_memory_saver"
 SAMPLING_BACKEND = "pytorch"
@@ -25,19 +28,22 @@ _SPARE_POSITIONS = 8
 """Added to the context length, because SGLang ends a sequence a few positions before it."""
 
 
-def environment(rollout: RolloutConfig, scratch: Path) -> dict[str, str]:
+def environment(rollout: RolloutConfig, scratch: Path, part: EnginePart = WHOLE) -> dict[str, str]:
     """Return the variables of SGLang's process and its children. Variables set by the user stay unchanged.
 
-    An engine's ranks share a host and meet in a file, because torch's TCP store would listen on every interface. On a
-    CPU, eager execution needs no compiler, and by default a rank has one thread.
+    An engine's ranks meet in a file if they share a host, because torch's TCP store would listen on every interface. On
+    a CPU, eager execution needs no compiler, and by default a rank has one thread.
     """
-    defaults = {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    defaults["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
+    meeting = "env://" if part.spans else f"file://{scratch}/rendezvous"
+    defaults = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    defaults |= {"GLOO_SOCKET_IFNAME": part.interface, "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": meeting}
+    if part.spans:
+        defaults |= {"SGLANG_HOST_IP": part.address, "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
     if on_cpu():
         defaults |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         if rollout.tensor > 1:
             defaults |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores(rollout.tensor)}
-    return {**defaults, **os.environ}
+    return {**defaults, **os.environ, **part.store}
 
 
 def memory_saver_problem(rollout: RolloutConfig, cluster: ClusterConfig, environment: Mapping[str, str]) -> str | None:
@@ -48,16 +54,22 @@ def memory_saver_problem(rollout: RolloutConfig, cluster: ClusterConfig, environ
     return f"{given} in the environment is not supported by SGLang's memory saver"
 
 
-def engine_arguments(config: RunConfig, engine_index: int, known: Collection[str]) -> dict[str, Any]:
+def engine_arguments(
+    config: RunConfig, engine_index: int, known: Collection[str], part: EnginePart = WHOLE
+) -> dict[str, Any]:
     """Return SGLang's arguments. Raises ``EngineError`` if one in ``rollout.engine_args`` is not ``known``."""
     given = config.rollout.own_engine_args
     if unknown := sorted(given.keys() - known):
         problem, remedy = "SGLang has no such argument", "see `python -m sglang.launch_server --help`"
         raise EngineError(f"rollout.engine_args.{unknown[0]}: {problem}", code="engine-arguments", remedy=remedy)
-    return {**_defaults(config.model, config.rollout, config.max_model_len), **given, **_owned(config, engine_index)}
+    return {
+        **_defaults(config.model, config.rollout, config.max_model_len),
+        **given,
+        **_owned(config, engine_index, part),
+    }
 
 
-def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
+def _owned(config: RunConfig, engine_index: int, part: EnginePart) -> dict[str, Any]:
     sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
     keeps = can_keep_weights(config, ModelDimensions.from_checkpoint(config.model.path))
     return {
@@ -66,13 +78,17 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "context_length": config.max_model_len + _SPARE_POSITIONS,
         "tp_size": config.rollout.tensor,
+        "nnodes": part.count,
+        "node_rank": part.number,
         "random_seed": config.seed + engine_index,
         "device": "cpu" if on_cpu() else "cuda",
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "sampling_backend": SAMPLING_BACKEND,
         "weight_version": "0",
         "sleep_on_idle": True,  # engines and trainers may share cores
+        "enable_return_routed_experts": config.algorithm.routing_replay == "rollout",
         **_lora(config.model),
+        **(_quantization(config.model) if config.sync.quantization != "none" else {}),
         **({} if on_cpu() else {SLEEP_ARGUMENT: sleeps, WEIGHTS_BACKUP: sleeps and keeps}),
     }
 
@@ -84,6 +100,16 @@ def _lora(model: ModelConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": model.lora.rank, "max_loras_per_batch": 2}
     arguments |= {"lora_target_modules": module_ends(expected_factors(model)), "lora_strict_loading": True}
     return arguments | ({"lora_backend": "torch_native"} if on_cpu() else {})
+
+
+def _quantization(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of 8-bit weights, which the first update brings.
+
+    On some GPUs, DeepGEMM would round the scales to powers of two after the start, but not after an update.
+    """
+    settings = {"quantization_config": checkpoint_settings(expected_tensors(model.path))}
+    arguments = {"load_format": "dummy", "json_model_override_args": json.dumps(settings)}
+    return arguments | {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
 
 
 def _defaults(model: ModelConfig, rollout: RolloutConfig, longest: int) -> dict[str, Any]:

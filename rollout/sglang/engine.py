@@ -15,6 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.weights.adapter import ADAPTER
 
 _MODULE = "rollout.sglang.main"
@@ -23,12 +24,16 @@ _END_S = 3.0
 
 
 class SglangEngine(EngineBase[ChildProcess]):
-    """One SGLang engine with ``config.rollout.tensor`` ranks. On a CPU, ``sleep`` and ``wake`` release no memory."""
+    """One SGLang engine, or its ``part``, with ``config.rollout.tensor`` ranks in all.
+
+    On a CPU, ``sleep`` and ``wake`` release no memory.
+    """
 
     returns_supports = True
+    returns_routes = True
 
-    def __init__(self, config: RunConfig, engine_index: int) -> None:
-        super().__init__(config, engine_index, "SGLang")
+    def __init__(self, config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> None:
+        super().__init__(config, engine_index, "SGLang", part)
         self._process: ChildProcess | None = None
         if config.model.lora.sends_factors:
             ranks, flush = partial(self._call, "receive"), partial(self._call, "finish_update")
@@ -46,9 +51,9 @@ class SglangEngine(EngineBase[ChildProcess]):
         rollout, cluster = self._config.rollout, self._config.cluster
         if not on_cpu() and (unsupported := memory_saver_problem(rollout, cluster, os.environ)):
             raise self._faults.start_failed(unsupported, "unset it")
-        self._process = ChildProcess(_MODULE, lambda scratch: environment(rollout, scratch))
+        self._process = ChildProcess(_MODULE, lambda scratch: environment(rollout, scratch, self._part))
         try:
-            await self._process.start(self._config, self._index)
+            await self._process.start(self._config, self._index, self._part)
         except ProcessEnded as error:
             raise self._faults.start_failed("its process ended", self._faults.log) from error
         except EngineError as error:
@@ -78,8 +83,10 @@ class SglangEngine(EngineBase[ChildProcess]):
         return self._process
 
     async def _ping(self) -> None:
-        """Wait for an answer of the schedulers."""
-        await self._alive().call("ping")
+        """Wait for an answer of the schedulers. Their process on a further node ends with them."""
+        process = self._alive()
+        if self._part.number == 0:
+            await process.call("ping")
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._process.process_ids if self._process is not None else ()

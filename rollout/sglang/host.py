@@ -57,6 +57,7 @@ class Host:
         self._open.set()
         self._updating = False
         self._adapter = ADAPTER if config.model.lora.sends_factors else None
+        self._routes = config.algorithm.routing_replay == "rollout"
 
     # --------------------------------------------------------------------------------------------------------- requests
     async def generate(self, request: GenerationRequest) -> list[Generation]:
@@ -145,6 +146,7 @@ class Host:
             if request.sampling.wants_supports
             else 0,
             stream=False,
+            return_routed_experts=self._routes and request.sampling.training,
             lora_id=self._adapter,  # with a path, an update would wait for requests, which may be frozen
         )
         await running.wait_for(self._open)
@@ -154,7 +156,7 @@ class Host:
         ended = self._sampling[submission.rid] = asyncio.Event()
         try:
             async for output in self._manager.generate_request(submission):
-                return generation(request, output, self._version)
+                return generation(request, output, self._version, self._dimensions)
         finally:
             del self._sampling[submission.rid]
             ended.set()

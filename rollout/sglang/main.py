@@ -16,7 +16,7 @@ from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import on_cpu
-from rollout.ranks import AnswerQueue
+from rollout.ranks import AnswerQueue, StoreQueue
 from rollout.sglang import stand_ins
 from rollout.sglang.arguments import engine_arguments
 from slime_like.errors import EngineError
@@ -29,16 +29,22 @@ if TYPE_CHECKING:
 def main(descriptor: int, scratch: Path) -> None:
     """Serve the owner at the other end of the inherited socket ``descriptor``, with temporary files in ``scratch``."""
     owner = Owner(Connection(descriptor), scratch)
-    with owner.starting() as (config, engine_index):
+    with owner.starting() as (config, engine_index, part):
         tempfile.tempdir = str(scratch)
-        engine, answers = _launch(functools.partial(engine_arguments, config, engine_index), descriptor, owner)
+        answers: AnswerQueue = multiprocessing.get_context(_start_method()).SimpleQueue()
+        if part.spans:
+            answers = StoreQueue(part.host, part.port)
+        arguments = functools.partial(engine_arguments, config, engine_index, part=part)
+        engine = _launch(arguments, answers, descriptor, owner)
         tempfile.tempdir = None
         from rollout.sglang.host import Host
 
         gc.freeze()
-        host = Host(engine, answers, config, engine_index)
-        engine.loop.run_until_complete(host.ping())
-        engine.loop.run_until_complete(host.received())
+        host: Host | None = None
+        if part.number == 0:  # schedulers on further nodes receive their calls from the first one's
+            host = Host(engine, answers, config, engine_index)
+            engine.loop.run_until_complete(host.ping())
+            engine.loop.run_until_complete(host.received())
         if on_cpu():  # every socket is connected and every group has met, except maybe NCCL's on a GPU
             shutil.rmtree(scratch)
     engine.loop.run_until_complete(owner.serve(host))
@@ -49,15 +55,16 @@ class _SchedulerFailed(Exception):
 
 
 def _launch(
-    arguments: Callable[[Collection[str]], dict[str, Any]], descriptor: int, owner: Owner
-) -> tuple[Engine, AnswerQueue]:
-    """Start one engine and return it with the queue of its ranks' answers. Main thread only.
+    arguments: Callable[[Collection[str]], dict[str, Any]], answers: AnswerQueue, descriptor: int, owner: Owner
+) -> Engine:
+    """Start one engine, or its part on this node. Main thread only.
 
     This process ends with the engine. On a CPU, schedulers are forked, because importing SGLang again would take most
     of the start. CUDA does not allow that.
 
     Args:
         arguments: returns SGLang's arguments, given the names of all.
+        answers: queue of its ranks' answers.
         descriptor: the owner's socket, which schedulers must not keep open.
 
     Raises:
@@ -70,7 +77,6 @@ def _launch(
     from sglang.srt.server_args import ServerArgs
 
     given = arguments({field.name for field in record_fields(ServerArgs)})
-    answers: AnswerQueue = multiprocessing.get_context(_start_method()).SimpleQueue()
     owned_engine, schedulers = _engine_class(answers, descriptor, owner)
     try:
         engine = owned_engine(**given, custom_sigquit_handler=_raise_failure)
@@ -82,9 +88,10 @@ def _launch(
         owner.end()
 
     handlers = SimpleNamespace(sigterm_handler=end, running_phase_sigquit_handler=end)
-    engine.tokenizer_manager.signal_handler_class = lambda manager: handlers
+    if engine.tokenizer_manager is not None:
+        engine.tokenizer_manager.signal_handler_class = lambda manager: handlers
     owner.end_with(schedulers)
-    return engine, answers
+    return engine
 
 
 def _engine_class(answers: AnswerQueue, descriptor: int, owner: Owner) -> tuple[type[Engine], list[BaseProcess]]:

@@ -1,5 +1,6 @@
 """Conversion of requests to SGLang's parameters, and of its outputs to generations."""
 
+import base64
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,9 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, see
     }
 
 
-def generation(request: GenerationRequest, output: dict[str, Any], version: int) -> Generation:
+def generation(
+    request: GenerationRequest, output: dict[str, Any], version: int, dimensions: ModelDimensions
+) -> Generation:
     """Return one sample's result. Responses without a token get the served ``version``."""
     meta = output["meta_info"]
     token_ids = np.asarray(output["output_ids"], dtype=np.int64)
@@ -40,6 +43,7 @@ def generation(request: GenerationRequest, output: dict[str, Any], version: int)
         finish_reason=finish_reason(request, "SGLang", meta["finish_reason"]["type"], meta["finish_reason"]),
         prompt_logprobs=_prompt_logprobs(meta) if request.prompt_logprobs else None,
         supports=_supports(meta, len(token_ids)) if request.sampling.wants_supports else None,
+        fields=_routes(meta, dimensions) if meta.get("routed_experts") is not None else {},
     )
 
 
@@ -62,6 +66,12 @@ def _supports(meta: dict[str, Any], count: int) -> Supports:
         return Supports.whole(0)
     entries = np.array([[entry[:2] for entry in row] for row in meta["output_top_logprobs"]], np.float64)
     return supports_of(entries[:, :, 1], entries[:, :, 0], "SGLang")
+
+
+def _routes(meta: dict[str, Any], dimensions: ModelDimensions) -> dict[str, np.ndarray]:
+    rows = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+    rows = rows.reshape(-1, dimensions.num_layers, dimensions.moe_top_k)
+    return {"routes": rows[:, dimensions.expert_layers.start :].astype(np.int16)}
 
 
 def _prompt_logprobs(meta: dict[str, Any]) -> np.ndarray | None:

@@ -29,6 +29,7 @@ from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt, function_of
 from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
+from rollout.sglang.routes import keep_first_routes, mark_unrecorded, record_on_cpu
 from rollout.sglang.sampler import SeededSampler
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.hosting.calls import one_line
@@ -50,6 +51,9 @@ def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, 
         _join_without_nccl()
         if arguments[0].enable_lora:
             _unpin()
+    if arguments[0].enable_return_routed_experts:
+        record_on_cpu()
+        keep_first_routes()
     register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
     EngineScheduler.answers = answers  # SGLang creates the instance
     sglang_scheduler.Scheduler = EngineScheduler
@@ -69,6 +73,8 @@ class EngineScheduler(Scheduler):
         except Exception as error:
             self.answers.put((None, one_line(error), ""))
             raise
+        if self.server_args.enable_return_routed_experts:
+            mark_unrecorded()
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
         self.receiver = WeightReceiver(get_parallel().tp_rank)

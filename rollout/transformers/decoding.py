@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from rollout.transformers.kv_cache import KeyValueCache
+from rollout.transformers.routers import Routers
 from rollout.transformers.samples import Sample, draw_tokens
 
 _PREFILL_TOKENS = 16384
@@ -20,8 +21,9 @@ _SCORED_TOKENS = 512
 class DecodeBatch:
     """Samples that step together. Finished rows leave immediately; added samples join with the next step."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, routers: Routers | None = None) -> None:
         self._model = model
+        self._routers = routers
         self.samples: list[Sample] = []  # rows of the cache, followed by samples waiting for their prefill
         self._cache: KeyValueCache | None = None
 
@@ -63,6 +65,9 @@ class DecodeBatch:
         mask, positions = cache.begin_token()
         logits = self._forward(last[:, None].to(self._model.device), mask, positions, cache.layers)
         cache.end_token()
+        if self._routers is not None:
+            for sample, routes in zip(self.samples, self._routers.take(len(last)), strict=False):
+                sample.routes += [routes] if sample.wants_routes else []
         return logits[:, -1]
 
     def _prefill_waiting(self, rows: int) -> list[Tensor]:
@@ -96,6 +101,10 @@ class DecodeBatch:
             for sample, context in zip(samples, contexts, strict=True):
                 before = width - len(context)  # padding
                 sample.prompt_logprobs = logprobs[place[context]][before : before + len(sample.prompt) - 1]
+        if self._routers is not None:
+            routes = self._routers.take(len(unique))
+            for sample, context in zip(samples, contexts, strict=True):
+                sample.keep_routes(routes[place[context]][width - len(context) :])
         return torch.cat([part[0] for part in parts])[index]
 
     def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:

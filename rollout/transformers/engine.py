@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest,
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.onednn import use_onednn
 from slime_like.weights.adapter import ADAPTER
+from slime_like.weights.quantization import dequantized
 from slime_like.weights.received import WeightReceiver
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     """
 
     returns_supports = True
+    returns_routes = True
 
     def __init__(self, config: RunConfig, engine_index: int) -> None:
         super().__init__(config, engine_index, "transformers")
@@ -135,6 +138,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         from transformers import AutoModelForCausalLM
 
         from rollout.transformers.attention import GROUPED_SDPA, register
+        from rollout.transformers.routers import Routers
         from rollout.transformers.scheduler import DecodeScheduler
 
         register()
@@ -159,7 +163,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             )
         self.model = model.eval().requires_grad_(False)
         self._move(_device())
-        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)))
+        routers = Routers(model, self._dimensions.expert_layers) if self._records_routes else None
+        return DecodeScheduler(model, int(arguments.get("max_batch_size", _MAX_BATCH_SIZE)), routers)
 
     def _move(self, device: str) -> None:
         self.model.to(device)
@@ -168,7 +173,12 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> None:
-        self.receiver.load(bucket, lambda name: weights.destination(name, self._destinations))
+        destination = partial(weights.destination, tensors=self._destinations)
+        if self._quantized:
+            for name, tensor in dequantized(self.receiver.copies(bucket, _device())):
+                destination(name).copy_(tensor)
+        else:
+            self.receiver.load(bucket, destination)
         if not on_cpu():
             torch.cuda.current_stream().synchronize()  # now the sender may reuse the bucket's memory
 
@@ -181,6 +191,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             stream=random.Random(seed),
             wants_prompt_logprobs=request.prompt_logprobs,
             stop_texts=self._stop_texts if request.sampling.stop else None,
+            wants_routes=self._records_routes and request.sampling.training,
         )
 
 

@@ -27,6 +27,8 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     supports: list[np.ndarray] = field(default_factory=list)
+    wants_routes: bool = False
+    routes: list[np.ndarray] = field(default_factory=list)  # of every token that was read
     prompt_logprobs: np.ndarray | None = None
     finish_reason: FinishReason | None = None
 
@@ -49,6 +51,11 @@ class Sample:
         elif len(self.token_ids) >= self.sampling.max_new_tokens:
             self.finish_reason = "length"
 
+    def keep_routes(self, routes: np.ndarray) -> None:
+        """Keep routes (context, layers, choices), but for tokens that were read before, those of the first time."""
+        if self.wants_routes:
+            self.routes.append(routes[sum(map(len, self.routes)) :])
+
     def to_generation(self) -> Generation:
         assert self.finish_reason is not None
         return Generation(
@@ -58,6 +65,7 @@ class Sample:
             finish_reason=self.finish_reason,
             prompt_logprobs=self.prompt_logprobs,
             supports=Supports.of(self.supports) if self.sampling.wants_supports else None,
+            fields={"routes": np.concatenate(self.routes)} if self.routes else {},
         )
 
 

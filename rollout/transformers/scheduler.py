@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.transformers.decoding import DecodeBatch
+from rollout.transformers.routers import Routers
 from rollout.transformers.samples import Sample
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, PauseMode
@@ -58,7 +59,7 @@ class _Inbox(queue.SimpleQueue[Callable[[], None]]):
 class DecodeScheduler:
     """Owner of the thread. Public methods may be called from any thread, and never wait for a step."""
 
-    def __init__(self, model: Any, max_batch_size: int) -> None:
+    def __init__(self, model: Any, max_batch_size: int, routers: Routers | None = None) -> None:
         self._max_batch_size = max_batch_size
         self._inbox = _Inbox()
         self._error: EngineError | None = None
@@ -66,7 +67,7 @@ class DecodeScheduler:
         self._version = 0
         self._waiting: list[_PendingRequest] = []
         self._running: list[_PendingRequest] = []
-        self._batch = DecodeBatch(model)
+        self._batch = DecodeBatch(model, routers)
         self._paused = False
         self._pause_waiters: list[Future[None]] = []
         self._stopping = False

@@ -9,9 +9,11 @@ from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_
 from rollout.vllm.sampling import MOST_TIES
 from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import module_ends
-from slime_like.weights.expected_tensors import expected_factors
+from slime_like.weights.expected_tensors import expected_factors, expected_tensors
+from slime_like.weights.quantization import checkpoint_settings
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -21,40 +23,39 @@ BACKEND = "slime_like"
 SLEEP_ARGUMENT = "enable_sleep_mode"
 LORA_ID = 1
 
-_FORKED = "rollout.vllm.executor.ForkedRanks"
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
 
 
-def prepare_environment(rollout: RolloutConfig) -> None:
+def prepare_environment(rollout: RolloutConfig, part: EnginePart = WHOLE) -> None:
     """Set variables that vLLM and torch read on import. Variables set by the user stay unchanged."""
     # Otherwise, looking for a device initializes CUDA, and vLLM forks its engine process from this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name, value in environment(rollout, on_cpu()).items():
+    for name, value in environment(rollout, on_cpu(), part).items():
         os.environ.setdefault(name, value)
 
 
-def environment(rollout: RolloutConfig, cpu: bool) -> dict[str, str]:
+def environment(rollout: RolloutConfig, cpu: bool, part: EnginePart = WHOLE) -> dict[str, str]:
     """Return the variables by name.
 
     On a CPU, OpenMP threads are not bound to cores, because engines and trainers share them. A single rank then needs
     no separate process. Eager execution needs no compiler, not even for the small functions vLLM would still compile.
     """
-    # An engine's ranks share a host, so no other host needs to reach it.
-    shared = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    shared |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    # Loopback if an engine's ranks share a host, so no other host can reach it.
+    shared = {"VLLM_HOST_IP": part.address, "GLOO_SOCKET_IFNAME": part.interface}
+    shared |= {**part.store, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
     if not cpu:
         # In a process that Ray did not start, vLLM would fork its ranks, which then could not use CUDA.
         return shared | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     shared["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if rollout.tensor == 1:
+    if rollout.ranks == 1:
         shared["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if rollout.own_engine_args.get("enforce_eager", True):
         shared["TORCHDYNAMO_DISABLE"] = "1"
     return shared
 
 
-def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
+def engine_arguments(config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> AsyncEngineArgs:
     """Build vLLM's arguments, after ``prepare_environment``.
 
     Raises:
@@ -63,7 +64,7 @@ def engine_arguments(config: RunConfig, engine_index: int) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     check_arguments("vllm", config.rollout)
-    return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index)})
+    return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index, part)})
 
 
 def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
@@ -76,6 +77,10 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     given = {**_defaults(config, cpu), **config.rollout.own_engine_args}
     if not cpu or config.rollout.bounded_top_k > 0:
         given["hf_overrides"] = given.get("hf_overrides") or {"head_dtype": "float32"}
+    if config.sync.quantization != "none":
+        settings = checkpoint_settings(expected_tensors(config.model.path))
+        given["hf_overrides"] = {**(given.get("hf_overrides") or {}), "quantization_config": settings}
+        given["load_format"] = "dummy"  # the first update brings 8-bit weights, which model.path does not have
     return given
 
 
@@ -94,7 +99,7 @@ def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions)
     return 1 if keep_weights or not is_whole or not dimensions.attention.reloads else 2
 
 
-def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
+def _owned(config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> dict[str, Any]:
     sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
     return {
         "model": str(config.model.path),
@@ -102,8 +107,11 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "max_model_len": config.max_model_len,
         "tensor_parallel_size": config.rollout.tensor,
+        "pipeline_parallel_size": config.rollout.pipeline,
         # In a Ray actor, vLLM would let Ray start its ranks, as if the actor had no devices.
-        "distributed_executor_backend": (_FORKED if on_cpu() else "mp") if config.rollout.tensor > 1 else None,
+        "distributed_executor_backend": "mp" if config.rollout.ranks > 1 else None,
+        **({"nnodes": part.count, "node_rank": part.number} if part.spans else {}),
+        **({"master_addr": part.host, "master_port": part.port} if part.spans else {}),
         "seed": config.seed + engine_index,
         # After the temperature. With top-p and top-k off, this is the sampled distribution over the whole vocabulary.
         "logprobs_mode": "processed_logprobs",
@@ -115,7 +123,15 @@ def _owned(config: RunConfig, engine_index: int) -> dict[str, Any]:
         "generation_config": "vllm",  # no defaults of the checkpoint
         **_lora(config.model),
         **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
+        **(_routes(on_cpu()) if config.algorithm.routing_replay == "rollout" else {}),
     }
+
+
+def _routes(cpu: bool) -> dict[str, Any]:
+    """Return the arguments for recording routes (on a CPU, see ``rollout.vllm.routes``)."""
+    if not cpu:
+        return {"enable_return_routed_experts": True}
+    return {"scheduler_cls": "rollout.vllm.routes.RoutesScheduler", "async_scheduling": False}
 
 
 def _lora(model: ModelConfig) -> dict[str, Any]:
@@ -132,7 +148,7 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "max_num_seqs": sequences_at_once(config.rollout),
     }
-    if not cpu and config.rollout.tensor > 1 and config.cluster.placement == "colocated":
+    if not cpu and config.rollout.ranks > 1 and config.cluster.placement == "colocated":
         # A sleeping engine also frees NCCL's buffers. vLLM ignores this if NCCL is older than 2.29.7.
         defaults["enable_nccl_comm_suspend"] = True
     if cpu:

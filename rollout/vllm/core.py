@@ -10,17 +10,20 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollout.arguments import on_cpu
 from rollout.ranks import results
 from rollout.vllm.arguments import prepare_environment
 from slime_like.config import RolloutConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.hosting.calls import one_line
 from slime_like.hosting.faults import EngineFaults
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids, start_tracker
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
 
 _SHUTDOWN_S = 3.0
 """Time for the engine core to end by itself. It has nothing to save, so it is killed afterwards."""
@@ -36,13 +39,23 @@ T = TypeVar("T")
 
 
 class EngineCore:
-    """One AsyncLLM and its processes. It can be started again after ``stop``."""
+    """One AsyncLLM and its processes. It can be started again after ``stop``.
 
-    def __init__(self, rollout: RolloutConfig, arguments: Callable[[], AsyncEngineArgs], faults: EngineFaults) -> None:
+    On a further node of an engine that spans nodes, only the executor of the ranks there.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        arguments: Callable[[], AsyncEngineArgs],
+        faults: EngineFaults,
+        part: EnginePart = WHOLE,
+    ) -> None:
         self.process_ids: tuple[int, ...] = ()
-        self._rollout, self._arguments = rollout, arguments
+        self._rollout, self._arguments, self._part = rollout, arguments, part
         self._faults = faults
         self._llm: AsyncLLM | None = None
+        self._further: Executor | None = None
         self._shared_files: set[Path] = set()
         self._built = threading.Event()
         self._built.set()
@@ -54,10 +67,13 @@ class EngineCore:
         try:
             # In a separate call, because something vLLM imports keeps the importing frames and everything in them.
             await asyncio.to_thread(self._import)
-            self._llm = llm = await asyncio.to_thread(self._build)
-            await llm.update_weight_version("0")
-            # Cached by vLLM, so adding a request later never waits between its check and its registration.
-            await llm.get_supported_tasks()
+            await asyncio.to_thread(self._build)
+            if self._further is None:
+                await self.alive().update_weight_version("0")
+                # Cached by vLLM, so adding a request later never waits between its check and its registration.
+                await self.alive().get_supported_tasks()
+                if on_cpu() and self._rollout.pipeline > 1:
+                    await self.workers("vllm.executor:make_stage_buffer")
         except BaseException as error:
             await asyncio.to_thread(self._end_build, before)
             if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):
@@ -73,6 +89,13 @@ class EngineCore:
         if self._llm.errored:
             raise self._faults.died()
         return self._llm
+
+    async def ping(self) -> None:
+        """Wait for an answer of the core. Ranks on a further node count as alive until one has ended."""
+        if self._further is None:
+            await self.alive().get_weight_version()
+        elif not all(map(is_alive, self.process_ids)):
+            raise self._faults.died()
 
     async def while_alive(self, call: Awaitable[T]) -> T:
         """Await the call, but raise if the core's process dies, because vLLM then never answers."""
@@ -95,6 +118,9 @@ class EngineCore:
     async def stop(self) -> None:
         """End the engine core and its workers, by process id. May be called twice."""
         llm, self._llm = self._llm, None
+        further, self._further = self._further, None
+        if further is not None:
+            await asyncio.to_thread(further.shutdown)
         if llm is not None:
             if llm.output_handler is not None:
                 llm.output_handler.cancel()  # it would report the core's end as a failure
@@ -115,19 +141,31 @@ class EngineCore:
             self._shared_files.pop().unlink(missing_ok=True)
 
     def _import(self) -> None:
-        prepare_environment(self._rollout)
+        prepare_environment(self._rollout, self._part)
         import vllm.v1.engine.async_llm  # noqa: F401
 
         from rollout.vllm.compact_logprobs import use_compact_logprobs
 
         use_compact_logprobs()
 
-    def _build(self) -> AsyncLLM:
+    def _build(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor import Executor
 
         self._built.clear()
         try:
-            return AsyncLLM.from_engine_args(self._arguments())
+            arguments, headless = self._arguments(), self._part.number > 0
+            config = arguments.create_engine_config(headless=headless)
+            executor: type[Executor] = Executor.get_class(config)
+            if on_cpu() and self._rollout.ranks > 1:
+                from rollout.vllm.executor import ForkedRanks
+
+                executor = ForkedRanks
+            if headless:
+                self._further = executor(config)
+                return
+            logs = arguments.enable_log_requests, not arguments.disable_log_stats
+            self._llm = AsyncLLM(config, executor, log_requests=logs[0], log_stats=logs[1])
         finally:
             self._built.set()
 

@@ -16,6 +16,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import ADAPTER
 
@@ -25,17 +26,19 @@ if TYPE_CHECKING:
 
 
 class VllmEngine(EngineBase["AsyncLLM"]):
-    """One vLLM engine with ``config.rollout.tensor`` ranks.
+    """One vLLM engine, or its ``part``, with ``config.rollout.ranks`` ranks in all.
 
     Evaluation with a truncated distribution returns NaN logprobs, because vLLM has only those over the truncated one.
     So does greedy evaluation if the engine returns masks. On a CPU, ``sleep`` and ``wake`` release no memory.
     """
 
     returns_supports = True
+    returns_routes = True
 
-    def __init__(self, config: RunConfig, engine_index: int) -> None:
-        super().__init__(config, engine_index, "vLLM")
-        self._core = EngineCore(config.rollout, partial(engine_arguments, config, engine_index), self._faults)
+    def __init__(self, config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> None:
+        super().__init__(config, engine_index, "vLLM", part)
+        arguments = partial(engine_arguments, config, engine_index, part)
+        self._core = EngineCore(config.rollout, arguments, self._faults, part)
         self._masks = False
         if config.model.lora.sends_factors:
             self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, "vllm.adapter:serve", self._flush)}
@@ -53,7 +56,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
             output = await self._run(llm, request)
         from rollout.vllm.sampling import generations
 
-        return generations(request, output, self._state.version, self._masks)
+        return generations(request, output, self._state.version, self._dimensions, self._masks)
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         """Join the transport. Not for a mixture of experts on a CPU, which vLLM 0.32 silently reloads wrongly."""
@@ -64,6 +67,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     # ------------------------------------------------------------------------------------------------- see EngineHooks
     async def _start(self) -> None:
         await self._core.start()
+        if self._records_routes and on_cpu():
+            await self._receive("vllm.routes:record")
         self._masks = returns_masks(self._config)  # after the start, which sets how to look for CUDA
 
     async def stop(self) -> None:
@@ -74,7 +79,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
 
     async def _ping(self) -> None:
         """Wait for an answer of the engine core's process."""
-        await self._alive().get_weight_version()
+        await self._core.ping()
 
     def _own_process_ids(self) -> tuple[int, ...]:
         return self._core.process_ids
@@ -132,6 +137,8 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         prompt = tokens_input(list(request.prompt.token_ids))
         try:
             parameters = sampling_params(request, self._dimensions, self._masks)
+            if self._records_routes and on_cpu():  # cached tokens have no routes
+                parameters.skip_reading_prefix_cache = True
             # The path is not read, because the adapter is loaded.
             adapter = LoRARequest(ADAPTER, LORA_ID, ADAPTER) if ADAPTER in self.targets else None
             if request.sampling.stop:

@@ -61,7 +61,7 @@ def sampling_params(request: GenerationRequest, dimensions: ModelDimensions, mas
 
 
 def generations(
-    request: GenerationRequest, output: RequestOutput, version: int, masks: bool = False
+    request: GenerationRequest, output: RequestOutput, version: int, dimensions: ModelDimensions, masks: bool = False
 ) -> list[Generation]:
     """Return one generation per sample, in order.
 
@@ -71,7 +71,11 @@ def generations(
     """
     prompt_logprobs = _prompt_logprobs(output) if request.prompt_logprobs else None
     samples = output.outputs if request.sampling.temperature > 0 else output.outputs * request.num_samples
-    return [_generation(request, sample, prompt_logprobs, version, masks) for sample in samples]
+    found = [_generation(request, sample, prompt_logprobs, version, masks) for sample in samples]
+    for generation, sample in zip(found, samples, strict=True):
+        if sample.routed_experts is not None and request.sampling.training:
+            generation.fields = {"routes": sample.routed_experts[:, dimensions.expert_layers.start :].astype(np.int16)}
+    return found
 
 
 def _generation(

@@ -90,6 +90,13 @@ CHECKS: Sequence[Check] = (
     ),
     Check("cluster.gpus-idle", {"training"}, devices.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, devices.colocation_problems),
+    Check(
+        "rollout.nodes",
+        {"engine"},
+        lambda run: devices.engine_node_problems(
+            run.rollout, run.cluster.gpus_per_node, run.model.lora.sends_factors, run.algorithm.routing_replay
+        ),
+    ),
     Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),
     Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
     Check("rollout.agent", {"engine"}, agent.agent_problems),
@@ -116,7 +123,11 @@ CHECKS: Sequence[Check] = (
     # slow checks
     Check("algorithm.options", {"training", "code"}, lambda run: names.option_problems(run.algorithm)),
     Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
-    Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
+    Check(
+        "rollout.environment-custom",
+        {"engine", "code"},
+        lambda run: names.custom_environment_problems(run.rollout.environment, run.data, run.evaluation),
+    ),
     Check(
         "rollout.agent-custom",
         {"engine", "code"},

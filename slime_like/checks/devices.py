@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
+from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.system.words import counted
 
@@ -30,12 +31,42 @@ def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
 
 def colocation_problems(config: RunConfig) -> Iterator[str]:
     """Check that there are enough trainer ranks for colocated engines to share devices with."""
-    engines, tensor = config.rollout.num_engines, config.rollout.tensor
+    engines, size = config.rollout.num_engines, config.rollout.ranks
     ranks = config.trainer.parallel.world_size
-    if config.cluster.placement == "colocated" and engines * tensor > ranks:
+    if config.cluster.placement == "colocated" and engines * size > ranks:
         yield (
-            f"cluster.placement=colocated: rollout.num_engines={engines} times rollout.tensor={tensor} is more than "
-            f"the {ranks} trainer ranks; use at most {ranks} in all, or placement: separate"
+            f"cluster.placement=colocated: rollout.num_engines={engines} times rollout.tensor * pipeline={size} is "
+            f"more than the {ranks} trainer ranks; use at most {ranks} in all, or placement: separate"
+        )
+
+
+def engine_node_problems(rollout: RolloutConfig, per_node: int, factors: bool, routing_replay: str) -> Iterator[str]:
+    """Check that an engine's ranks are spread evenly: whole stages per node, or equal parts of each stage.
+
+    Args:
+        factors: engines receive ``model.lora``'s factors.
+    """
+    nodes, given = -(-rollout.ranks // per_node), f"rollout.tensor={rollout.tensor}"
+    if rollout.pipeline > 1:
+        given += f", rollout.pipeline={rollout.pipeline}"
+        for setting, is_set in {
+            "model.lora.sync=adapter": factors,
+            "algorithm.routing_replay=rollout": routing_replay == "rollout",
+        }.items():
+            if is_set:
+                yield f"{given}: {setting} needs every layer on each rank of an engine; use rollout.pipeline=1"
+    if nodes == 1:
+        return
+    if rollout.engine not in ("vllm", "sglang"):
+        yield (
+            f"{given} is more than cluster.gpus_per_node={per_node}, and rollout.engine={rollout.engine} does not span "
+            "nodes; use vllm or sglang, or lower it"
+        )
+    of_stage = max(1, nodes // rollout.pipeline)
+    if (rollout.pipeline % nodes and nodes % rollout.pipeline) or rollout.tensor % of_stage:
+        yield (
+            f"{given}: {rollout.ranks} ranks do not split evenly over the {nodes} nodes of "
+            f"cluster.gpus_per_node={per_node} that they need; use a multiple of {per_node} ranks"
         )
 
 

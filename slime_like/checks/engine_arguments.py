@@ -32,7 +32,9 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         trust_remote_code="model.trust_remote_code",
         max_model_len="rollout.max_model_len",
         tensor_parallel_size="rollout.tensor",
+        pipeline_parallel_size="rollout.pipeline",
         seed="seed",
+        enable_return_routed_experts="algorithm.routing_replay",
     ),
     "sglang": _owned(
         "device skip_tokenizer_init sampling_backend weight_version sleep_on_idle custom_sigquit_handler",
@@ -42,6 +44,7 @@ OWNED: Mapping[str, Mapping[str, str]] = {
         context_length="rollout.max_model_len",
         tp_size="rollout.tensor",
         random_seed="seed",
+        enable_return_routed_experts="algorithm.routing_replay",
     )
     | {
         "enable_deterministic_inference": "every request already has a separate seed",
@@ -64,9 +67,9 @@ CHANGES: Mapping[str, str] = {
     "requests set the sampled distribution": "override_generation_config preferred_sampling_params *logit*_processor* "
     "watermark_* enable_watermark enable_strict_thinking",
     "prompts and responses are token ids": "tokenizer tokenizer_mode tokenizer_path *tokenizer_worker_num",
-    "an engine's ranks share a host": "nnodes node_rank master_* dist_init_addr use_ray",
-    "rollout.tensor and rollout.num_engines set the ranks": "pipeline_parallel_size pp_size *context_parallel_size "
-    "data_parallel_* *dp_size *cp_size *dp_attention* enable_prefill_cp",
+    "cluster.gpus_per_node sets an engine's nodes": "nnodes node_rank master_* dist_init_addr use_ray",
+    "rollout.tensor, pipeline and num_engines set the ranks": "pp_size *context_parallel_size data_parallel_* "
+    "*dp_size *cp_size *dp_attention* enable_prefill_cp",
     "weight updates need every expert in its place": "*eplb* *elastic_ep* *redundant_experts init_expert_location "
     "*paged_experts",
     "its keys and values would outlive a weight update": "*_transfer_config kv_offloading_* disaggregation_mode "
@@ -129,6 +132,9 @@ def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterat
             yield f"rollout.engine_args.{name}={value} must be a number above 0" + (", at most 1" if most == 1 else "")
     if engine == "transformers" and rollout.tensor != 1:
         yield f"rollout.tensor={rollout.tensor}: the transformers engine runs on one device; use 1, or another engine"
+    if engine in ("transformers", "sglang") and rollout.pipeline != 1:
+        problem = "SGLang 0.5.23 cannot freeze a pipeline's requests" if engine == "sglang" else "it has no stages"
+        yield f"rollout.pipeline={rollout.pipeline}: {problem}; use rollout.tensor, or rollout.engine=vllm"
 
 
 def adapter_problems(model: ModelConfig, engine: str, dimensions: ModelDimensions) -> Iterator[str]:

@@ -12,10 +12,13 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
     The trainer checks transformers' modules when it starts.
     """
     coefficient, replay = config.algorithm.moe_aux_loss_coef, config.algorithm.routing_replay
+    rate = config.trainer.router_bias_rate
     if coefficient > 0 and dimensions.num_experts == 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
     if replay != "none" and (dimensions.num_experts == 0 or dimensions.family == OTHER):
         yield f"algorithm.routing_replay={replay}, but {config.model.path} has no experts of a known family; use none"
+    if rate > 0 and not dimensions.moe_sigmoid:
+        yield f"trainer.router_bias_rate={rate:g}, but the model has no sigmoid routers of a known family; use 0"
     if (special := dimensions.attention.special) and config.trainer.attention == "transformer_engine":
         yield f"trainer.attention=transformer_engine is not supported for {special}; use auto, ring or allgather"
     if (reason := dimensions.attention.unsupported) is None:

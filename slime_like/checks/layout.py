@@ -33,12 +33,16 @@ def layers_per_stage(dimensions: ModelDimensions, num_stages: int) -> list[int]:
 
 def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
     """Check that all ranks of a vLLM or SGLang engine get the same number of heads. The engine checks the rest."""
-    if rollout.engine not in ("vllm", "sglang") or dimensions.num_heads % rollout.tensor == 0:
-        return []
-    return [
-        f"rollout.tensor={rollout.tensor} does not divide the model's {dimensions.num_heads} attention heads; use "
-        f"{either(divisors(dimensions.num_heads))}"
-    ]
+    found: list[str] = []
+    if rollout.engine in ("vllm", "sglang") and dimensions.num_heads % rollout.tensor:
+        found.append(
+            f"rollout.tensor={rollout.tensor} does not divide the model's {dimensions.num_heads} attention heads; use "
+            f"{either(divisors(dimensions.num_heads))}"
+        )
+    if rollout.pipeline > dimensions.num_layers:
+        most = dimensions.num_layers
+        found.append(f"rollout.pipeline={rollout.pipeline} is more than the model's {most} layers; use at most {most}")
+    return found
 
 
 def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:

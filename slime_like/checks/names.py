@@ -12,6 +12,7 @@ from slime_like.config.part import Part
 from slime_like.config.reading.parts import documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import DataConfig, EvaluationConfig
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from slime_like.plugins.resolve import CUSTOM, import_path_problem, resolve_callable
@@ -159,12 +160,13 @@ def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:
         yield f"{prefix}.template={environment.template!r} must contain {PLACE} once, for the observation; correct it"
 
 
-def custom_environment_problems(config: RunConfig) -> list[str]:
+def custom_environment_problems(
+    environment: EnvironmentConfig, data: DataConfig, evaluation: EvaluationConfig
+) -> list[str]:
     """Have a worker create a custom environment with its options and reset it for the first row, if it is found."""
-    environment = config.rollout.environment
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
-    first = first_row(config.data, config.evaluation)
+    first = first_row(data, evaluation)
     return start_problems_of_environment(environment, first and first[0])
 
 

@@ -127,7 +127,7 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     needed = sum(pieces.bundles)
     idle = options.nodes * devices - needed
     amiss = " (TOO FEW)" if idle < 0 else f" ({idle} IDLE)" if idle else ""
-    fits = idle >= 0 and max(parallel.tensor, config.rollout.tensor) <= devices
+    fits = idle >= 0 and max(pieces.ranks) <= devices
     yield (
         f"devices:  {needed} needed, {options.nodes} x {devices} there{amiss}; "
         f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')}"

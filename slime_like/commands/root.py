@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from slime_like import __version__
 from slime_like.commands import (
     convert,
+    explain_gap,
     launch,
     plan,
     rehearse,
@@ -34,6 +35,7 @@ COMMANDS: Sequence[Command] = (
     verify.COMMAND,
     verify_engine.COMMAND,
     verify_objective.COMMAND,
+    explain_gap.COMMAND,
     *convert.COMMANDS,
     tiny_model.COMMAND,
     tasks.COMMAND,

@@ -39,7 +39,7 @@ class GpusNeeded:
 
 def gpus_needed(config: RunConfig) -> GpusNeeded:
     """Count the GPUs that a training run uses."""
-    engines = config.rollout.num_engines * config.rollout.tensor if config.has_own_engines else 0
+    engines = config.rollout.num_engines * config.rollout.ranks if config.has_own_engines else 0
     workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.with_workers}
     return GpusNeeded(config.trainer.parallel.world_size, engines, workers)
 
@@ -65,7 +65,7 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
         needed, gpus = gpus_needed(config), trainer.parallel.world_size
         if config.has_own_engines:
             gpus = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - needed.engines)
-        rollout = rollout.model_copy(update={"num_engines": max(1, gpus // rollout.tensor)})
+        rollout = rollout.model_copy(update={"num_engines": max(1, gpus // rollout.ranks)})
         config = config.model_copy(update={"rollout": rollout})
     return config
 

@@ -135,6 +135,7 @@ class RolloutConfig(Section):
     num_engines: int = Field(1, ge=1)
     """Number of engines. auto: fill the cluster, or the trainer's GPUs if colocated."""
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
+    pipeline: int = Field(1, ge=1, description="Pipeline parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
     samples_per_prompt: int = Field(8, ge=1, description="Responses per prompt (group size).")
     max_new_tokens: int = Field(256, ge=1, description="Token limit of a response.")
@@ -212,6 +213,11 @@ class RolloutConfig(Section):
         if self.engine not in ENGINES:
             names = ", ".join(ENGINES)
             yield f"{cut}: rollout.engine={self.engine} does not report the remaining tokens; use {names}, {whole}"
+
+    @property
+    def ranks(self) -> int:
+        """Devices of one engine."""
+        return self.tensor * self.pipeline
 
     @property
     def bounded_top_k(self) -> int:
@@ -295,6 +301,8 @@ class SyncConfig(Section):
     """Largest bucket in MiB; none: 1024 on shared GPUs, else 256."""
     delta: Literal["auto", "always", "never"] = "auto"
     """Send only changed elements, and keep copies in host memory. auto: for 16-bit models over gloo or a directory."""
+    quantization: Literal["none", "fp8_blocks"] = "none"
+    """fp8_blocks: send 8-bit matrices (e4m3, blocks of 128 x 128), and sample with them."""
     verify: bool = Field(True, description="Verify hashes and logprobs after every sync.")
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest difference of logprobs; none: by precision and depth."""

@@ -204,6 +204,17 @@ class RunConfig(Section):
                 f"rollout.max_staleness={rollout.max_staleness} biases the gradient by samples of older weights; set "
                 "algorithm.importance.correction to truncate or mask, or to none to accept the bias"
             )
+        if (quantization := self.sync.quantization) != "none":
+            if "correction" not in algorithm.importance.model_fields_set:
+                yield (
+                    f"sync.quantization={quantization} biases the gradient, because engines sample with rounded "
+                    "weights; set algorithm.importance.correction to truncate or mask, or to none to accept the bias"
+                )
+            if self.model.lora.sends_factors:
+                yield (
+                    f"sync.quantization={quantization} rounds whole matrices, but model.lora.sync=adapter sends only "
+                    "factors; use model.lora.sync=merged, or quantization: none"
+                )
         if rollout.bounded_top_k != -1 and self.trainer.backend not in ("megatron", FSDP):
             yield (
                 f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
@@ -235,6 +246,11 @@ class RunConfig(Section):
             yield (
                 f"reference.update_interval={self.reference.update_interval} copies factors (model.lora), which "
                 "reference.placement=workers does not have; use placement: trainer, or 0"
+            )
+        if self.model.lora.is_set and trainer.router_bias_rate > 0:
+            yield (
+                f"trainer.router_bias_rate={trainer.router_bias_rate:g} changes routers' biases, but low-rank factors "
+                "(model.lora) leave their base as it is; set it to 0"
             )
         for role in self.roles.with_workers:
             yield from (f"{role.name}.{text}" for text in trainer.layout_conflicts(role.parallel))

@@ -210,6 +210,10 @@ class ClusterConfig(Section):
     network_gb_per_s: float = Field(50.0, gt=0)
     """GB/s between nodes per GPU, for the plan."""
 
+    def nodes_for(self, devices: int) -> int:
+        """Count the nodes of an engine with this many devices."""
+        return -(-devices // self.gpus_per_node)
+
     @field_validator("address")
     @classmethod
     def _reject_client(cls, address: str | None) -> str | None:

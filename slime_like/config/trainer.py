@@ -95,6 +95,8 @@ class TrainerConfig(Section):
     """Layers recomputed in backward. N: the first N, at most all, of a stage or model chunk. auto: as few as fit."""
     activation_offload: bool = False
     """Keep saved activations in host memory."""
+    router_bias_rate: float = Field(0.0, ge=0)
+    """Step of sigmoid routers' biases against their experts' load. 0: frozen."""
     head_chunk_tokens: int | None = Field(None, ge=1)
     """Tokens whose logits are in memory at once."""
     rendezvous_port: int | None = Field(None, ge=1024, le=65535)

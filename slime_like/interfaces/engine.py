@@ -11,6 +11,7 @@ from slime_like.interfaces.prompt import PromptInput
 from slime_like.interfaces.supports import Supports
 from slime_like.interfaces.weights import BucketMetadata, Manifest, UpdateReceipt
 from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
+from slime_like.system.network import interface_of
 from slime_like.trajectory import Conversation
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "turns"]
@@ -168,6 +169,43 @@ class EngineHealth:
 
 
 PauseMode = Literal["abort", "keep"]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePart:
+    """The ranks of an engine on one of its nodes.
+
+    Attributes:
+        number: 0 for the node of the engine's first rank, which receives all calls.
+        count: nodes of the engine.
+        address: this node's address.
+        host, port: the store through which the ranks of several nodes meet.
+    """
+
+    number: int = 0
+    count: int = 1
+    address: str = "127.0.0.1"
+    host: str = ""
+    port: int = 0
+
+    @property
+    def spans(self) -> bool:
+        return self.count > 1
+
+    @property
+    def interface(self) -> str:
+        """Network interface on which the engine's ranks reach each other."""
+        return (interface_of(self.address) if self.spans else None) or "lo"
+
+    @property
+    def store(self) -> dict[str, str]:
+        """Variables by which torch's ``env://`` and ``tcp://`` join the store, instead of serving another one."""
+        variables = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        return variables if self.spans else {}
+
+
+WHOLE = EnginePart()
+"""An engine on one node."""
 
 
 class RolloutEngine(Protocol):

@@ -44,11 +44,11 @@ def largest_batch_bytes(config: RunConfig) -> int:
 
 def idle_engine_notes(config: RunConfig) -> Iterator[str]:
     """Warn if colocated engines leave GPUs of the trainer without an engine."""
-    number, tensor, gpus = config.rollout.num_engines, config.rollout.tensor, config.trainer.parallel.world_size
-    if config.cluster.placement == "colocated" and config.starts_engines and number < gpus // tensor:
+    number, size, gpus = config.rollout.num_engines, config.rollout.ranks, config.trainer.parallel.world_size
+    if config.cluster.placement == "colocated" and config.starts_engines and number < gpus // size:
         yield (
-            f"rollout.num_engines={number}: {gpus - number * tensor} of the trainer's {gpus} GPUs are idle during "
-            f"generation; set {gpus // tensor}, or auto"
+            f"rollout.num_engines={number}: {gpus - number * size} of the trainer's {gpus} GPUs are idle during "
+            f"generation; set {gpus // size}, or auto"
         )
 
 
@@ -62,13 +62,14 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
             f"use {needed.nodes(per_node)} nodes, or a smaller trainer.parallel (data=auto takes what fits)"
         )
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
-    if config.starts_engines:
-        sizes.append(("rollout.tensor", config.rollout.tensor))
+    if config.starts_engines and config.cluster.nodes_for(config.rollout.ranks) == 1:
+        field = "rollout.tensor" + " * rollout.pipeline" * (config.rollout.pipeline > 1)
+        sizes.append((field, config.rollout.ranks))
     sizes += [(f"{role.name}.parallel.tensor", role.parallel.tensor) for role in config.roles.with_workers]
     for field, size in sizes:
         if per_node % size:
             yield (
-                f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so a tensor-parallel group would "
+                f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so a group of ranks would "
                 f"cross nodes; use {', '.join(map(str, divisors(per_node)))}"
             )
 

@@ -12,7 +12,7 @@ _DEFAULT_SHARE = 0.9
 _MOST_AT_ONCE = 512
 """Sequences that the adapters let an engine decode at the same time."""
 ALL_REDUCE_S = 20e-6
-"""Assumed latency of one all-reduce of a decoded token inside a node; each layer has two."""
+"""Assumed latency of one all-reduce of a decoded token inside a node; each layer has two. Between nodes, twice that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +20,11 @@ class EnginePlan:
     """One engine. Bytes are per GPU.
 
     Attributes:
-        gpus: GPUs of the engine (``rollout.tensor``).
+        gpus: GPUs of the engine.
         sleeping_bytes: context, groups and graphs (assumed), which a sleeping engine keeps.
         reserve_bytes: ``sleeping_bytes`` and a prefill's activations.
-        kv_bytes_per_token: KV cache of one token; if the model has fewer KV heads than GPUs, heads are repeated.
+        kv_bytes_per_token: KV cache of one token in a stage's layers; if the model has fewer KV heads than the stage
+            has GPUs, heads are repeated.
         kv_tokens: tokens that the cache of the whole engine holds.
         longest_sequences: sequences of ``rollout.max_model_len`` that it holds at the same time.
         at_once: sequences of mean length that it decodes at the same time, within the adapter's limit.
@@ -42,21 +43,25 @@ class EnginePlan:
 
 def plan_engine(run: PlannedRun) -> EnginePlan:
     rollout = run.config.rollout
-    weights = run.weight_bytes // rollout.tensor + 2 * run.adapter_bytes  # one slot stays empty
-    per_token = run.dimensions.attention.cached(run.dimensions, rollout.tensor) * run.element_bytes
+    layers, outer = run.dimensions.num_layers, run.dimensions.vocab_size * run.dimensions.hidden_size
+    stage, outer = -(-layers // rollout.pipeline), outer * run.element_bytes  # the longest stage, and its embedding
+    weights = run.weight_bytes if rollout.pipeline == 1 else outer + (run.weight_bytes - 2 * outer) * stage // layers
+    weights = weights // rollout.tensor + 2 * run.adapter_bytes  # one slot stays empty
+    per_token = run.dimensions.attention.cached(run.dimensions, rollout.tensor) * run.element_bytes * stage // layers
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
     default = DEFAULT_SHARES.get(rollout.engine, _DEFAULT_SHARE)
     share = rollout.own_engine_args.get(SHARES.get(rollout.engine, ""), default)
     if not isinstance(share, int | float):  # a check reports it
         share = default
     taken = int(share * run.hardware.memory_bytes)
-    sleeping = run.hardware.process_bytes(ENGINE_COMMUNICATORS if rollout.tensor > 1 else 0) + GRAPHS_BYTES
+    groups = ENGINE_COMMUNICATORS * (rollout.ranks > 1) + (rollout.tensor > 1 and rollout.pipeline > 1)
+    sleeping = run.hardware.process_bytes(groups) + GRAPHS_BYTES
     reserve = sleeping + PREFILL_BYTES
     cache = int(given) if given is not None else taken - weights - reserve
     tokens = max(0, cache) // per_token
     limit = min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_AT_ONCE)
     return EnginePlan(
-        gpus=rollout.tensor,
+        gpus=rollout.ranks,
         weight_bytes=weights,
         kv_bytes=cache,
         sleeping_bytes=sleeping,
@@ -106,7 +111,10 @@ class Generation:
 
 
 def predict_generation(run: PlannedRun, engine: EnginePlan) -> Generation:
-    """Predict prefill at the rate of matrix products, and decoding at the rate of memory or of matrix products."""
+    """Predict prefill at the rate of matrix products, and decoding at the rate of memory or of matrix products.
+
+    A pipeline's stages decode parts of a wave in turn. Each part waits for all stages, which read all their weights.
+    """
     rollout, hardware, workload, dimensions = run.config.rollout, run.hardware, run.workload, run.dimensions
     sequences = math.ceil(workload.samples * rollout.oversample / rollout.num_engines)
     at_once = max(1, min(engine.at_once, sequences))
@@ -116,22 +124,26 @@ def predict_generation(run: PlannedRun, engine: EnginePlan) -> Generation:
     prompts = sequences / rollout.samples_per_prompt
     cache = wave * (workload.mean_prompt + workload.mean_response / 2) * engine.kv_bytes_per_token
     # A step of a mixture of experts reads at most the experts of the wave's tokens.
-    read = min(1.0, wave * dimensions.active_parameters / dimensions.num_parameters)
+    read = min(1.0, wave / rollout.pipeline * dimensions.active_parameters / dimensions.num_parameters)
     return Generation(
         sequences=sequences,
         at_once=at_once,
         tokens=workload.mean_response,
         prefill=hardware.matmul_seconds(prompts * workload.mean_prompt * per_token),
-        weights=hardware.memory_seconds(engine.weight_bytes * read),
+        weights=hardware.memory_seconds(rollout.pipeline * engine.weight_bytes * read),
         cache=hardware.memory_seconds(cache),
         products=hardware.matmul_seconds(wave * per_token),
-        messages=_message_seconds(run, engine, wave),
+        messages=_message_seconds(run, wave / rollout.pipeline),
     )
 
 
-def _message_seconds(run: PlannedRun, engine: EnginePlan, sequences: float) -> float:
-    """Predict two all-reduces of hidden states per layer among an engine's GPUs, which share a node."""
-    if engine.gpus == 1:
-        return 0.0
-    sent = 2 * (engine.gpus - 1) / engine.gpus * sequences * run.dimensions.hidden_size * run.element_bytes
-    return 2 * run.dimensions.num_layers * (ALL_REDUCE_S + run.hardware.link_seconds(sent, range(engine.gpus)))
+def _message_seconds(run: PlannedRun, sequences: float) -> float:
+    """Predict two all-reduces of hidden states per layer among a stage's GPUs, and the hidden states to each stage."""
+    tensor, hidden = run.config.rollout.tensor, sequences * run.dimensions.hidden_size * run.element_bytes
+    gpus = range(run.config.rollout.ranks)
+    seconds = (run.config.rollout.pipeline - 1) * (ALL_REDUCE_S + run.hardware.link_seconds(hidden, gpus))
+    if tensor == 1:
+        return seconds
+    sent, slower = 2 * (tensor - 1) / tensor * hidden, 1 + run.hardware.crosses_nodes(gpus[:tensor])
+    per_layer = 2 * (slower * ALL_REDUCE_S + run.hardware.link_seconds(sent, gpus[:tensor]))
+    return seconds + run.dimensions.num_layers * per_layer

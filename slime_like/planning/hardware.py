@@ -17,7 +17,7 @@ COMMUNICATOR_BYTES = 2 * GIB // 5
 their context, such ranks have been reported to take 7 to 10 GB (verl issue 6266)."""
 
 ENGINE_COMMUNICATORS = 2
-"""Groups of a rank in an engine with several GPUs: all ranks, and its tensor-parallel group."""
+"""Groups of a rank in an engine with several GPUs: all ranks, and its tensor-parallel group or its pipeline."""
 
 GRAPHS_BYTES = GIB
 """CUDA graphs of an engine. Sleeping vLLM engines of two GPUs have been reported to keep 2.4 to 7.4 GB, including

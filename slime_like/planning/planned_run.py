@@ -103,8 +103,11 @@ class PlannedRun:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the whole model in ``model.dtype``."""
-        return self.dimensions.num_parameters * self.element_bytes
+        """Bytes of the whole model as engines get it. Norms and routers count as 8-bit, too, if matrices are."""
+        parameters, dimensions = self.dimensions.num_parameters, self.dimensions
+        outer = dimensions.vocab_size * dimensions.hidden_size * (1 if dimensions.tied_embeddings else 2)
+        rounded = 0 if self.config.sync.quantization == "none" else parameters - outer
+        return (parameters - rounded) * self.element_bytes + rounded + rounded // 4096
 
     @property
     def adapter_bytes(self) -> int:

@@ -74,7 +74,7 @@ def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> No
         "--trainer.optimizer.decay", "constant", "--debug.samples_per_step", "16",
         "--trainer.cpu_threads", "1", "--logging.progress", "plain",
     ]  # fmt: skip
-    with Command(flags, tmp_path / "log", forked=False) as command:
+    with Command(flags, tmp_path / "log") as command:
         command.wait_for_rows(run_dir, 4)
         command.named("ray::EngineActor").kill()
         finished = command.succeed(timeout_s=200)
@@ -116,7 +116,7 @@ def test_an_agent_trains_like_the_environment_that_it_imitates(
         [
             "train", f"configs/{recipe}.yaml", "--run_dir", str(tmp_path / recipe), "--model.path", str(imitator),
             "--data.train", str(imitator / "data" / "train.jsonl"), "--steps", "2", "--evaluation.files", "[]",
-            "--rollout.prompts_per_step", "8", "--debug.save_rollouts", f"{tmp_path}/{recipe}-rollouts",
+            "--rollout.prompts_per_step", "4", "--debug.save_rollouts", f"{tmp_path}/{recipe}-rollouts",
             "--trainer.cpu_threads", "1", "--trainer.optimizer.warmup_steps", "0", "--logging.progress", "plain",
             "--logging.tensorboard", "false", *more, *sampling,
         ]
@@ -126,7 +126,7 @@ def test_an_agent_trains_like_the_environment_that_it_imitates(
     dumps = {recipe: [dump_path(tmp_path / f"{recipe}-rollouts", step) for step in (1, 2)] for recipe in recipes}
     kept = {recipe: [row for dump in dumps[recipe] for row in load_trajectories(dump)] for recipe in recipes}
     metrics = {recipe: steps_of(tmp_path / recipe) for recipe in recipes}
-    assert len(kept["calculator"]) == 2 * 8 * 8
+    assert len(kept["calculator"]) == 2 * 4 * 8
     for one, other in zip(kept["calculator"], kept["calculator_agent"], strict=True):
         assert (one.sequence_id, one.rollout_id) == (other.sequence_id, other.rollout_id)
         for name in ("prompt_tokens", "response_tokens", "loss_mask", "rewards", "successes", "advantages"):

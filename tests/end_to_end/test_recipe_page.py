@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import save_config
@@ -25,7 +27,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     heading: yaml.safe_load(block)
     for heading, block in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)
 }
-MOE = "Mixture of experts"
+MOE, BIASES = "Mixture of experts", "Router biases"
+RATE = 0.05
 # Layouts, losses and corrections set different fields, so one run tests three recipes.
 WITH = {"Long context": ("GSPO", "TIS"), "One GPU": ("CISPO", "MIS")}
 _LIMITS: dict[str, Any] = {
@@ -91,16 +94,20 @@ def test_recipe_is_planned_at_its_size(name: str, tmp_path: Path) -> None:
 
 def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "moe", family="qwen3_moe", seed=0)
+    make_tiny_model(tmp_path / "sigmoid", family="deepseek_v3", seed=0)
     runs = {name: recipe for name, recipe in RECIPES.items() if name not in chain(*WITH.values())}
     for name, others in WITH.items():
         parts = [RECIPES[part] for part in (name, *others)]
         fields = [(section, field) for part in parts for section, values in part.items() for field in values]
         assert len(set(fields)) == len(fields)
         runs[name] = reduce(merged, parts)
+    runs[BIASES] = merged(RECIPES[MOE], {"trainer": {"router_bias_rate": RATE}})
     files = [tmp_path / f"{name}.yaml" for name in runs]
     for file, recipe in zip(files, runs.values(), strict=True):
-        model = tmp_path / "moe" if file.stem == MOE else tiny.model
-        save_config(RunConfig.model_validate(small(recipe, tiny, model, tmp_path / file.stem)), file)
+        model = {MOE: tmp_path / "moe", BIASES: tmp_path / "sigmoid"}.get(file.stem, tiny.model)
+        settings = small(recipe, tiny, model, tmp_path / file.stem)
+        settings["checkpoint"] = {"export_hf": file.stem == BIASES}
+        save_config(RunConfig.model_validate(settings), file)
     train_together([["train", str(file)] for file in files], tmp_path)
     steps = {name: steps_of(tmp_path / name) for name in runs}
     for name, rows in steps.items():
@@ -110,5 +117,18 @@ def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
         assert any(row["train_actor_training/grad_norm"] > 0 for row in rows), name
         assert (rows[1]["train_actor_training/kl_loss"] > 0) == ("kl" in algorithm), name
         assert (rows[0]["train_actor_training/importance_weight"] > 0.9) == ("importance" in algorithm), name
-        assert (rows[1]["train_actor_training/moe_aux_loss"] > 0) == (name == MOE), name
+        assert (rows[1]["train_actor_training/moe_aux_loss"] > 0) == (name in (MOE, BIASES)), name
+        assert (rows[1]["train_actor_training/router_load_max"] >= 1) == (name == BIASES), name
     assert all(row["rollout/zero_spread_groups"] == 0 for row in steps["DAPO"])
+    check_biases(tmp_path / "sigmoid", tmp_path / BIASES, steps[BIASES])
+
+
+def check_biases(model: Path, run_dir: Path, rows: list[dict[str, Any]]) -> None:
+    """Four updates moved the biases, each by the rate or not at all. The engine routes by them."""
+    before, after = (load_file(path / "model.safetensors") for path in (model, run_dir / "hf"))
+    moves = (
+        torch.cat([after[name] - before[name] for name in before if name.endswith("e_score_correction_bias")]) / RATE
+    )
+    assert torch.isclose(moves, moves.round(), atol=1e-4).all() and 1 <= moves.abs().max() < 4.5
+    assert all(row["weights/probe_gap"] < 1e-4 for row in rows)
+    assert f"trainer.router_bias_rate={RATE}" in (run_dir / "driver.log").read_text()

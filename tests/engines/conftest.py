@@ -64,7 +64,7 @@ def prompts() -> list[list[int]]:
 
 
 def _make_model(directory: Path, seed: int) -> Path:
-    make_tiny_model(directory, family="qwen3", seed=seed, max_position_embeddings=1024)
+    make_tiny_model(directory, family="qwen3", seed=seed, num_hidden_layers=2, max_position_embeddings=1024)
     weights = load_file(directory / "model.safetensors")
     weights["lm_head.weight"][RARE_ID] = 0
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -39,7 +39,12 @@ RARE_ID = 263
 
 
 def run_config(
-    model: Path, run_dir: Path, *, dtype: Literal["float32", "bfloat16"] = "float32", **rollout: Any
+    model: Path,
+    run_dir: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    routing_replay: Any = "none",
+    **rollout: Any,
 ) -> RunConfig:
     defaults: dict[str, Any] = {"start_timeout_s": 300, "request_timeout_s": 60, "samples_per_prompt": 4}
     return RunConfig(
@@ -48,15 +53,16 @@ def run_config(
         data=DataConfig(max_prompt_tokens=100),
         rollout=RolloutConfig(**({"max_new_tokens": MAX_NEW_TOKENS} | defaults | rollout)),
         reward=RewardConfig(functions=(RewardFunction(name="math_verify"),)),
-        algorithm=AlgorithmConfig(advantage="reinforce_pp"),  # also accepts single samples
+        # This advantage also accepts single samples.
+        algorithm=AlgorithmConfig(advantage="reinforce_pp", routing_replay=routing_replay),
     )
 
 
-def tiny_pair(family: str, root: Path) -> list[Reference]:
+def tiny_pair(family: str, root: Path, **sizes: Any) -> list[Reference]:
     """Return two models with different seeds."""
     directories = [root / f"model{seed}" for seed in (0, 1)]
     for seed, directory in enumerate(directories):
-        make_tiny_model(directory, family, seed=seed)
+        make_tiny_model(directory, family, seed=seed, **sizes)
     return [Reference(directory) for directory in directories]
 
 

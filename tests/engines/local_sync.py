@@ -18,10 +18,19 @@ from torch import Tensor
 from rollout.transformers.engine import TransformersEngine
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
-from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, Manifest, UpdateReceipt, WeightBucket
+from slime_like.interfaces import (
+    BucketMetadata,
+    Generation,
+    GenerationRequest,
+    Manifest,
+    UpdateReceipt,
+    WeightBucket,
+    WeightExport,
+)
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.weights.quantization import quantized
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import open_sender
 from tests.support.pending import Later, OneRank
@@ -112,6 +121,16 @@ class LocalTrainers(OneRank):
             sender.release(metadata)
 
 
+class QuantizedTrainers(LocalTrainers):
+    """Trainers that send 8-bit matrices, as ``RankExport`` does."""
+
+    def begin_export(self) -> list[Manifest]:
+        parts = zip(super().begin_export(), self._streams, strict=True)
+        exports = [quantized(WeightExport(manifest, stream)) for manifest, stream in parts]
+        self._streams = [export.buckets for export in exports]
+        return [export.manifest for export in exports if export.manifest is not None]
+
+
 @dataclass
 class Answers(Generic[T]):
     """Answers that have already arrived."""
@@ -171,7 +190,8 @@ class LocalSupervisor:
 def new_sync(config: RunConfig, trainers: LocalTrainers, engines: LocalEngines) -> WeightSync:
     mixed: Any = (trainers, LocalSupervisor(engines))
     transport = chosen_transport(config, on_cuda=False, num_hosts=1)
-    probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, ())
+    rounded = config.sync.quantization != "none"
+    probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, (), rounded)
     sync = WeightSync(config.sync, transport, config.model.dtype, probe, mixed[0], mixed[1], Turns(), SESSION)
     sync.connect()
     return sync

@@ -92,13 +92,13 @@ def subject(
 ) -> Iterator[Subject]:
     kind, family, targets = CASES[request.param]
     root = tmp_path_factory.mktemp(kind)
-    make_tiny_model(root / "model", family, max_position_embeddings=1024)
+    make_tiny_model(root / "model", family, num_hidden_layers=2, max_position_embeddings=1024)
     config = with_factors(run_config(root / "model", root / "run", dtype=PRECISION), targets=targets)
     reference = MergedReference(root / "model", config.model.lora)
     engine = ENGINES[kind](config, 0)
     with driven.started(engine) as loop:
         under_test = AdaptedEngine(engine, loop)
-        yield Subject(under_test, reference, reference.factors(1), prompts[:8])
+        yield Subject(under_test, reference, reference.factors(1), prompts[:4])
         under_test.close()
 
 

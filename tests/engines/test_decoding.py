@@ -33,7 +33,7 @@ def _model(kind: str, attention: str = GROUPED_SDPA, **changes: Any) -> PreTrain
     register()
     family, of_kind = _KINDS.get(kind, (kind, {}))
     torch.manual_seed(0)
-    config = tiny_config(family, **of_kind, **changes)
+    config = tiny_config(family, num_hidden_layers=2, **of_kind, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():

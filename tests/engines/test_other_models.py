@@ -1,4 +1,4 @@
-"""The transformers engine with other models than the conformance tests, before and after an update."""
+"""Engines with other models than the conformance tests, before and after an update."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from rollout.transformers.engine import TransformersEngine
+from slime_like.examples.tiny_model import VOCAB_SIZE, byte_tokenizer, make_tiny_model, write_random_weights
+from slime_like.models.dimensions import keeps_type
+from tests.engines.conftest import ENGINES
 from tests.engines.harness import (
     EngineUnderTest,
     Reference,
@@ -17,6 +21,7 @@ from tests.engines.harness import (
     started,
     tiny_pair,
 )
+from tests.parallel.tiny import edited_weights
 
 LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16, twice the values measured at temperature 0.7. Another model differs by 1.3 on average."""
@@ -97,3 +102,52 @@ def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> 
             assert generation.prompt_logprobs is not None
             check_gaps(engine.reference, generation.prompt_logprobs, expected)
             check_logprobs(engine.reference, prompt, generation)
+
+
+GLM = {
+    **{"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    **{"max_position_embeddings": 1024, "partial_rotary_factor": 1.0, "pad_token_id": 0, "eos_token_id": 2},
+    **{"dtype": "float32", "architectures": ["Glm4MoeForCausalLM"]},
+}
+
+
+def make_model(family: str, directory: Path) -> None:
+    if family == "deepseek_v3":
+        make_tiny_model(directory, family)
+        return
+    write_random_weights(transformers.Glm4MoeConfig(**GLM), directory, 0, transformers.GenerationConfig(eos_token_id=2))
+    byte_tokenizer().save_pretrained(directory)
+
+
+SERVED = [("transformers", "deepseek_v3"), pytest.param("sglang", "glm4_moe", marks=pytest.mark.acceptance)]
+
+
+@pytest.mark.parametrize(("kind", "family"), SERVED)
+def test_moved_biases_reach_the_routers(kind: str, family: str, tmp_path: Path) -> None:
+    """The two models differ only in routers' biases. SGLang serves DeepSeek-V3 only on GPUs."""
+    directories = [tmp_path / name for name in ("before", "after")]
+    for directory in directories:
+        make_model(family, directory)
+    generator = torch.Generator().manual_seed(0)
+    with edited_weights(directories[1]) as tensors:
+        for name in filter(keeps_type, tensors):
+            tensors[name] += 0.3 * torch.randn(len(tensors[name]), generator=generator)
+    references = [Reference(directory) for directory in directories]
+    prompt = [7 + 3 * i % 240 for i in range(40)]
+    config = run_config(directories[0], tmp_path / "run", max_new_tokens=64)
+    with started(ENGINES[kind](config, 0), references) as engine:
+        for which in (0, 1, 0):
+            if which != engine.current:
+                receipt, sent = engine.run(engine.load(which))
+                assert receipt.checksums == sent
+            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, ignore_eos=True)
+            found = generation.prompt_logprobs
+            assert found is not None
+            ours, other = (
+                references[each].logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0) for each in (which, 1 - which)
+            )
+            check_gaps(engine.reference, found, ours)
+            check_logprobs(engine.reference, prompt, generation)
+            assert np.abs(other - ours).max() > 0.1

@@ -1,5 +1,7 @@
 """Supports that vLLM returns on a GPU, built with vLLM's own containers, without its kernel."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,8 @@ def generation(sample: Any, sampling: SamplingParams) -> Any:
     from rollout.vllm.sampling import generations
 
     output = RequestOutput("a", None, [1], None, [sample], finished=True)
-    (found,) = generations(GenerationRequest("a", PromptInput([1]), sampling), output, version=4, masks=True)
+    dimensions: Any = SimpleNamespace(expert_layers=range(1, 3))
+    (found,) = generations(GenerationRequest("a", PromptInput([1]), sampling), output, 4, dimensions, masks=True)
     return found
 
 
@@ -59,6 +62,15 @@ def test_masks_become_supports() -> None:
     found = generation(completion(SUPPORTS), DRAWN)
     assert [ids.tolist() for ids in found.supports] == SUPPORTS
     assert found.logprobs.tolist() == [-0.5] * 3 and found.weight_versions.tolist() == [4] * 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_routes_of_layers_with_experts(training: bool) -> None:
+    rows = np.arange(3 * 3 * 2, dtype=np.uint8).reshape(3, 3, 2)
+    found = generation(completion(SUPPORTS, routed_experts=rows), replace(DRAWN, training=training)).fields
+    assert {name: (routes.dtype, routes.tolist()) for name, routes in found.items()} == (
+        {"routes": (np.int16, rows[:, 1:].tolist())} if training else {}
+    )
 
 
 def test_response_without_tokens() -> None:

@@ -13,9 +13,10 @@ from rollout.transformers.engine import TransformersEngine
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.weights.quantization import dequantize, quantize
 from slime_like.weights.transports.leftovers import cleanup
 from tests.engines.harness import run_config
-from tests.engines.local_sync import SESSION, Answers, LocalEngines, LocalTrainers, new_sync
+from tests.engines.local_sync import SESSION, Answers, LocalEngines, LocalTrainers, QuantizedTrainers, new_sync
 from tests.support.pending import Later
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=4)
@@ -24,15 +25,15 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=4)
 class Setting:
     """One engine, one trainer, and syncs between them."""
 
-    def __init__(self, model: Path, tmp_path: Path, transport: str, delta: str) -> None:
+    def __init__(self, model: Path, tmp_path: Path, transport: str, delta: str, quantization: str = "none") -> None:
         config = run_config(model, tmp_path / "run")
-        sync = config.sync.model_copy(
-            update={"transport": transport, "delta": delta, "directory": tmp_path / "buckets", "timeout_s": 20.0}
-        )
+        update = {"transport": transport, "delta": delta, "directory": tmp_path / "buckets", "timeout_s": 20.0}
+        sync = config.sync.model_copy(update={**update, "quantization": quantization})
         self.config = config.model_copy(update={"sync": sync})
+        self.quantized = quantization != "none"
         self.buckets = tmp_path / "buckets"
         self.loop = asyncio.new_event_loop()
-        self.trainers = LocalTrainers(model, self.buckets)
+        self.trainers = (QuantizedTrainers if self.quantized else LocalTrainers)(model, self.buckets)
         self.engines = LocalEngines(TransformersEngine(self.config, 0), self.loop)
         self.engines.run(self.engines.engine.start())
         self.sync: WeightSync = new_sync(self.config, self.trainers, self.engines)
@@ -49,7 +50,10 @@ class Setting:
         """Require that the engine has the trainer's weights, bit for bit, and samples with ``version``."""
         model = self.engines.engine.model
         for name, parameter in model.named_parameters():
-            ours, theirs = self.trainers.weights[name].view(torch.int32), parameter.data.view(torch.int32)
+            sent = self.trainers.weights[name]
+            if self.quantized and name.endswith("_proj.weight"):
+                sent = dequantize(*quantize(sent))
+            ours, theirs = sent.view(torch.int32), parameter.data.view(torch.int32)
             assert np.array_equal(ours.numpy(), theirs.numpy()), name
         (generation,) = self.engines.run(
             self.engines.engine.generate(GenerationRequest(f"g{version}", PromptInput([3, 4]), GREEDY))
@@ -125,6 +129,27 @@ def test_transports(setting: Setting) -> None:
         assert report.probe_gap is not None and report.probe_gap < 1e-4
         assert 0 < report.verification_s < report.total_s
         assert f"over {setting.config.sync.transport}" in str(report)
+
+
+EIGHT_BITS = [("shared_memory", "never"), ("gloo", "always"), ("directory", "always")]
+
+
+@pytest.mark.parametrize("setting", [(*way, "fp8_blocks") for way in EIGHT_BITS], indirect=True, ids="-".join)
+def test_8_bit_weights(setting: Setting) -> None:
+    """Matrices have one byte per element, and 4 per block. Of changes, bytes that differ are sent."""
+    reports = []
+    for version in range(1, 4):
+        setting.train(version)
+        reports.append(setting.sync.run(version))
+        setting.serves(version)
+    weights = setting.trainers.weights
+    matrices = {name: weight for name, weight in weights.items() if name.endswith("_proj.weight")}
+    blocks = sum(-(-len(weight) // 128) * -(-weight.shape[1] // 128) for weight in matrices.values())
+    whole = sum((1 if name in matrices else 4) * weight.numel() for name, weight in weights.items()) + 4 * blocks
+    assert [report.nbytes for report in reports] == [whole] * 3
+    delta = setting.config.sync.delta == "always"
+    assert all((report.wire_nbytes < whole / 8) is delta for report in reports[1:])
+    assert all(0.01 < (report.probe_gap or 0) < 1 for report in reports)
 
 
 def test_engine_without_its_copy_gets_everything(setting: Setting) -> None:

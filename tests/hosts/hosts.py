@@ -2,7 +2,7 @@
 
 They are Linux namespaces, made with ``unshare`` and ``ip``, which needs root. The cluster's hosts share one network and
 one directory. The first one has a second interface to the network of an outsider. Processes of a host end with it: its
-process 1 is killed, and the kernel kills the others.
+process 1 is killed, and the kernel kills the others. Ray's workers are forked, and all other processes start anew.
 
 Without permission for namespaces, the two nodes are two loopback addresses of this machine, and there is no outsider.
 The processes of a node are then recognized by an inherited variable.
@@ -20,10 +20,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 import psutil
+
+from slime_like.orchestration.cluster import ray_node
+from tests.support.forked_command import worker_server
 
 REPO = Path(__file__).parents[2]
 _MARK = "SLIME_LIKE_TEST_HOST"
@@ -106,6 +110,8 @@ class Host:
     def start(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Running:
         # Other tests may have started engines in this process, which set variables.
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYTHONPATH") if name in os.environ}
+        if self.init:
+            kept["PYTHONPATH"] = os.pathsep.join([str(_forks_workers()), str(REPO), kept.get("PYTHONPATH", "")])
         variables = [f"{name}={value}" for name, value in {**kept, **(environment or {}), _MARK: self._mark}.items()]
         with log.open("w") as out:
             process = subprocess.Popen(
@@ -214,6 +220,16 @@ def two_hosts(shared: Path) -> Iterator[Network]:
         yield Network([first, second], outsider, shared)
 
 
+@cache
+def _forks_workers() -> Path:
+    """Return a directory for PYTHONPATH with which Ray forks its workers, since a start takes seconds."""
+    shim = worker_server().shim
+    condition = f"if {ray_node.__name__!r} in sys.orig_argv:"
+    start = f"from tests.support.forked_command import start_workers_by; start_workers_by({str(shim)!r})"
+    (shim.parent / "sitecustomize.py").write_text(f"import sys\n{condition}\n    {start}\n")
+    return shim.parent
+
+
 def _boot(stack: ExitStack, name: str, address: str) -> Host:
     # Process 1 waits for orphans, like a real one.
     init = "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
@@ -244,7 +260,7 @@ def _wire(left: Host, left_card: str, left_address: str, right: Host, right_card
 
 def _furnish(host: Host, shared: Path) -> None:
     """Mount a separate /tmp and /dev/shm that still contain directories shared by all hosts."""
-    found_everywhere = {REPO, Path(sys.prefix), Path(sys.base_prefix), shared}
+    found_everywhere = {REPO, Path(sys.prefix), Path(sys.base_prefix), shared, _forks_workers()}
     found_everywhere |= {path.resolve() for path in found_everywhere}
     for replaced in (Path("/tmp"), Path("/dev/shm")):
         below = [path for path in found_everywhere if path.is_relative_to(replaced)]

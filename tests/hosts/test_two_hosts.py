@@ -1,8 +1,8 @@
 """``scripts/run_qwen_32b.sh`` on two hosts with real addresses and a Ray node on each.
 
 One pair of hosts and two starts serve all tests. The first start trains to its end over pipeline x context ranks, while
-a stranger sends requests. The second one resumes with another engine and layout, and loses a node. Starting a rank
-takes nine seconds of a core, so the second start has one rank per host.
+a stranger sends requests. The second one, with one rank per host, resumes with another engine and layout, and loses
+a node.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime_like.data.ledger import audit_run
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.hosts.hosts import REPO, Host, Network, Running, two_hosts
@@ -24,6 +25,7 @@ from tests.hosts.hosts import REPO, Host, Network, Running, two_hosts
 PORT = 6380
 TWO_RANKS_EACH = ("--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")
 ONE_RANK_EACH = ("--trainer.parallel.pipeline", "2")
+SPANNING = ("--cluster.placement", "colocated", "--cluster.gpus_per_node", "1")
 NOT_LOOKED_AT = ("--checkpoint.export_hf", "false", "--logging.tensorboard", "false")
 RAYS_OWN = ("gcs_server", "raylet", "ray::", "python")  # the driver has a Ray server, too
 
@@ -162,6 +164,31 @@ def test_a_stranger_who_is_routed_to_the_cluster_is_rejected(knocking: Knocking)
             assert set(answers) <= {"UNAUTHENTICATED", "UNIMPLEMENTED", "no HTTP"}, (port, answers)
 
 
+HALVES = {"sglang": ("--rollout.tensor", "2"), "vllm": ("--rollout.pipeline", "2")}
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize(("engine", "rank"), [("sglang", "sglang::scheduler"), ("vllm", "VLLM::Worker")])
+def test_half_of_an_engine_dies(trained: Trained, network: Network, tiny: Tiny, engine: str, rank: str) -> None:
+    """The other half ends, both are started again, and the run goes on with the weights of its last step."""
+    run_dir, name = network.shared / f"halves-{engine}", f"halves-{engine}"
+    flags = (*ONE_RANK_EACH, *SPANNING, *HALVES[engine], "--run_dir", str(run_dir), "--steps", "20")
+    runs = [start(host, i, network, tiny, name, flags, ENGINE=engine) for i, host in enumerate(network.nodes)]
+    runs[0].wait_for("step 1/", 300)
+    killed, other = ([one for one in host.processes() if rank in _command(one)] for host in network.nodes[::-1])
+    assert len(killed) == len(other) == 1, [list(map(_command, host.processes())) for host in network.nodes]
+    killed[0].kill()
+    assert [run.finish(300) for run in runs] == [0, 0], runs[0].output + runs[1].output
+    assert f"engine 0 ({engine}) was restarted" in runs[0].output
+    assert not other[0].is_running()
+    rows = steps_of(run_dir)
+    assert [row["step"] for row in rows] == [*range(1, 21)]
+    for row in rows:
+        assert row["weights/probe_gap"] < 1e-4 and row["train_actor_training/engine_gap_max"] < 1e-4
+    assert not audit_run(run_dir).problems  # every prompt was trained once
+    assert [left_on(host) for host in network.nodes] == [[], []]
+
+
 @dataclass
 class LostNode:
     run: Running
@@ -172,8 +199,8 @@ class LostNode:
 
 @pytest.fixture(scope="module")
 def lost(trained: Trained, network: Network, tiny: Tiny) -> LostNode:
-    """Run the second start, with SGLang, until node 1 loses its power."""
-    flags = (*ONE_RANK_EACH, "--steps", "1000", "--checkpoint.every", "0", "--cluster.placement", "colocated")
+    """Run the second start, with an SGLang engine over both nodes, until node 1 loses its power."""
+    flags = (*ONE_RANK_EACH, *SPANNING, *HALVES["sglang"], "--steps", "1000", "--checkpoint.every", "0")
     variables = {"ENGINE": "sglang", "SILENCE_S": "12"}
     runs = [start(host, rank, network, tiny, "second", flags, **variables) for rank, host in enumerate(network.nodes)]
     runs[0].wait_for("step 3/", 240)
@@ -187,7 +214,10 @@ def test_a_second_start_resumes_with_another_engine_and_layout(lost: LostNode, n
     assert "step-000002 after step 2" in lost.run.output
     assert "rollout.engine: transformers -> sglang" in lost.run.output
     assert "cluster.placement: separate -> colocated" in lost.run.output
-    assert [row["step"] for row in steps_of(network.shared / "run")][:3] == [1, 2, 3]
+    rows = steps_of(network.shared / "run")
+    assert [row["step"] for row in rows][:3] == [1, 2, 3]
+    for row in rows:
+        assert row["weights/probe_gap"] < 1e-4 and row["train_actor_training/engine_gap_max"] < 1e-4
 
 
 def test_a_node_that_dies_ends_the_run_with_its_name(lost: LostNode, network: Network) -> None:

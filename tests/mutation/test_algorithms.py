@@ -178,7 +178,7 @@ def test_the_copy_passes_without_mutation(tmp_path: Path) -> None:
 
 
 def copy_sources(folder: Path, mutation: Mutation | None) -> None:
-    shutil.copytree(SOURCES, folder / "slime_like", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SOURCES, folder / "slime_like")  # with the compiled modules, which stay valid
     if mutation is None:
         return
     file = folder / "slime_like" / mutation.room / mutation.file
@@ -208,7 +208,9 @@ def _run(folder: Path, targets: tuple[str, ...]) -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "--hypothesis-profile", "mutation"]
+    # The plugin for unraisable exceptions would search all imported objects for garbage, which takes most of the time.
+    plugins = ["-p", "no:cacheprovider", "-p", "no:unraisableexception"]
+    arguments = ["-x", "-q", *plugins, "--rootdir", str(ROOT), "--hypothesis-profile", "mutation"]
     code = pytest.main([*arguments, *(str(ROOT / target) for target in targets)])
     module = sys.modules.get("slime_like.algorithms")
     came_from_copy = module is not None and str(module.__file__).startswith(str(folder))

@@ -114,9 +114,9 @@ class Mutation:
 MUTATIONS = [
     Mutation(rows_are_shifted_by_one, "qwen3_moe", {}),
     Mutation(rows_are_shifted_by_one, "deepseek_v3", FSDP),
-    Mutation(dense_layers_are_counted, "deepseek_v3", {"pipeline": 2}),
+    Mutation(dense_layers_are_counted, "deepseek_v3", {}),
     Mutation(sequence_parallel_ranks_take_each_others_part, "qwen3_moe", TP2_SP),
-    Mutation(prompts_are_routed_live, "qwen3_moe", {"context": 2}),
+    Mutation(prompts_are_routed_live, "qwen3_moe", {}),
     Mutation(unknown_routes_go_to_the_first_experts, "qwen3_moe", {}),
     Mutation(probabilities_are_zeroed, "qwen3_moe", {}),
     Mutation(probabilities_are_zeroed, "deepseek_v3", FSDP),

@@ -19,16 +19,26 @@ from torch import Tensor
 from backends.common.attention.prefixes import PrefixAttention
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from backends.common.step import packs
-from backends.common.step.balance import BalanceLoss, RoutedTokens
-from backends.megatron import micro_batch
+from backends.common.step.balance import BalanceLoss, ExpertLoads, RoutedTokens
+from backends.megatron import micro_batch, state
 from backends.megatron.dispatch import Dispatcher
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import Case, Settings, check_gradients, check_scores, make_case, run_case
+from tests.parallel.parity import (
+    Case,
+    Settings,
+    check_biases,
+    check_gradients,
+    check_scores,
+    layers_of,
+    make_case,
+    run_case,
+)
 from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, train_rank
+from tests.parallel.test_router_biases import History, check_roles, histories, history
 from tests.support.shards import local_boundaries
 
 # By name, because the package has a function of the same name.
@@ -171,6 +181,30 @@ def experts_shares_stay_in_the_order_of_tokens() -> None:
     Dispatcher.dispatch_preprocess = preprocess  # type: ignore[method-assign]
 
 
+def biases_move_towards_the_load() -> None:
+    correct = ExpertLoads.move
+
+    def move(self: ExpertLoads, biases: dict[int, Tensor]) -> None:
+        self.rate = -self.rate
+        correct(self, biases)
+
+    ExpertLoads.move = move  # type: ignore[method-assign, assignment]
+
+
+def recomputed_layers_count_twice() -> None:
+    correct = RoutedTokens.count
+
+    def count(self: RoutedTokens, *arguments: Any) -> None:
+        self.counted.clear()
+        correct(self, *arguments)
+
+    RoutedTokens.count = count  # type: ignore[method-assign]
+
+
+def biases_are_not_weights() -> None:
+    state.named_weights = lambda chunk: chunk.named_parameters()
+
+
 # ---------------------------------------------------------------------------------------------------------- the matrix
 @dataclass(frozen=True)
 class Mutation:
@@ -208,21 +242,43 @@ MUTATIONS = [
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def make(family: str) -> Case:
-        return make_case(family, tmp_path_factory.mktemp(family), steps=0)
+    def make(family: str, layers: int = 2) -> Case:
+        return make_case(family, tmp_path_factory.mktemp(family), steps=0, layers=layers)
 
     return make
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.bug.__name__)
 def test_the_matrix_catches(mutation: Mutation, cases: Any, tmp_path: Path) -> None:
-    case = cases(mutation.family)
+    case = cases(mutation.family, layers_of(mutation.layout))
     results = _run_with(mutation.bug, case, mutation.layout, tmp_path)
     if mutation.caught_by == "gradients":
         check_scores(case, results)
     comparison = {"scores": check_scores, "gradients": check_gradients}[mutation.caught_by]
     with pytest.raises(AssertionError):
         comparison(case, results)
+
+
+BIASES: list[tuple[Callable[[], None], Settings]] = [
+    (biases_move_towards_the_load, {}),
+    (padding_is_routed_like_the_last_sequence, {}),
+    (recomputed_layers_count_twice, {"recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("bug", "layout"), BIASES)
+def test_the_matrix_catches_wrong_biases(bug: Callable[[], None], layout: Settings, tmp_path: Path) -> None:
+    case = make_case("deepseek_v3_direct", tmp_path / "case", steps=1)
+    results = run_case(case, layout, tmp_path, partial(train_with, bug), steps=1)
+    check_scores(case, results)
+    with pytest.raises(AssertionError):
+        check_biases(case, results)
+
+
+def test_roles_that_share_biases_are_caught(tmp_path: Path) -> None:
+    ((found,),) = histories(tmp_path, ["megatron"], partial(history_with, biases_are_not_weights))
+    with pytest.raises(AssertionError):
+        check_roles(found)
 
 
 def test_the_matrix_of_shared_prefixes_catches_keys_of_other_ranks(tmp_path: Path) -> None:
@@ -236,7 +292,7 @@ def test_the_matrix_of_shared_prefixes_catches_keys_of_other_ranks(tmp_path: Pat
 @pytest.mark.parametrize(("family", "layout"), [("qwen3", ALLGATHER), ("qwen3_moe", INTERLEAVED)])
 def test_without_a_bug_nothing_fails(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
     """Otherwise a broken harness would look like a caught mutation. The matrix itself covers every layout."""
-    case = cases(family)
+    case = cases(family, layers_of(layout))
     results = _run_with(no_bug, case, layout, tmp_path)
     check_scores(case, results)
     check_gradients(case, results)
@@ -253,3 +309,8 @@ def train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: An
 
 def no_bug() -> None:
     pass
+
+
+def history_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> History:
+    bug()
+    return history(placement, *arguments)

@@ -20,7 +20,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that makes each family's case once."""
 
     @cache
-    def make(family: str) -> Case:
-        return make_case(family, tmp_path_factory.mktemp(family))
+    def make(family: str, layers: int = 4) -> Case:
+        return make_case(family, tmp_path_factory.mktemp(family), layers=layers)
 
     return make

@@ -116,9 +116,9 @@ class LoraCase(Case):
         return {name: value.float() for name, value in self.initial.items()}
 
 
-def make_lora_case(family: str, directory: Path, steps: int = STEPS, **settings: Any) -> LoraCase:
+def make_lora_case(family: str, directory: Path, steps: int = STEPS, layers: int = 2, **settings: Any) -> LoraCase:
     """Save a tiny checkpoint, and compute the reference's step and updates of random factors."""
-    checkpoint = save_checkpoint(family, directory)
+    checkpoint = save_checkpoint(family, directory, layers=layers)
     settings = {"rank": 4, "alpha": 24.0, **settings}
     lora, algorithm = LoraConfig(**settings), {"moe_aux_loss_coef": BALANCE.get(family, 0.0)}
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)

@@ -40,6 +40,9 @@ ALGORITHM = {"kl": {"coef": 0.05}, "entropy_coef": 0.01, "reduction": "samples"}
 BALANCE = {"qwen3_moe": 0.2, "deepseek_v3": 0.2, "deepseek_v3_direct": 0.2}
 """Coefficient of the routers' balancing loss, chosen to make up about half of their gradients."""
 
+RATES = {"deepseek_v3": 0.02, "deepseek_v3_direct": 0.02}
+"""Moves of routers' biases, as large as their differences."""
+
 Settings = dict[str, Any]
 """A layout: sizes in ``trainer.parallel``, some settings of the optimizer ("overlap", ...) and some of ``trainer``."""
 RankFunction = Callable[..., RankResult]
@@ -47,7 +50,10 @@ RankFunction = Callable[..., RankResult]
 
 @dataclass
 class Case:
-    """One family's checkpoint and sequences, with the reference's results for them."""
+    """One family's checkpoint and sequences, with the reference's results for them.
+
+    ``loads`` are of the last update, and ``biases`` after it, for each layer with experts.
+    """
 
     checkpoint: Path
     sequences: list[ScoredTrajectory]
@@ -55,6 +61,9 @@ class Case:
     algorithm: dict[str, Any] = field(default_factory=dict)
     updated: dict[str, Tensor] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
+    bias_rate: float = 0.0
+    loads: list[Tensor] = field(default_factory=list)
+    biases: list[Tensor] = field(default_factory=list)
 
     @property
     def denominator(self) -> float:
@@ -75,25 +84,40 @@ def samples_with_loss(sequences: list[ScoredTrajectory]) -> float:
     return float(sum(bool(s.loss_mask.any()) for s in sequences))
 
 
-def make_case(family: str, directory: Path, steps: int = STEPS) -> Case:
+def layers_of(layout: Settings) -> int:
+    """Return how many layers a model needs at least, so that the layout treats several of them differently."""
+    divided = layout.get("pipeline", 1) > 2 or {"virtual_pipeline"} & layout.keys()
+    return 4 if divided or isinstance(layout.get("recompute"), int) else 2
+
+
+def make_case(family: str, directory: Path, steps: int = STEPS, layers: int = 4) -> Case:
     """Save a tiny checkpoint of ``family`` in ``directory`` and compute the float64 reference's step and updates."""
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    return case_of(sequences, family, directory, steps, BALANCE.get(family, 0.0))
+    return case_of(sequences, family, directory, steps, BALANCE.get(family, 0.0), RATES.get(family, 0.0), layers)
 
 
 def case_of(
-    sequences: list[ScoredTrajectory], family: str, directory: Path, steps: int = STEPS, balance: float = 0.0
+    sequences: list[ScoredTrajectory],
+    family: str,
+    directory: Path,
+    steps: int = STEPS,
+    balance: float = 0.0,
+    bias_rate: float = 0.0,
+    layers: int = 4,
 ) -> Case:
     """Do the same for given sequences; ``balance`` is the coefficient of the routers' loss."""
-    checkpoint, algorithm = save_checkpoint(family, directory), {"moe_aux_loss_coef": balance}
+    checkpoint, algorithm = save_checkpoint(family, directory, layers=layers), {"moe_aux_loss_coef": balance}
     reference = Reference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
     initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
     denominator = samples_with_loss(sequences)
     expected = reference.step(sequences, denominator)
     updated = adamw_steps(
-        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
+        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"], bias_rate
     )
-    return Case(checkpoint, sequences, expected, algorithm, updated, initial)
+    case = Case(checkpoint, sequences, expected, algorithm, updated, initial, bias_rate)
+    if bias_rate:
+        case.loads, case.biases = reference.loads, reference.biases
+    return case
 
 
 def parity_config(
@@ -104,6 +128,7 @@ def parity_config(
     optimizer: dict[str, Any] = {"distributed": settings.get("backend") == "fsdp"}
     optimizer |= {name: settings.pop(name) for name in of_optimizer if name in settings}
     of_trainer = ("backend", "recompute", "attention", "activation_offload", "share_prefixes", "fsdp")
+    of_trainer += ("router_bias_rate",)
     options = {name: settings.pop(name) for name in of_trainer if name in settings}
     return RunConfig(
         run_dir=run_dir,
@@ -126,7 +151,7 @@ def parity_config(
 
 def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float32", **algorithm: Any) -> RunConfig:
     """Return the case's configuration for FSDP."""
-    backend = {"backend": "fsdp", **layout}
+    backend = {"backend": "fsdp", "router_bias_rate": case.bias_rate, **layout}
     return parity_config(case.checkpoint, run_dir, backend, dtype, **{**case.algorithm, **algorithm})
 
 
@@ -134,7 +159,8 @@ def run_case(
     case: Case, layout: Settings, directory: Path, function: RankFunction = train_rank, steps: int = STEPS
 ) -> list[RankResult]:
     """Run the case's step and ``steps`` updates on every rank of ``layout``."""
-    config = parity_config(case.checkpoint, directory, layout, **case.algorithm)
+    settings = {"router_bias_rate": case.bias_rate, **layout}
+    config = parity_config(case.checkpoint, directory, settings, **case.algorithm)
     world = config.trainer.parallel.world_size
     return run_ranks(function, world, directory / "ranks", config, case.packs(), case.denominator, steps)
 
@@ -146,6 +172,7 @@ def check_everything(case: Case, results: list[RankResult]) -> None:
     check_gradients(case, results)
     check_exported_gradients(case, results)
     check_updates(case, results)
+    check_biases(case, results)
 
 
 def check_scores(case: Case, results: list[RankResult]) -> None:
@@ -202,6 +229,18 @@ def check_changes(case: Case, weights: dict[str, Tensor]) -> None:
     changes = {name: weights[name].double() - case.initial[name] for name in case.initial}
     expected = {name: case.updated[name] - case.initial[name] for name in case.initial}
     check_tensors(changes, expected, UPDATE_BOUND)
+
+
+def check_biases(case: Case, results: list[RankResult]) -> None:
+    """Compare the loads of the last step, summed over all ranks, and every rank's biases, bit for bit."""
+    if not case.bias_rate:
+        return
+    first = ModelDimensions.from_checkpoint(case.checkpoint).dense_layers
+    for result in results:
+        assert result.loads is not None and torch.equal(result.loads[first:], torch.stack(case.loads))
+        for layer, bias in result.biases.items():
+            assert torch.equal(bias, case.biases[layer - first]), f"layer {layer}: {bias}, {case.biases[layer - first]}"
+    assert {layer - first for result in results for layer in result.biases} == set(range(len(case.biases)))
 
 
 def check_tensors(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:

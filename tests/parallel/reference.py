@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -45,8 +47,11 @@ class Reference:
         )
         self.algorithm = algorithm
         self._routed: list[tuple[Tensor, Tensor]] = []
+        self._gates: list[Any] = []
+        self.loads: list[Tensor] = []
         for name, module in self.model.named_modules():
             if name.endswith("mlp.gate"):
+                self._gates.append(module)
                 module.register_forward_hook(lambda _, __, output: self._routed.append((output[0], output[2])))
 
     def trained(self) -> dict[str, Tensor]:
@@ -63,8 +68,11 @@ class Reference:
             parameter.grad = None
         logprobs, entropies, total, total_balance = [], [], 0.0, 0.0
         tokens = sum(sequence.total_len for sequence in sequences)
+        self.loads = [torch.zeros(len(gate.weight), dtype=torch.int64) for gate in self._gates]
         for sequence in sequences:
             logprob, entropy = self.score(sequence)
+            for load, (_, chosen) in zip(self.loads, self._routed, strict=True):
+                load += torch.bincount(chosen.flatten(), minlength=len(load))
             loss = self._loss(sequence, logprob, entropy) / denominator
             balance = sequence.total_len / tokens * self._balance()
             (loss + self.algorithm.moe_aux_loss_coef * balance).backward()
@@ -107,6 +115,19 @@ class Reference:
                 total = total + load_balancing_loss_func((logits,), experts, top_k) / top_k
         return total
 
+    @property
+    def biases(self) -> list[Tensor]:
+        """The sigmoid routers' biases, in float32, in the order of layers."""
+        return [gate.e_score_correction_bias.float() for gate in self._gates]
+
+    def move_biases(self, rate: float) -> None:
+        """Do one step of algorithm 1 of arXiv:2408.15664, expert by expert. Biases are sums in float32."""
+        for gate, load in zip(self._gates, self.loads, strict=True):
+            for expert, (bias, count) in enumerate(zip(gate.e_score_correction_bias, load.tolist(), strict=True)):
+                error = int(load.sum()) - len(load) * count
+                sign = (error > 0) - (error < 0)
+                gate.e_score_correction_bias[expert] = float(np.float32(float(bias)) + np.float32(rate) * sign)
+
     def _loss(self, sequence: ScoredTrajectory, logprobs: Tensor, entropy: Tensor) -> Tensor:
         config = self.algorithm
         ratio = (logprobs - sequence.old_logprobs.double()).exp()
@@ -127,6 +148,7 @@ def adamw_steps(
     clip: float,
     lr: float,
     eps: float,
+    bias_rate: float = 0.0,
 ) -> dict[str, Tensor]:
     """Return the weights by name after torch's AdamW with global clipping and decay on matrices only."""
     named = reference.trained()
@@ -139,4 +161,6 @@ def adamw_steps(
         reference.step(sequences, denominator)
         torch.nn.utils.clip_grad_norm_(named.values(), clip)
         optimizer.step()
+        if bias_rate:
+            reference.move_biases(bias_rate)
     return {name: p.detach().clone() for name, p in named.items()}

@@ -20,7 +20,9 @@ from tests.parallel.parity import (
     MASKED,
     OPTIMIZER,
     PACKS,
+    RATES,
     Case,
+    check_biases,
     check_gradients,
     check_loss,
     check_scores,
@@ -30,7 +32,7 @@ from tests.parallel.parity import (
 )
 from tests.parallel.reference import Reference, ReferenceStep, adamw_steps
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
-from tests.parallel.steps import RankResult, exported_gradients, rank_tensors, running, train_windows
+from tests.parallel.steps import RankResult, balanced, exported_gradients, rank_tensors, running, train_windows
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 UNKNOWN = 0.2
@@ -149,6 +151,9 @@ def routed_case(family: str, directory: Path, shared: bool = False) -> RoutedCas
     expected = replace(expected, balance=0.0) if shared else expected
     case = (SharedRoutedCase if shared else RoutedCase)(checkpoint, sequences, expected, algorithm)  # type: ignore[arg-type]
     case.disagreement = disagreement(reference, case.packs())
+    if family in RATES and not shared:
+        reference.move_biases(RATES[family])
+        case.bias_rate, case.loads, case.biases = RATES[family], reference.loads, reference.biases
     return case
 
 
@@ -195,9 +200,8 @@ def routed_rank(
             patch.setattr(trainer, "finalize_gradients", lambda denominator: None)
             stats = [trainer.finish_step(denominator)]
         given = scored[: len(mine)] if scored is not None else None
-        return RoutedResult(
-            trainer.coordinates, indices, given, gradients, stats, {}, exported, changed=changed, recorded=recorded
-        )
+        results = (trainer.coordinates, indices, given, gradients, stats, {}, exported, None, *balanced(trainer))
+        return RoutedResult(*results, changed=changed, recorded=recorded)
 
 
 def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -205,11 +209,12 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def check_routed(case: RoutedCase, results: list[Any]) -> None:
-    """Compare logprobs, the loss, every gradient and the share of differing routes with the reference."""
+    """Compare logprobs, loss, gradients, the share of differing routes and moved biases with the reference."""
     check_scores(case, results)
     check_loss(case, results)
     check_gradients_of_any(case, results)
     check_disagreement(case, results)
+    check_biases(case, results)
 
 
 def check_disagreement(case: RoutedCase, results: list[Any]) -> None:
@@ -228,7 +233,10 @@ def check_gradients_of_any(case: Case, results: list[Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------- several updates
 def old_case(family: str, directory: Path) -> Case:
-    """Compute the reference's second update of a step, with the routes that it takes before the first one."""
+    """Compute the reference's second update of a step, with the routes that it takes before the first one.
+
+    The case's sequences have other routes, as if an engine had recorded them; they must not be used.
+    """
     checkpoint = save_checkpoint(family, directory)
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
     algorithm = {"routing_replay": "old", "epochs": 2}
@@ -237,6 +245,7 @@ def old_case(family: str, directory: Path) -> Case:
     denominator = samples_with_loss(sequences)
     adamw_steps(reference, routed, denominator, 1, OPTIMIZER["clip_grad"], OLD_RATE, OPTIMIZER["eps"])
     expected = reference.step(routed, denominator)
+    force_routes(sequences, ModelDimensions.from_checkpoint(checkpoint))
     case = RoutedCase(checkpoint, sequences, expected, algorithm)  # type: ignore[arg-type]
     case.disagreement = disagreement(reference, case.packs())
     assert case.disagreement > 0.01, "the first update changes no routes"

@@ -118,9 +118,14 @@ def balanced_case(directory: Path, coefficient: float) -> Case:
 
 
 def shared_case(
-    family: str, directory: Path, steps: int, kind: type[Case] = SharedCase, sequences: Sequence[ScoredTrajectory] = ()
+    family: str,
+    directory: Path,
+    steps: int,
+    kind: type[Case] = SharedCase,
+    sequences: Sequence[ScoredTrajectory] = (),
+    layers: int = 2,
 ) -> Case:
     """Make a case of packs that share, expecting the reference's step on the whole sequences."""
-    case = case_of(list(sequences) or sharing_sequences(), family, directory, steps)
+    case = case_of(list(sequences) or sharing_sequences(), family, directory, steps, layers=layers)
     case.expected = replace(case.expected, balance=0.0)  # without a coefficient none is reported
     return kind(**{each.name: getattr(case, each.name) for each in fields(case)})

@@ -32,6 +32,7 @@ Trainer = MegatronTrainer | FsdpTrainer
 class RankResult:
     """One rank's scores of the packs ``pack_indices``, and its finished gradients (reduced and divided).
 
+    ``loads`` are of the last step, by layer and expert, and ``biases`` those of this rank's routers, by layer.
     ``exported`` holds the same gradients as the trainer exports them, under their Hugging Face names. FSDP's gradients
     and weights are whole, and what it holds is not counted.
     """
@@ -44,6 +45,8 @@ class RankResult:
     weights: dict[str, Tensor]
     exported: dict[str, Tensor] = field(default_factory=dict)
     held: Held | None = None
+    loads: Tensor | None = None
+    biases: dict[int, Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -156,7 +159,16 @@ def train_rank(
             rank_tensors(trainer, gradients=False),
             exported,
             None if config.trainer.backend == "fsdp" else held_by(trainer),
+            *balanced(trainer),
         )
+
+
+def balanced(trainer: Trainer) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """Return the last step's loads of experts, and copies of this rank's biases, by layer, unless they are frozen."""
+    loads = trainer._step.balance.loads
+    if loads is None:
+        return None, {}
+    return loads.counts, {layer: bias.clone() for layer, bias in trainer._router_biases().items()}
 
 
 def train_windows(trainer: Trainer, packs: list[PackedTrajectory], denominator: float) -> None:

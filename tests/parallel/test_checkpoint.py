@@ -26,6 +26,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError, TrainerError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import PendingSave, RankPlacement
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import (
@@ -125,7 +126,9 @@ def _config(checkpoint: Path, run_dir: Path, layout: dict[str, Any], dtype: str 
     settings = dict(layout)
     optimizer = {"lr": 1e-3, "warmup_steps": 3, "decay": "cosine", "weight_decay": 0.1}
     optimizer["distributed"] = settings.pop("distributed", False)
-    return tiny_config(checkpoint, run_dir, settings, dtype, trainer={"optimizer": optimizer}, steps=20, **more)
+    rate = 0.01 if ModelDimensions.from_checkpoint(checkpoint).moe_sigmoid else 0.0
+    trainer = {"optimizer": optimizer, "router_bias_rate": rate}
+    return tiny_config(checkpoint, run_dir, settings, dtype, trainer=trainer, steps=20, **more)
 
 
 def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
@@ -133,8 +136,9 @@ def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
 
 
 def _model(directory: Path, layout: str) -> Path:
-    # Tied, so that the second copy of the embedding is covered; with experts if the layout has them.
-    family, tied = ("qwen3_moe", False) if "ep2" in layout else ("qwen2", True)
+    # Tied, so that the second copy of the embedding is covered; with experts if the layout has them, and moving biases.
+    families = {"ep2": ("qwen3_moe", False), "ep2-distributed": ("deepseek_v3", False)}
+    family, tied = families.get(layout, ("qwen2", True))
     layers = 4 if "pp" in layout or layout == "single-distributed" else 2  # pipelines continue from the latter
     make_tiny_model(directory, family, num_hidden_layers=layers, tie_word_embeddings=tied)
     return directory

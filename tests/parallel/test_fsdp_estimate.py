@@ -27,7 +27,7 @@ def test_weights_and_moments_are_as_planned(tmp_path: Path) -> None:
     """Three ranks divide nothing evenly: neither a vocabulary of 151 nor experts nor norms of 64."""
     sections: dict[str, Any] = {"data": {"max_prompt_tokens": 32}, "rollout": {"max_new_tokens": 32}}
     sections["trainer"] = {"backend": "fsdp", "target_tokens_per_batch": 96}
-    models = [save_checkpoint(family, tmp_path / family) for family in ("qwen2", "qwen3_moe", "deepseek_v3")]
+    models = [save_checkpoint(family, tmp_path / family, layers=2) for family in ("qwen2", "qwen3_moe", "deepseek_v3")]
     configs = [tiny_config(model, tmp_path, {"context": 3}, "bfloat16", **sections) for model in models]
     lora = configs[1].model.model_copy(update={"lora": LoraConfig(rank=4)})
     configs.append(configs[1].model_copy(update={"model": lora}))

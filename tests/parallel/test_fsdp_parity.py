@@ -20,12 +20,14 @@ from tests.parallel.parity import (
     UPDATE_BOUND,
     Case,
     Settings,
+    check_biases,
     check_changes,
     check_exported_gradients,
     check_loss,
     check_scores,
     check_tensors,
     fsdp_config,
+    layers_of,
     run_case,
 )
 from tests.parallel.ranks import run_each
@@ -37,7 +39,7 @@ VARIANTS: dict[str, tuple[str, Settings]] = {
     "dp2": ("qwen3_moe", {"data": 2}),
     "cp2": ("deepseek_v3", {"context": 2}),
     "dp2-full-recompute": ("qwen3_moe", {"data": 2, "recompute": "full"}),
-    "cp2-block-recompute": ("qwen3_moe", {"context": 2, "recompute": 1}),
+    "cp2-block-recompute": ("deepseek_v3", {"context": 2, "recompute": 1}),
     "dp2-sharded-gradients": ("qwen3", {"data": 2, "fsdp": {"accumulate": "sharded"}}),
     "dp2-kept-weights": ("qwen2", {"data": 2, "fsdp": {"reshard_after_forward": False}}),
     "dp2-offload": ("qwen3", {"data": 2, "offload": True}),
@@ -62,13 +64,14 @@ def check_case(case: Case, results: list[RankResult]) -> None:
     for result in results:
         check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
         check_changes(case, result.weights)
+    check_biases(case, results)
 
 
 @pytest.fixture(scope="module")
 def every_family(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(layout: str) -> dict[str, list[RankResult]]:
-        results = run_cases([cases(family) for family in FAMILIES], LAYOUTS[layout], tmp_path_factory.mktemp(layout))
+        results = run_cases([cases(family, 2) for family in FAMILIES], LAYOUTS[layout], tmp_path_factory.mktemp(layout))
         return dict(zip(FAMILIES, results, strict=True))
 
     return run
@@ -77,18 +80,19 @@ def every_family(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_family_computes_the_reference(layout: str, cases: Any, every_family: Any) -> None:
     for family, results in every_family(layout).items():
-        check_case(cases(family), results)
+        check_case(cases(family, 2), results)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_settings_do_not_change_the_result(variant: str, cases: Any, tmp_path: Path) -> None:
     family, layout = VARIANTS[variant]
-    (results,) = run_cases([cases(family)], layout, tmp_path)
-    check_case(cases(family), results)
+    case = cases(family, layers_of(layout))
+    (results,) = run_cases([case], layout, tmp_path)
+    check_case(case, results)
 
 
 def test_megatron_and_fsdp_agree(cases: Any, every_family: Any, tmp_path: Path) -> None:
-    case = cases("qwen3_moe")
+    case = cases("qwen3_moe", 2)
     megatron = run_case(case, {"data": 2, "distributed": True}, tmp_path / "megatron")
     ours = every_family("dp2-cp2")["qwen3_moe"]
     for index, scored in scored_packs(megatron).items():

@@ -27,7 +27,7 @@ from tests.parallel.lora import (
     run_lora,
     sent,
 )
-from tests.parallel.parity import GRADIENT_BOUND, LOGPROB_BOUND, Settings, check_scores, check_tensors
+from tests.parallel.parity import GRADIENT_BOUND, LOGPROB_BOUND, Settings, check_scores, check_tensors, layers_of
 from tests.parallel.ranks import run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close
@@ -79,7 +79,7 @@ def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_layout_computes_the_reference(family: str, layout: str, lora_cases: Any, tmp_path: Path) -> None:
-    case = lora_cases(family)
+    case = lora_cases(family, layers=layers_of(LAYOUTS_OF_FACTORS[layout]))
     check_lora(case, run_lora(case, LAYOUTS_OF_FACTORS[layout], tmp_path))
 
 
@@ -127,7 +127,7 @@ def test_dropout_is_off_in_scores_and_repeats_in_recomputation(lora_cases: Any, 
 
 
 def test_a_reference_of_another_path_has_no_factors(lora_cases: Any, tmp_path: Path) -> None:
-    case, other = lora_cases("qwen3"), save_checkpoint("qwen3", tmp_path / "other", seed=1)
+    case, other = lora_cases("qwen3"), save_checkpoint("qwen3", tmp_path / "other", seed=1, layers=2)
     config = case.config(tmp_path, {"tensor": 2})
     config = RunConfig(**{**dict(config), "reference": {"path": other}})
     arguments = config, case.packs(), case.factors
@@ -150,7 +150,7 @@ def test_a_reference_of_another_path_has_no_factors(lora_cases: Any, tmp_path: P
 def test_targets_that_cannot_be_trained_are_rejected(
     layout: Settings, lora: dict[str, Any], code: str, lora_cases: Any, rejects: Any, tmp_path: Path
 ) -> None:
-    config = lora_cases("qwen3_moe").config(tmp_path, layout, **lora)
+    config = lora_cases("qwen3_moe", layers=4).config(tmp_path, layout, **lora)
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     with alone_as(config.trainer, rank=0, on_meta=True), rejects(ConfigError, code):
         build_meta_chunks(config.model, config.trainer, dimensions)

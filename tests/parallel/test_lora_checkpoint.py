@@ -80,7 +80,7 @@ class Saved:
     """A run's configuration, its checkpoint and PEFT directory, and its factors then and after another step."""
 
     def __init__(self, root: Path, family: str, layout: str, **settings: Any) -> None:
-        self.model = save_checkpoint(family, root)
+        self.model = save_checkpoint(family, root, layers=4 if family == "qwen3" else 2)
         self.config = _config(self.model, root, layout, **settings)
         self.directory = root / "checkpoint"
         records = _run(_save, self.config, root / "ranks", self.directory)

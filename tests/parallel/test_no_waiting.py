@@ -42,7 +42,8 @@ ALGORITHM = {
 def _config(
     checkpoint: Path, run_dir: Path, backend: str, layout: dict[str, int], attention: str = "auto", **algorithm: Any
 ) -> RunConfig:
-    trainer = {"backend": backend, "attention": attention, "optimizer": {"lr": 1e-3}}
+    rate = 1e-3 if ModelDimensions.from_checkpoint(checkpoint).moe_sigmoid else 0.0
+    trainer = {"backend": backend, "attention": attention, "optimizer": {"lr": 1e-3}, "router_bias_rate": rate}
     lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 61}, "rollout": {"max_new_tokens": 31}}
     return tiny_config(checkpoint, run_dir, layout, **lengths, algorithm=ALGORITHM | algorithm, trainer=trainer)
 

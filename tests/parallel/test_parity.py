@@ -20,6 +20,7 @@ from tests.parallel.parity import (
     Settings,
     check_everything,
     check_gradients,
+    layers_of,
     parity_config,
     run_case,
     samples_with_loss,
@@ -74,7 +75,7 @@ LAYOUTS: dict[str, Settings] = {
 
 @pytest.mark.parametrize("layout", [name for name, settings in LAYOUTS.items() if not {"expert"} & settings.keys()])
 def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) -> None:
-    _compare(cases("qwen3"), LAYOUTS[layout], tmp_path)
+    _compare(cases("qwen3", layers_of(LAYOUTS[layout])), LAYOUTS[layout], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +106,11 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("deepseek_v3", "cp2-ring-flash-attn"),
         ("deepseek_v3", "block-recompute"),
         ("deepseek_v3_direct", "tp2-sp"),
+        ("deepseek_v3_direct", "pp2-interleaved"),
     ],
 )
 def test_other_families_compute_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:
-    _compare(cases(family), LAYOUTS[layout], tmp_path)
+    _compare(cases(family, layers_of(LAYOUTS[layout])), LAYOUTS[layout], tmp_path)
 
 
 def _compare(case: Case, layout: Settings, directory: Path) -> None:
@@ -124,7 +126,7 @@ def test_bfloat16_stays_near_the_reference(layout: str, tmp_path: Path) -> None:
 
     The clip range is wide, because rounding a ratio across its edge would change the gradient abruptly.
     """
-    checkpoint = save_checkpoint("qwen3", tmp_path / "model")
+    checkpoint = save_checkpoint("qwen3", tmp_path / "model", layers=2)
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
     config = parity_config(
         checkpoint,

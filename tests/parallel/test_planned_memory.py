@@ -18,6 +18,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.hardware import Hardware
 from tests.parallel.ranks import run_each
 from tests.parallel.taken import compared, measure_rank, planned_config
+from tests.parallel.tiny import save_checkpoint
 
 MEGATRON: dict[str, dict[str, Any]] = {
     "single": {"dtype": "float32"},
@@ -61,7 +62,10 @@ def test_ranks_take_the_planned_memory(
     backend: str, world_size: int, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts = {"megatron": MEGATRON, "fsdp": FSDP}[backend]
-    configs = {name: planned_config(backend, qwen3, tmp_path, **layout) for name, layout in layouts.items()}
+    small, configs = save_checkpoint("qwen3", tmp_path / "small", layers=2), {}
+    for name, layout in layouts.items():
+        model = qwen3 if "pipeline" in layout.get("parallel", {}) else small
+        configs[name] = planned_config(backend, model, tmp_path, **layout)
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     taken = run_each(measure_rank, world_size, tmp_path / "ranks", [(config,) for config in selected.values()])
     for module in (packed_attention, prefixes, ring):

@@ -78,9 +78,10 @@ def _step(
 
 
 @pytest.fixture(scope="module")
-def models(qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Return models by whether they have experts."""
-    return {False: qwen3, True: save_checkpoint("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))}
+    families = {False: "qwen3", True: "qwen3_moe"}
+    return {has: save_checkpoint(name, tmp_path_factory.mktemp(name), layers=2) for has, name in families.items()}
 
 
 _IN_ACCEPTANCE = "experts-tp2-sp-ep2"

@@ -62,8 +62,9 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         layouts = {"alone": ALONE, "pairs": PAIRS, "sharing": SHARING, "later": LATER}[kind]
         later = kind == "later"
         case = old_case(family, directory) if later else routed_case(family, directory, kind == "sharing")
+        more = {"router_bias_rate": case.bias_rate, **({"lr": 1e-2} if later else {})}
         configs = [
-            parity_config(case.checkpoint, directory, {**settings, **({"lr": 1e-2} if later else {})}, **case.algorithm)
+            parity_config(case.checkpoint, directory, {**settings, **more}, **case.algorithm)
             for settings in layouts.values()
         ]
         tasks = [(config, case.packs(), case.denominator) for config in configs]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.parity import Case, Settings, check_everything, check_gradients, check_loss, run_case
+from tests.parallel.parity import Case, Settings, check_everything, check_gradients, check_loss, layers_of, run_case
 from tests.parallel.shared_prefixes import PromptsCase, SharedCase, balanced_case, shared_case, sharing_sequences
 from tests.parallel.test_fsdp_parity import check_case, run_cases
 
@@ -21,8 +21,8 @@ STEPS = 1
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def make(family: str, kind: type[Case] = SharedCase) -> Case:
-        return shared_case(family, tmp_path_factory.mktemp(family), STEPS, kind)
+    def make(family: str, kind: type[Case] = SharedCase, layers: int = 2) -> Case:
+        return shared_case(family, tmp_path_factory.mktemp(family), STEPS, kind, layers=layers)
 
     return make
 
@@ -55,7 +55,8 @@ LAYOUTS: dict[str, Settings] = {
     ],
 )
 def test_layout_computes_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:
-    case, settings = cases(family), {"share_prefixes": "tree", **LAYOUTS[layout]}
+    case = cases(family, layers=layers_of(LAYOUTS[layout]))
+    settings = {"share_prefixes": "tree", **LAYOUTS[layout]}
     check_everything(case, run_case(case, settings, tmp_path, steps=STEPS))
 
 

@@ -50,7 +50,9 @@ def with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> Sco
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     generator = torch.Generator().manual_seed(0)
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    return case_of([with_supports(one, generator) for one in sequences], "qwen3", tmp_path_factory.mktemp("qwen3"), 1)
+    return case_of(
+        [with_supports(one, generator) for one in sequences], "qwen3", tmp_path_factory.mktemp("qwen3"), 1, layers=2
+    )
 
 
 @pytest.fixture(scope="module")

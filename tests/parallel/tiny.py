@@ -134,10 +134,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
-    """Write a float32 checkpoint with random weights, norms and biases, and return its directory."""
+def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4) -> Path:
+    """Write a float32 checkpoint with random weights, norms and biases, and return its directory.
+
+    ``OTHERS`` have two layers.
+    """
     torch.manual_seed(seed)
-    model = _model(family)
+    model = _model(family, layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -151,9 +154,11 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def _model(family: str) -> torch.nn.Module:
+def _model(family: str, layers: int) -> torch.nn.Module:
     class_name, features = (_KNOWN | OTHERS)[family]
-    sizes = {"vocab_size": VOCAB} if family == "gpt2" else SIZES | {"num_hidden_layers": 2 if family in OTHERS else 4}
+    sizes = (
+        {"vocab_size": VOCAB} if family == "gpt2" else SIZES | {"num_hidden_layers": 2 if family in OTHERS else layers}
+    )
     # transformers gives the embedding of a padding token no gradient.
     ids = {} if family in _KNOWN else {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(transformers, class_name)(**{**sizes, **features, **ids})

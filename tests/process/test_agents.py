@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
@@ -256,13 +257,16 @@ def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
 
 
 @pytest.mark.usefixtures("agents")
-def test_an_agent_without_calls_has_a_reward_and_no_loss(rejects: Rejects) -> None:
+def test_an_agent_without_calls_has_a_reward_and_no_loss(rejects: Rejects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its routes are unknown, if others have some."""
+    monkeypatch.setattr("slime_like.orchestration.rollout.agents.routes_per_token", lambda *_: (2, 4))
     (generation,) = rollouts(Engine([]), request(1), name="agents_of_test:silent")
     assert generation.conversation is not None and generation.conversation.turns == ()
     assert (generation.conversation.reward, generation.token_ids.tolist()) == (2.0, [EOS])
     assert generation.weight_versions.tolist() == [7]
     (row,) = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), [generation], 1.0).trajectories
     assert not row.loss_mask.any()
+    assert row.routes is not None and torch.equal(row.routes, torch.full((len(PROMPT), 2, 4), -1, dtype=torch.int16))
     with rejects(AgentFailure, "agent-silent"):
         rollouts(Engine([]), request(8), name="agents_of_test:silent")
 

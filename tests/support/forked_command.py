@@ -12,11 +12,13 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +27,12 @@ from typing import Any, NoReturn
 import ray._private.node
 from ray._private import services
 from ray._private.runtime_env.context import RuntimeEnvContext
+from ray._private.workers import setup_worker
 from ray._raylet import Config
 
 from slime_like.commands.main import main
 from slime_like.sandbox import process
-from tests.support.forks import FIRST_JOB, clean_forks
+from tests.support.forks import ANY_JOB, FIRST_JOB, clean_forks
 from tests.support.worker_shim import PR_SET_PDEATHSIG
 
 _SERVER_START_S = 120
@@ -46,7 +49,7 @@ class WorkerServer:
         root = Path(__file__).parents[2]
         self.shim.write_text(
             f"import sys\nsys.path[0] = {str(root)!r}\n"
-            f"from tests.support.worker_shim import ask\nask({str(self._socket)!r})\n"
+            f"from tests.support.worker_shim import ask\nask({str(self._socket)!r}, {setup_worker.__file__!r})\n"
         )
         ready = forks.Event()
         server = forks.Process(target=_serve_workers, args=(str(self._socket), ready))  # a daemon may have no children
@@ -68,10 +71,25 @@ def _serve_workers(path: str, ready: Any) -> None:
             length, descriptors, _, _ = socket.recv_fds(connection, 16, 3)
             if os.fork() == 0:
                 server.close()
+                _join_namespaces(connection)
                 _become_worker(connection, int(length), descriptors)
             connection.close()
             for descriptor in descriptors:
                 os.close(descriptor)
+
+
+def _join_namespaces(connection: socket.socket) -> None:
+    """Enter the namespaces of the shim's host (``tests/hosts``)."""
+    pid, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if Path(f"/proc/{pid}/ns/pid").readlink() == Path("/proc/self/ns/pid").readlink():
+        return
+    places = [Path(f"/proc/{pid}/ns/{kind}") for kind in ("pid", "uts", "net", "mnt")]
+    with ExitStack() as stack:
+        for file in [stack.enter_context(place.open()) for place in places]:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns({file.name})")
+    if os.fork():  # only children are in the other namespace of processes
+        os._exit(0)
 
 
 def _become_worker(connection: socket.socket, length: int, descriptors: list[int]) -> NoReturn:
@@ -92,8 +110,8 @@ def _become_worker(connection: socket.socket, length: int, descriptors: list[int
         request["environment"] | RuntimeEnvContext.deserialize(known.serialized_runtime_env_context).env_vars,
         request["directory"],
     )
-    if os.environ.get("RAY_JOB_ID", FIRST_JOB) != FIRST_JOB:
-        raise RuntimeError("only workers of a cluster's first job are forked")
+    if (job := os.environ.get("RAY_JOB_ID", FIRST_JOB)) not in (FIRST_JOB, ANY_JOB):
+        raise RuntimeError(f"only workers of a cluster's first job are forked, not of {job}")
     if "RAY_AUTH_MODE" in os.environ:  # read when Ray's core was imported
         Config.initialize(json.dumps({"AUTH_MODE": os.environ["RAY_AUTH_MODE"]}).encode())
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
@@ -181,14 +199,14 @@ def _command(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     begun.set()
     sys.argv = ["slime-like", *arguments]
-    _start_workers_by(shim)
+    start_workers_by(shim)
     _start_reward_workers_by(shim)
     code = program(arguments)
     atexit._run_exitfuncs()
     sys.exit(code)
 
 
-def _start_workers_by(shim: str) -> None:
+def start_workers_by(shim: str) -> None:
     """Start workers and agents of this process's Ray nodes through the shim."""
     usual = ray._private.node.Node.__init__
     services._build_python_executable_command_memory_profileable = lambda *_: [sys.executable, shim]

@@ -5,7 +5,6 @@ would inherit, and a fork of a process with threads may hang.
 """
 
 import multiprocessing
-import os
 from multiprocessing import forkserver
 from typing import Any
 
@@ -27,7 +26,7 @@ PRELOADED = [
     "tests.parallel.frozen",  # the last one
 ]  # fmt: skip
 
-FIRST_JOB = "01000000"
+FIRST_JOB, ANY_JOB = "01000000", "ffffffff"
 
 
 def clean_forks() -> Any:
@@ -36,8 +35,9 @@ def clean_forks() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
-        # Ray's core reads these when it is imported. A worker ends with its shim, not with a raylet.
+        # Ray's core reads these when it is imported. A worker ends with its shim, not with a raylet, whose id, for a
+        # worker on a host of tests/hosts, would be another process's.
         patch.setenv("RAY_JOB_ID", FIRST_JOB)
-        patch.setenv("RAY_RAYLET_PID", str(os.getpid()))
+        patch.setenv("RAY_RAYLET_PID", "1")
         forkserver.ensure_running()
     return context

@@ -15,6 +15,7 @@ routed, too; padding and fillers do not. Sequences with shared prefixes (``train
 their shared tokens count once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -85,6 +86,55 @@ class BalanceLoss:
         return {"moe_aux_loss": total / (self.tokens * layers)}
 
 
+@dataclass(slots=True)
+class ExpertLoads:
+    """One step's loads of experts on one rank, which move routers' biases.
+
+    An expert that is chosen less than the mean gets a higher bias (Wang et al., arXiv:2408.15664, algorithm 1;
+    DeepSeek-V3, arXiv:2412.19437, section 2.1.2). Loads are whole numbers, so biases are the same in every layout.
+
+    Attributes:
+        rate: size of a move.
+        counts: (layers, E) int64, real tokens that go to each expert; 0 in layers without experts, and of other stages.
+    """
+
+    rate: float
+    counts: Tensor
+
+    @classmethod
+    def of_step(cls, rate: float, dimensions: ModelDimensions, device: torch.device) -> Self | None:
+        """Create it for a step; ``None`` if biases are frozen."""
+        shape = (dimensions.num_layers, dimensions.num_experts)
+        return cls(rate, torch.zeros(shape, dtype=torch.int64, device=device)) if rate else None
+
+    @torch.no_grad()
+    def move(self, biases: Mapping[int, Tensor]) -> None:
+        """Move this rank's biases, by layer, and make ``counts`` those of all ranks. Collective over the world.
+
+        Every token of a layer is routed on one rank. If several did, in equal numbers, no sign would change.
+        """
+        dist.all_reduce(self.counts)
+        below = self.counts.sum(dim=1, keepdim=True) - self.counts.shape[1] * self.counts
+        for layer, bias in biases.items():
+            bias += self.rate * below[layer].sign()
+
+    def figures(self) -> dict[str, Any]:
+        """Return fields of ``GRPOStats``, after ``move``: the largest load over its layer's mean."""
+        loads = self.counts.double()
+        return {"router_load_max": (loads.amax(dim=1) / loads.mean(dim=1).clamp_min(1e-9)).amax()}
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """What balances experts in one step: a loss, moving biases, both or nothing."""
+
+    loss: BalanceLoss | None = None
+    loads: ExpertLoads | None = None
+
+
+NO_BALANCE = Balance()
+
+
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
     """What routers need besides hidden states, passed along with the micro-batch.
@@ -93,17 +143,19 @@ class RoutedTokens:
         sequence: (t,) int64, each local token's sequence in its pack; S for padding and in fillers. Sequences that
             share prefixes count as one.
         lengths: (S,) tokens of every sequence, on all ranks together.
-        loss: the balancing loss, in training with one.
+        balance: the step's balancing, in training.
         routes: given experts, or a place to record the router's; fillers have none.
         routed: by layer, its (t, E) logits and (t, k) experts, which FSDP's trainer takes after the forward pass. A
             layer that was taken is ``None``, so recomputation adds nothing.
+        counted: layers whose loads are counted.
     """
 
     sequence: Tensor
     lengths: Tensor
-    loss: BalanceLoss | None
+    balance: Balance
     routes: TokenRoutes | None = None
     routed: dict[int, tuple[Tensor, Tensor] | None] = field(default_factory=dict)
+    counted: set[int] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -111,11 +163,11 @@ class RoutedTokens:
         pack: PackedTrajectory,
         shard: ContextShard,
         rows: slice,
-        loss: BalanceLoss | None,
+        balance: Balance,
         replay: Replay | None = None,
     ) -> Self | None:
         """Create it for the ``rows`` of the token axis of ``shard``; ``None`` if routers need nothing."""
-        if loss is None and replay is None:
+        if balance == NO_BALANCE and replay is None:
             return None
         source, lengths = shard.source[rows], pack.prompt_lens + pack.response_lens
         sequence = pack.sequence_mask[source.clamp_min(0)].long()
@@ -124,15 +176,22 @@ class RoutedTokens:
             trees, lengths = tree_of_tokens(pack)
             sequence = trees[source.clamp(0, len(trees) - 1)]
         routes = None if replay is None or pack.is_filler else TokenRoutes.of(pack, shard, rows, replay)
-        return cls(torch.where(is_real, sequence, len(lengths)), lengths, loss, routes)
+        return cls(torch.where(is_real, sequence, len(lengths)), lengths, balance, routes)
 
     def record(self, pack: PackedTrajectory, group: dist.ProcessGroup) -> None:
         """Give ``pack`` the routes that a recording pass took. Collective over the ranks that hold parts of it."""
         if self.routes is not None:
             self.routes.store(pack, group)
 
+    @torch.no_grad()
+    def count(self, loads: ExpertLoads, layer: int, chosen: Tensor) -> None:
+        """Add the choices of a layer's real tokens, (t, E) bool. A layer that is recomputed counts once."""
+        if layer not in self.counted:
+            self.counted.add(layer)
+            loads.counts[layer] += (chosen & (self.sequence < len(self.lengths))[:, None]).sum(dim=0)
+
     def layer_loss(self, logits: Tensor, chosen: Tensor, sigmoid: bool, top_k: int, group: dist.ProcessGroup) -> Tensor:
-        """Return one layer's scaled loss of this rank's tokens; ``loss`` records its share.
+        """Return one layer's scaled loss of this rank's tokens; ``balance`` records its share.
 
         Args:
             logits: (t, E) of the router.
@@ -141,7 +200,7 @@ class RoutedTokens:
             top_k: choices per token.
             group: the ranks that hold parts of the same sequences.
         """
-        assert self.loss is not None
+        assert self.balance.loss is not None
         if sigmoid:
             affinity = logits.float().sigmoid()
             probability = affinity / affinity.sum(dim=-1, keepdim=True)
@@ -150,8 +209,8 @@ class RoutedTokens:
         load = self._load(chosen, top_k, group)
         # The sum over tokens of <f of its sequence, its p> is sum_s T_s * <f, P>: every rank adds its tokens.
         loss = logits.shape[-1] * (probability * load[self.sequence]).sum()
-        self.loss.sums.append(loss.detach().double())
-        return self.loss.scale * loss
+        self.balance.loss.sums.append(loss.detach().double())
+        return self.balance.loss.scale * loss
 
     @torch.no_grad()
     def _load(self, chosen: Tensor, top_k: int, group: dist.ProcessGroup) -> Tensor:

@@ -8,7 +8,7 @@ Tokens whose given experts are the router's own choice, in any order, keep its o
 changes no bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Self
@@ -45,6 +45,21 @@ class Replay:
     dimensions: ModelDimensions
     records: bool = False
     counts: list[dict[int, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def in_training(cls, mode: str, dimensions: ModelDimensions) -> Self | None:
+        """Return the replay of a step."""
+        return None if mode == "none" else cls(mode, dimensions)
+
+    @classmethod
+    def in_scoring(
+        cls, mode: str, dimensions: ModelDimensions, packs: Sequence[PackedTrajectory], is_step: bool
+    ) -> Self | None:
+        """Return the replay of a pass of the policy. Packs that need not belong to a step may lack routes."""
+        if mode == "old":
+            return cls(mode, dimensions, records=True) if is_step else None
+        replays = is_step or all(pack.routes is not None for pack in packs)
+        return cls.in_training(mode, dimensions) if replays else None
 
     def figures(self, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``. Collective over the world."""

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
-from backends.common.step.balance import BalanceLoss
+from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
 from slime_like.algorithms.losses.sums import LossSums
 from slime_like.errors import TrainerError
@@ -20,7 +21,7 @@ class StepSums:
 
     Attributes:
         denominator: divisor of the gradients, if known when the step begins.
-        balance: the routers' loss, if the objective has one.
+        balance: what balances experts.
         replay: the replay of routes, if it is set.
         sums: metrics of this rank's micro-batches (last pipeline stage only).
         losses: detached loss of every micro-batch, in order.
@@ -28,7 +29,7 @@ class StepSums:
     """
 
     denominator: float | None = None
-    balance: BalanceLoss | None = None
+    balance: Balance = NO_BALANCE
     replay: Replay | None = None
     sums: LossSums | None = None
     losses: list[Tensor] = field(default_factory=list)
@@ -38,6 +39,13 @@ class StepSums:
         """Add one micro-batch."""
         self.losses.append(loss.detach())
         self.sums = sums if self.sums is None else self.sums.add(sums)
+
+    def router_figures(self, layers: int, device: torch.device) -> dict[str, Any]:
+        """Return fields of ``GRPOStats``; ``layers`` with experts. Collective over the world."""
+        loss, loads, replay = self.balance.loss, self.balance.loads, self.replay
+        figures = {} if loss is None else loss.figures(layers, device)
+        figures |= {} if loads is None else loads.figures()
+        return figures | ({} if replay is None else replay.figures(device))
 
     def open_window(self, last: bool) -> None:
         """Accept a window, unless it follows the step's ``last`` one."""

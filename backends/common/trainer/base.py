@@ -17,11 +17,11 @@ from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
-from backends.common.step.balance import BalanceLoss
+from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.lora import Initial, Trial
-from backends.common.trainer.roles import objective_of
+from backends.common.trainer.roles import named_scores, objective_of
 from backends.common.trainer.state import TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
@@ -104,9 +104,11 @@ class TrainerBase(TrainerBackend):
         """Make this rank's gradients the step's gradients: summed over ranks, divided by ``denominator``."""
 
     @abstractmethod
-    def _score(
-        self, micro_batches: Sequence[PackedTrajectory], replay: Replay | None = None
-    ) -> list[tuple[Tensor, ...]] | None:
+    def _router_biases(self) -> dict[int, Tensor]:
+        """Return the biases of this rank's sigmoid routers, (E,) float32, by layer, as the model's memory."""
+
+    @abstractmethod
+    def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None) -> list[tuple[Tensor, ...]] | None:
         """Return the head's (R,) outputs for each pack, with the current weights."""
 
     # ----------------------------------------------------------------------------------------------------------- phases
@@ -222,9 +224,10 @@ class TrainerBase(TrainerBackend):
         with self._phase("begin_step"):
             self._zero_gradients()
             coefficient = self.config.algorithm.moe_aux_loss_coef
-            self._step = StepSums(denominator)
-            self._step.balance = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
-            self._step.replay = self._replay()
+            loss = BalanceLoss.of_step(coefficient, denominator, tokens, self.replicas, self.device)
+            loads = ExpertLoads.of_step(self.config.trainer.router_bias_rate, self.dimensions, self.device)
+            self._step = StepSums(denominator, Balance(loss, loads))
+            self._step.replay = Replay.in_training(self._replays, self.dimensions)
 
     def finish_step(self, denominator: float) -> GRPOStats | None:
         self._step.require_denominator(denominator)
@@ -234,12 +237,12 @@ class TrainerBase(TrainerBackend):
             norm = self.optimizer.gradient_norm()
             require_finite_norm(norm)
             self.optimizer.update(norm)
+            if self._step.balance.loads is not None:
+                self._step.balance.loads.move(self._router_biases())
             return self._statistics(denominator, norm)
 
     def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
-        balance, replay = self._step.balance, self._step.replay
-        figures = {} if balance is None else balance.figures(len(self.dimensions.expert_layers), self.device)
-        figures |= {} if replay is None else replay.figures(self.device)
+        figures = self._step.router_figures(len(self.dimensions.expert_layers), self.device)
         if self._step.sums is None:
             return None
         sums = reduced_over_data(self._step.sums, self.replicas)
@@ -257,7 +260,8 @@ class TrainerBase(TrainerBackend):
     def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores] | None:
         name = role or self._role.name
         if name == self._role.name:
-            return _named(self._role, self._score(micro_batches, self._scoring_replay(micro_batches, role)))
+            replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
+            return named_scores(self._role, self._score(micro_batches, replay))
         if name not in self.state.frozen:
             raise rank_error(
                 "score",
@@ -267,21 +271,12 @@ class TrainerBase(TrainerBackend):
             )
         self.settle_weights()
         with self.state.replaced(name):
-            return _named(self.config.roles[name], self._score(micro_batches))
+            return named_scores(self.config.roles[name], self._score(micro_batches, None))
 
-    def _replay(self, records: bool = False) -> Replay | None:
-        """Return the replay of a pass, if it is set and this trainer's modules are the policy."""
-        mode = self.config.algorithm.routing_replay
-        if mode == "none" or self._role.name != POLICY:
-            return None
-        return Replay(mode, self.dimensions, records)
-
-    def _scoring_replay(self, packs: Sequence[PackedTrajectory], role: str | None) -> Replay | None:
-        """Return the replay of a scoring pass. Without a role, sequences need not belong to the step."""
-        mode, all_have_routes = self.config.algorithm.routing_replay, all(pack.routes is not None for pack in packs)
-        if mode == "old":
-            return self._replay(records=True) if role else None
-        return self._replay() if role or all_have_routes else None
+    @property
+    def _replays(self) -> str:
+        """``algorithm.routing_replay`` if the modules are the policy."""
+        return self.config.algorithm.routing_replay if self._role.name == POLICY else "none"
 
     # ------------------------------------------------------------------------------------------- transfer of the state
     def trial(self, size: float | None) -> None:
@@ -339,13 +334,6 @@ class TrainerBase(TrainerBackend):
     def shutdown(self) -> None:
         if hasattr(self, "state"):  # set-up may have failed earlier
             self.state.close()
-
-
-def _named(role: ModelRole, scored: list[tuple[Tensor, ...]] | None) -> list[Scores] | None:
-    """Return the outputs that the role's fields hold, in float32."""
-    if scored is None:
-        return None
-    return [{name: values.float() for name, values in zip(role.fields, outputs, strict=False)} for outputs in scored]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from slime_like.config import AlgorithmConfig
+from slime_like.config.roles import ModelRole
+from slime_like.interfaces import Scores
 from slime_like.plugins.resolve import resolve
 
 OBJECTIVES = {"logprob": "backends.common.step.objective:Objective"}
@@ -16,6 +20,13 @@ def objective_of(head: str) -> Callable[[AlgorithmConfig], Any]:
     """Return the class of the objective of a role with this head."""
     found: Callable[[AlgorithmConfig], Any] = resolve("head", head, OBJECTIVES)
     return found
+
+
+def named_scores(role: ModelRole, scored: list[tuple[Tensor, ...]] | None) -> list[Scores] | None:
+    """Return the head's outputs that the role's fields hold, in float32."""
+    if scored is None:
+        return None
+    return [{name: values.float() for name, values in zip(role.fields, outputs, strict=False)} for outputs in scored]
 
 
 def is_added(parameter: str) -> bool:

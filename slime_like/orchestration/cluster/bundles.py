@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime_like.config import RunConfig
+from slime_like.config import ClusterConfig, RolloutConfig, RunConfig
 
 RANK_LABEL = "slime-like.io/node-rank"
 """Label of Ray nodes with the order in which they are filled."""
@@ -16,8 +16,8 @@ class Pieces:
 
     Attributes:
         ranks: sizes of groups of consecutive trainer ranks: a tensor-parallel group, or the ranks of a colocated
-            engine, which must not be split either.
-        engines: ``rollout.tensor`` of each separate engine. Colocated engines use the devices of trainer ranks.
+            engine on one node, which must not be split either.
+        engines: devices of each separate engine by node. Colocated engines use the devices of trainer ranks.
         workers: ranks of the workers of all roles, by tensor-parallel group.
     """
 
@@ -33,19 +33,25 @@ class Pieces:
 
 def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> Pieces:
     """Compute a run's pieces. Evaluation has no trainers, scoring and verification have no engines."""
-    parallel, tensor = config.trainer.parallel, config.rollout.tensor
+    parallel, (count, part) = config.trainer.parallel, engine_parts(config.rollout, config.cluster)
     colocated = with_trainers and config.cluster.placement == "colocated"
     samples = with_engines and config.starts_engines
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
     layouts = [role.parallel for role in config.roles.with_workers for _ in range(role.workers)]
     groups = [layout.tensor for layout in layouts for _ in range(layout.world_size // layout.tensor)]
     if with_engines and colocated and not config.supervised:
-        size = min(math.lcm(size, tensor), ranks)
+        size = min(math.lcm(size, part), ranks)
     return Pieces(
         [min(size, ranks - start) for start in range(0, ranks, size)],
-        [tensor] * config.rollout.num_engines if samples and not colocated else (),
+        [part] * count * config.rollout.num_engines if samples and not colocated else (),
         groups if samples and with_trainers else (),
     )
+
+
+def engine_parts(rollout: RolloutConfig, cluster: ClusterConfig) -> tuple[int, int]:
+    """Return the number of an engine's nodes, and its devices on each."""
+    count = cluster.nodes_for(rollout.ranks)
+    return count, rollout.ranks // count
 
 
 class NoRoomError(Exception):
@@ -104,8 +110,8 @@ def _first_with_room(free: Sequence[int], size: int, start: int) -> int:
 def slots_per_node(pieces: Pieces, tensor: int, nodes: int) -> int:
     """Return the number of CPU slots that each node without GPUs must offer to spread ranks and engines evenly.
 
-    Groups of ``tensor`` ranks and engines must not be split between nodes. Their sizes must divide a node's slots, like
-    they must divide its GPUs.
+    Groups of ``tensor`` ranks and engines' parts must not be split between nodes. Their sizes must divide a node's
+    slots, like they must divide its GPUs.
     """
     sizes = [*pieces.ranks, *pieces.engines, *pieces.workers]
     step = math.lcm(tensor, *pieces.engines, *pieces.workers)

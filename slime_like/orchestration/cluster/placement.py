@@ -1,6 +1,7 @@
 """Placement of trainer ranks and engines: one Ray placement group over the cluster, with bundles in node order."""
 
 import ipaddress
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime_like.config import RunConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.orchestration.cluster.bundles import RANK_LABEL, NoRoomError, along_devices, assign_nodes, pieces_of
+from slime_like.orchestration.cluster.bundles import (
+    RANK_LABEL,
+    NoRoomError,
+    along_devices,
+    assign_nodes,
+    engine_parts,
+    pieces_of,
+)
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 
@@ -28,14 +36,19 @@ class Placement:
 
     A device is a GPU if the cluster has any, otherwise a CPU slot. Ranks are numbered along nodes, and along devices
     within a node. A tensor-parallel group is always on one node, and so are the ranks that share devices with a
-    colocated engine. Nodes are in the order given at the cluster's start, or else in address order.
-    ``workers`` has the role of each worker.
+    colocated engine, unless it has more devices than a node. Nodes are in the order given at the cluster's start, or
+    else in address order.
+
+    Attributes:
+        workers: role of each worker.
+        engine_nodes: nodes of each engine.
     """
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
         self._config = config
         self.workers = [role for role in config.roles.with_workers for _ in range(role.workers)]
         self._pieces = pieces_of(config, with_trainers, with_engines)
+        self.engine_nodes, self._part = engine_parts(config.rollout, config.cluster)
         self._sizes = self._pieces.bundles
         self._num_ranks = sum(self._pieces.ranks)
         self._shared = with_trainers and with_engines and config.cluster.placement == "colocated"
@@ -82,14 +95,14 @@ class Placement:
             bundle, group = self._worker_bundle(worker, rank), self._order[self._first_worker :]
         return sum(self._nodes[other] == self._nodes[bundle] for other in group)
 
-    def ranks_beside_engine(self, engine: int) -> int:
-        """Count ranks that compute on an engine's node while it samples: all engines', with staleness trainers', too.
+    def ranks_beside_engine(self, engine: int, part: int = 0) -> int:
+        """Count ranks that compute beside a part of an engine: those of all engines, with staleness also of trainers.
 
         Trainers of streamed steps compute next to engines only for a part of a step.
         """
-        config, node = self._config, self._nodes[self._engine_bundle(engine)]
-        engines = range(config.rollout.num_engines)
-        ranks = sum(config.rollout.tensor for other in engines if self._nodes[self._engine_bundle(other)] == node)
+        config, node = self._config, self._nodes[self._engine_bundle(engine, part)]
+        parts = itertools.product(range(config.rollout.num_engines), range(self.engine_nodes))
+        ranks = sum(self._part for other in parts if self._nodes[self._engine_bundle(*other)] == node)
         if not config.rollout.max_staleness:
             return ranks
         return ranks + sum(self._nodes[bundle] == node for bundle in self._order[: self._num_ranks])
@@ -98,16 +111,18 @@ class Placement:
         """Return the Ray options of a trainer rank's actor."""
         return self._in_bundle(self._order[rank], gpus=1)
 
-    def engine_options(self, engine: int) -> dict[str, Any]:
-        """Return the Ray options of an engine's actor. A colocated engine owns no device: the caller names one."""
-        return self._in_bundle(self._engine_bundle(engine), gpus=0 if self._shared else self._config.rollout.tensor)
+    def engine_options(self, engine: int, part: int = 0) -> dict[str, Any]:
+        """Return the Ray options of an engine's actor on one of its nodes. A colocated engine owns no device: the
+        caller names those of ``shared_ranks``."""
+        return self._in_bundle(self._engine_bundle(engine, part), gpus=0 if self._shared else self._part)
 
     def worker_options(self, worker: int, rank: int) -> dict[str, Any]:
         """Return the Ray options of a worker's rank."""
         return self._in_bundle(self._worker_bundle(worker, rank), gpus=1)
 
-    def _engine_bundle(self, engine: int) -> int:
-        return self._order[self.shared_ranks(engine).start if self._shared else self._num_ranks + engine]
+    def _engine_bundle(self, engine: int, part: int) -> int:
+        separate = self._num_ranks + engine * self.engine_nodes + part
+        return self._order[self.shared_ranks(engine, part).start if self._shared else separate]
 
     @property
     def _first_worker(self) -> int:
@@ -117,10 +132,10 @@ class Placement:
         earlier = sum(role.parallel.world_size for role in self.workers[:worker])
         return self._order[self._first_worker + earlier + rank]
 
-    def shared_ranks(self, engine: int) -> range:
-        """Return the trainer ranks whose devices a colocated engine uses."""
-        tensor = self._config.rollout.tensor
-        return range(engine * tensor, (engine + 1) * tensor)
+    def shared_ranks(self, engine: int, part: int = 0) -> range:
+        """Return the trainer ranks whose devices a colocated engine uses on one of its nodes."""
+        first = engine * self._config.rollout.ranks + part * self._part
+        return range(first, first + self._part)
 
     def _in_bundle(self, bundle: int, gpus: int) -> dict[str, Any]:
         return {
@@ -167,7 +182,8 @@ class Placement:
             raise SlimeLikeError(
                 f"{size} {self.device}s are needed on one node "
                 f"(trainer.parallel.tensor={self._config.trainer.parallel.tensor}, "
-                f"rollout.tensor={self._config.rollout.tensor}), and no node has more than {largest}",
+                f"rollout.tensor={self._config.rollout.tensor}, rollout.pipeline={self._config.rollout.pipeline}, "
+                f"cluster.gpus_per_node={self._config.cluster.gpus_per_node}), and no node has more than {largest}",
                 code="node-too-small",
                 who="cluster",
                 remedy="use sizes that one node holds",

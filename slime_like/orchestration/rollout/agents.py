@@ -19,6 +19,7 @@ from slime_like.interfaces import Conversation, Generation, GenerationRequest, S
 from slime_like.interfaces.agent import AgentResult, AgentTask
 from slime_like.models.special_tokens import decoded
 from slime_like.orchestration.cluster.node import node_address
+from slime_like.orchestration.rollout.requests import routes_per_token
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
 from slime_like.sandbox.agents.pool import AgentPool
 from slime_like.sandbox.failure_budget import FailureBudget
@@ -66,6 +67,7 @@ class AgentRollouts:
         self._server = AgentServer(node_address() if self._agent.host == NODE else self._agent.host)
         self._pool = AgentPool(self._agent, logs, needs_result=AGENT in (f.name for f in config.reward.functions))
         self._silent = FailureBudget(_SUSPICIOUS_ROLLOUTS)
+        self._routes = routes_per_token(config.algorithm, config.model)
 
     async def start(self) -> None:
         """Start server and workers. Raises ``AgentFailure`` if the agent or the tokenizer cannot be used."""
@@ -110,7 +112,11 @@ class AgentRollouts:
         if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(rows), outcome.result)
         if not rows:
-            return _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome, session)
+            untrained = _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome, session)
+            if self._routes is not None:
+                unknown = np.full((len(request.prompt.token_ids), *self._routes), -1, np.int16)
+                untrained.fields = {"routes": unknown}
+            return untrained
         return _generation(request, session, rows, outcome)
 
     def _require_calls(self, has_called: bool, result: AgentResult) -> None:

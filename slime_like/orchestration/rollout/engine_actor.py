@@ -2,13 +2,20 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
+
+import ray
 
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError
+from slime_like.hosting.calls import one_line
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,
@@ -18,8 +25,9 @@ from slime_like.interfaces import (
     RolloutEngine,
     UpdateReceipt,
 )
-from slime_like.interfaces.engine import load_engine
+from slime_like.interfaces.engine import WHOLE, EnginePart, load_engine
 from slime_like.orchestration.cluster.node import (
+    node_address,
     require_own_devices,
     use_cluster_interface,
     use_log,
@@ -27,6 +35,18 @@ from slime_like.orchestration.cluster.node import (
 )
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
+from slime_like.orchestration.rollout.requests import require_routes, routes_per_token
+from slime_like.weights.transports.broadcast_group import serve_store
+
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartOptions:
+    """Ray's options of an actor on one of an engine's nodes, and the devices that a colocated one shares."""
+
+    options: dict[str, Any]
+    devices: str
 
 
 class EngineActor:
@@ -38,23 +58,32 @@ class EngineActor:
     arrive at any time.
     """
 
-    def __init__(self, config: RunConfig, index: int, shared_devices: str = "") -> None:
-        self._logs = use_log(f"engine-{index}")
-        if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialized yet
-            os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
-        require_own_devices()
-        use_cluster_interface(gloo=False)  # weights come from other hosts
-        use_session_directory()
+    def __init__(
+        self, config: RunConfig, index: int, shared_devices: str = "", others: Sequence[PartOptions] = ()
+    ) -> None:
+        self._logs = _settle(role := f"engine-{index}", shared_devices)
         self._config = config
         self._index = index
-        self._engine: RolloutEngine = load_engine(config.rollout.engine)(config, index)
+        load: Callable[..., RolloutEngine] = partial(load_engine(config.rollout.engine), config, index)
+        self._further = [
+            ray.remote(FurtherPart).options(**other.options).remote(load, n, f"{role}-node-{n}", other.devices)
+            for n, other in enumerate(others, start=1)
+        ]
+        self._part = WHOLE
+        if others:
+            address = node_address()
+            self._store, port = serve_store(address, "", config.engine_start_timeout_s)
+            self._part = EnginePart(0, 1 + len(others), address, address, port)
+        self._engine = load(self._part) if others else load()
+        self._watching: asyncio.Task[None] | None = None
+        self._routes = routes_per_token(config.algorithm, config.model)
         self._conversations: Conversations | AgentRollouts | None = None
         self._updated = asyncio.Event()
         self._updated.set()
 
     async def start(self) -> None:
         """Start the engine, then the workers of the environment or agent. The caller bounds the wait."""
-        await self._engine.start()
+        await self._start_parts()
         config, index = self._config, self._index
         if not (config.rollout.environment.name is not None or config.rollout.agent.is_set):
             return
@@ -66,6 +95,30 @@ class EngineActor:
             logs = self._logs, f"environment-{index}"
             self._conversations = Conversations(config, tokenizer, self._sample, logs)
         await self._conversations.start()
+
+    async def _start_parts(self) -> None:
+        """Start the ranks of all nodes, which wait for each other. If those of a node end, so do the others."""
+        own = asyncio.ensure_future(self._engine.start())
+        further = [asyncio.ensure_future(_answer(actor.run.remote(self._part))) for actor in self._further]
+        await asyncio.wait({own, *further}, return_when=asyncio.FIRST_COMPLETED)
+        if not own.done():
+            own.cancel()
+            raise next(self._failure(part) for part in further if part.done())
+        await own
+        if further:
+            self._watching = asyncio.create_task(self._end_with(further))
+
+    async def _end_with(self, further: Sequence[asyncio.Future[None]]) -> None:
+        done, _ = await asyncio.wait(further, return_when=asyncio.FIRST_COMPLETED)
+        print(*map(self._failure, done), file=sys.stderr, flush=True)
+        await self._engine.stop()
+
+    def _failure(self, part: asyncio.Future[None]) -> EngineError:
+        """Return why the ranks on a further node have ended."""
+        error = part.exception()
+        cause = getattr(error, "cause", None) or error
+        problem = "its ranks on another node ended" + (f": {one_line(cause)}" if cause else "")
+        return EngineError(problem, code="engine-part-ended", who=f"engine {self._index}")
 
     async def _version(self) -> int:
         return (await self._engine.health()).weight_version
@@ -91,7 +144,10 @@ class EngineActor:
 
     async def _sample(self, request: GenerationRequest) -> list[Generation]:
         await self._updated.wait()  # the request's own timeout bounds this
-        return await self._engine.generate(request)
+        generations = await self._engine.generate(request)
+        if self._routes is not None and request.sampling.training:
+            require_routes(generations, request, self._routes, self._config.rollout.engine)
+        return generations
 
     async def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
         await self._engine.connect(transport, rendezvous)
@@ -133,4 +189,42 @@ class EngineActor:
     async def stop(self) -> None:
         if self._conversations is not None:
             await self._conversations.close()
-        await self._engine.stop()
+        if self._watching is not None:
+            self._watching.cancel()
+        ends = [self._engine.stop(), *(_answer(actor.stop.remote()) for actor in self._further)]
+        await asyncio.gather(*ends, return_exceptions=True)  # a part may be dead
+
+
+class FurtherPart:
+    """Actor of an engine's ranks on a further node. The ``EngineActor`` owns it, so Ray ends it with that actor."""
+
+    def __init__(self, load: Callable[..., RolloutEngine], number: int, role: str, shared_devices: str) -> None:
+        _settle(role, shared_devices)
+        self._engine: RolloutEngine | None = None
+        self._load, self._number = load, number
+
+    async def run(self, first: EnginePart) -> None:
+        """Start the ranks, and return when they have ended."""
+        self._engine = self._load(replace(first, number=self._number, address=node_address()))
+        await self._engine.start()
+        while (await self._engine.health()).alive:
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def stop(self) -> None:
+        if self._engine is not None:
+            await self._engine.stop()
+
+
+def _settle(role: str, shared_devices: str) -> Path:
+    """Use the devices, network, directories and log of an engine's actor. Return the directory of logs."""
+    logs = use_log(role)
+    if shared_devices:  # Ray assigns no device to a colocated engine; CUDA is not initialized yet
+        os.environ["CUDA_VISIBLE_DEVICES"] = shared_devices
+    require_own_devices()
+    use_cluster_interface(gloo=False)  # weights come from other hosts
+    use_session_directory()
+    return logs
+
+
+async def _answer(reference: Any) -> None:
+    await reference

@@ -15,7 +15,7 @@ from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationReques
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import gather, wait_for_end, watch_none
-from slime_like.orchestration.rollout.engine_actor import EngineActor
+from slime_like.orchestration.rollout.engine_actor import EngineActor, PartOptions
 from slime_like.orchestration.trainer.calls import Answers
 from slime_like.weights.transports.registry import for_engine
 
@@ -90,23 +90,25 @@ class EngineGroup:
             self._actors.append(self._new_actor(index))
 
     def _new_actor(self, index: int) -> Any:
-        shared = self._shared_devices
-        devices = ",".join(shared[rank] for rank in self._placement.shared_ranks(index) if shared)
-        options = self._placement.engine_options(index)
-        environment: dict[str, Any] = {"env_vars": self._environment(index)}
+        first, *others = [self._part(index, part) for part in range(self._placement.engine_nodes)]
+        actor = ray.remote(EngineActor).options(**first.options, max_restarts=0, max_concurrency=10_000)
+        return actor.remote(self._config, index, first.devices, others)
+
+    def _part(self, index: int, part: int) -> PartOptions:
+        """Return the options of an engine's actor on one of its nodes."""
+        shared, options = self._shared_devices, self._placement.engine_options(index, part)
+        devices = ",".join(shared[rank] for rank in self._placement.shared_ranks(index, part) if shared)
+        environment: dict[str, Any] = {"env_vars": self._environment(index, part)}
         if (python := self._config.rollout.python) is not None:
             environment["py_executable"] = shlex.quote(str(python))  # Ray passes it to a shell
-        actor = ray.remote(EngineActor).options(
-            **options, max_restarts=0, max_concurrency=10_000, runtime_env=environment
-        )
-        return actor.remote(self._config, index, devices)
+        return PartOptions({**options, "runtime_env": environment}, devices)
 
-    def _environment(self, index: int) -> dict[str, str]:
+    def _environment(self, index: int, part: int) -> dict[str, str]:
         """Return CPU thread settings, which torch reads on import. Ray would set one thread. The user's values stay."""
         if self._placement.device == "GPU" or _THREADS in os.environ:
             return {}
         cores = len(os.sched_getaffinity(0))
-        return {_THREADS: str(max(1, cores // self._placement.ranks_beside_engine(index)))}
+        return {_THREADS: str(max(1, cores // self._placement.ranks_beside_engine(index, part)))}
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
         """Wait until every engine has loaded the model, within ``rollout.start_timeout_s``.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig
+from slime_like.config import AlgorithmConfig, EvaluationConfig, ModelConfig, RolloutConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams, Segment
@@ -62,6 +62,31 @@ def build_requests(
         )
         for prompt in prompts
     ]
+
+
+def routes_per_token(algorithm: AlgorithmConfig, model: ModelConfig) -> tuple[int, int] | None:
+    """Return the layers and choices of a token's routes, if engines must return them."""
+    if algorithm.routing_replay != "rollout":
+        return None
+    dimensions = ModelDimensions.from_checkpoint(model.path)
+    return len(dimensions.expert_layers), dimensions.moe_top_k
+
+
+def require_routes(
+    generations: Sequence[Generation], request: GenerationRequest, per_token: tuple[int, int], engine: str
+) -> None:
+    """Raise ``EngineError`` unless every response has its routes, without -1. One without a token needs none."""
+    for generation in generations:
+        routes = generation.fields.get("routes")
+        expected = (len(request.prompt.token_ids) + len(generation.token_ids) - 1, *per_token)
+        found = "none" if routes is None else f"{routes.dtype} {routes.shape}"
+        if len(generation.token_ids) and (routes is None or found != f"int16 {expected}" or routes.min() < 0):
+            raise EngineError(
+                f"the routes of request {request.request_id} are {found}, not int16 {expected} from 0",
+                code="bad-routes",
+                who=f"rollout.engine={engine}",
+                remedy="set algorithm.routing_replay to none or old, or use another engine",
+            )
 
 
 def to_group(prompt: Prompt, generations: Sequence[Generation], temperature: float) -> GroupedUnscoredTrajectories:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from slime_like.checks.engine_install import version_warning
-from slime_like.config import ModelConfig, RunConfig
-from slime_like.errors import EngineError
+from slime_like.config import ModelConfig, RunConfig, SyncConfig
+from slime_like.config.rollout import ENGINES
+from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces.engine import load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
@@ -19,20 +20,47 @@ from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.sandbox.rewards.pool import RewardPool
+from slime_like.weights.expected_tensors import expected_tensors
+from slime_like.weights.quantization import is_quantized
 
 
-def require_servable(engine: str, model: ModelConfig, on_cuda: bool) -> None:
-    """Reject a model that the engine's class does not support on these devices, before any engine starts.
+def require_servable(engine: str, model: ModelConfig, on_cuda: bool, routes: bool = False) -> None:
+    """Reject a model that the engine's class does not support on these devices, before any engine starts. ``routes``:
+    the class must return routes, too.
 
     The class may have a static method ``refusal(dimensions, on_cuda)`` that returns the reason.
 
     Raises:
         EngineError: with the engine's reason.
     """
-    refusal = getattr(load_engine(engine), "refusal", None)
+    kind = load_engine(engine)
+    refusal = getattr(kind, "refusal", None)
     reason = refusal and refusal(ModelDimensions.from_checkpoint(model.path), on_cuda)
     if reason:
         raise EngineError(reason, code="model-not-servable", who=f"rollout.engine={engine}")
+    if routes and not getattr(kind, "returns_routes", False):
+        problem, remedy = "it returns no routes for algorithm.routing_replay=rollout", "set that to none or old"
+        raise EngineError(problem, code="no-routes", who=f"rollout.engine={engine}", remedy=remedy)
+
+
+def require_quantizable(sync: SyncConfig, engine: str, model: ModelConfig, on_cuda: bool) -> None:
+    """Reject ``sync.quantization`` if the engine cannot sample with 8-bit weights here, or the model has none.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if sync.quantization == "none":
+        return
+    reason = None
+    if engine not in ENGINES:
+        reason = f"rollout.engine={engine} does not load 8-bit weights; use {', '.join(ENGINES)}"
+    elif engine != "transformers" and not on_cuda:
+        reason = f"{engine} has no 8-bit products on a CPU; use rollout.engine=transformers"
+    elif not any(is_quantized(*each) for each in expected_tensors(model.path).items()):
+        reason = f"{model.path} has no matrix with a known name; use another model"
+    if reason is not None:
+        problem = f"sync.quantization={sync.quantization}: {reason}, or quantization: none"
+        raise ConfigError([problem], code="sync.quantization")
 
 
 def launch_engines(

@@ -37,12 +37,12 @@ from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import RunDirectory
-from slime_like.orchestration.run.engines import require_servable, start_engines
+from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start_notes import data_notes, settings_notes
+from slime_like.orchestration.run.start_notes import data_notes, router_note, settings_notes
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
@@ -142,7 +142,8 @@ def _open_rl(base: _Base) -> Run:
     placed.launch_trainers()
     supervisor, rewards, pools, devices = start_engines(config, stack, placement, trainers, progress)
     model, ranks = config.model, trainers.ranks
-    probe = Probe(model, config.sync.probe_tolerance, config.max_model_len, prompts.longest(2))
+    tolerance, quantized = config.sync.probe_tolerance, config.sync.quantization != "none"
+    probe = Probe(model, tolerance, config.max_model_len, prompts.longest(2), quantized)
     sync = WeightSync(config.sync, transport, model.dtype, probe, ranks, supervisor, devices, placed.run_name)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
@@ -161,7 +162,8 @@ def _open_rl(base: _Base) -> Run:
 def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> str:
     """Reject an engine that cannot be updated, before minutes of starting. Return the weights' transport."""
     transport = chosen_transport(config, on_cuda, hosts)
-    require_servable(config.rollout.engine, config.model, on_cuda)
+    require_servable(config.rollout.engine, config.model, on_cuda, config.algorithm.routing_replay == "rollout")
+    require_quantizable(config.sync, config.rollout.engine, config.model, on_cuda)
     return transport
 
 
@@ -207,7 +209,8 @@ class _Base:
         why = ", since it has no complete checkpoint" if config.resume == "auto" else ""
         moved = f"moved the earlier run in {config.run_dir} to {aside}{why}" if aside is not None else ""
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
-        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings_notes(config), start)):
+        routers = router_note(config.model.path, config.trainer.router_bias_rate)
+        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings_notes(config), routers, start)):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(pieces_of(config).bundles)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.models.dimensions import keeps_type
+from slime_like.models.weight_files import header_shapes
 from slime_like.system.words import counted
 
 
@@ -45,3 +47,11 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             f"the only checkpoint is written after step {config.steps}, so a run that ends earlier loses all steps; "
             "set checkpoint.every (0 if this is intended)"
         )
+
+
+def router_note(model: Path, rate: float) -> str:
+    """State whether biases of the model's routers change; empty without such biases."""
+    if not any(map(keeps_type, header_shapes(model))):
+        return ""
+    fate = "move against the experts' load after each optimizer step" if rate else "are frozen"
+    return f"the routers' biases {fate} (trainer.router_bias_rate={rate:g})"

@@ -10,6 +10,7 @@ from slime_like.config import SyncConfig
 from slime_like.interfaces import BucketMetadata, Manifest, RankCoordinates, TrainerBackend, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.weights.quantization import quantized
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.colocated import ColocatedSender
 from slime_like.weights.transports.registry import COLOCATED, open_sender
@@ -63,6 +64,8 @@ class RankExport:
         """
         self._release(keep=0)
         export = self._backend.export_weights()
+        if self._sender is not None and self._sync.quantization != "none":  # engines get it, not the driver
+            export = quantized(export)
         self._buckets = export.buckets
         self._stream = self._sender.stream(self._next) if isinstance(self._sender, ColocatedSender) else None
         return export.manifest

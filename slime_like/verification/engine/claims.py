@@ -4,7 +4,6 @@ Each claim is a function that checks it. ``slime-like verify engine``, which pri
 engines run the same list.
 """
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import Generation, Manifest, PauseMode
-from slime_like.verification.engine.subject import COLD, Refuted, Subject
+from slime_like.interfaces import Manifest
+from slime_like.verification.engine.interruptions import interrupted, updated_amid
+from slime_like.verification.engine.routing import routes, routes_amid_update
+from slime_like.verification.engine.subject import COLD, TOKENS, Refuted, Subject
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}
 """Minimum ``Reference.gap`` of the most affected logprobs before and after a tensor's change."""
@@ -24,10 +25,6 @@ _FOLLOWS = 0.02
 """Share of this gap by which engine and reference may differ afterwards, because changed weights round differently."""
 _DRAWS = 8
 
-_TOKENS = 16
-"""Tokens of a response, or of a subset with its own gap. A smaller subset would have a random median, and a larger one
-would include tokens that an expert does not affect."""
-_HALFWAY_S = (0.1, 0.02, 0.005, 0.002, 0.05, 0.01, 0.2, 0.4, 0.8, 1.6)
 _CUTS = ((0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2))
 """top_p, top_k and min_p."""
 
@@ -41,7 +38,7 @@ def _bounded(subject: Subject, gap: float, what: str) -> float:
 def sampled_logprobs(subject: Subject) -> float:
     """Logprobs of sampled tokens come from temperature-scaled logits, with several temperatures in one batch."""
     asked = [(prompt, temperature) for prompt in subject.prompts for temperature in (1.0, 0.7, 0.0)]
-    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "num_samples": 2, "ignore_eos": True}
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "num_samples": 2, "ignore_eos": True}
     requests = [subject.engine.request(prompt, temperature=value, **options) for prompt, value in asked]
     answers = zip(asked, subject.engine.generate_all(requests), strict=True)
     gaps = [subject.gap(prompt, each, value) for (prompt, value), answer in answers for each in answer]
@@ -56,7 +53,7 @@ def prompt_logprobs(subject: Subject) -> float:
 def greedy(subject: Subject) -> float:
     """Temperature 0 selects the most likely token."""
     prompt = subject.prompts[0]
-    (generation,) = subject.engine.generate(prompt, temperature=0.0, max_new_tokens=_TOKENS)
+    (generation,) = subject.engine.generate(prompt, temperature=0.0, max_new_tokens=TOKENS)
     logits = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1]
     chosen = logits.gather(1, torch.from_numpy(generation.token_ids)[:, None])[:, 0]
     gap = subject.reference.gap(chosen.numpy(), logits.max(dim=-1).values.numpy())
@@ -68,9 +65,9 @@ def seeds(subject: Subject) -> None:
 
     def drawn(seed: int | None, samples: int, crowded: bool = False) -> list[tuple[int, ...]]:
         # Rounding depends on the batch. At a higher temperature it would often decide between similarly likely tokens.
-        options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 0.3, "ignore_eos": True}
+        options: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 0.3, "ignore_eos": True}
         requests = [subject.engine.request(subject.prompts[1], seed=seed, num_samples=samples, **options)]
-        requests += [subject.engine.request(prompt, max_new_tokens=_TOKENS) for prompt in subject.prompts if crowded]
+        requests += [subject.engine.request(prompt, max_new_tokens=TOKENS) for prompt in subject.prompts if crowded]
         return [tuple(each.token_ids.tolist()) for each in subject.engine.generate_all(requests)[0]]
 
     alone, crowd = drawn(7, 8), drawn(7, 10, crowded=True)
@@ -90,7 +87,7 @@ def unknown_fields(subject: Subject) -> None:
 def stop_tokens(subject: Subject) -> None:
     """A stop token ends a response and is part of it."""
     prompt = subject.prompts[2]
-    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "temperature": 1.0, "ignore_eos": True}
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
     pairs = []
     for seed in range(_DRAWS):
         (free,) = subject.engine.generate(prompt, seed=seed, **options)
@@ -98,7 +95,7 @@ def stop_tokens(subject: Subject) -> None:
         stop = ids[len(ids) // 2]
         (ended,) = subject.engine.generate(prompt, seed=seed, stop_token_ids=(stop,), **options)
         found = ended.token_ids.tolist()
-        end = (found.index(stop) + 1, "stop") if stop in found else (_TOKENS, "length")
+        end = (found.index(stop) + 1, "stop") if stop in found else (TOKENS, "length")
         if (len(found), ended.finish_reason) != end:
             raise Refuted(f"sampled {found} ({ended.finish_reason}) although {stop} should end the response")
         pairs.append((found, ids[: ids.index(stop) + 1]))
@@ -114,7 +111,7 @@ def truncated_sampling(subject: Subject) -> float | None:
     gaps, pairs, prompt = [0.0], [], subject.prompts[3 % len(subject.prompts)]
     for top_p, top_k, min_p in _CUTS:
         options: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "temperature": 0.7, "seed": 4}
-        options |= {"max_new_tokens": _TOKENS, "ignore_eos": True}
+        options |= {"max_new_tokens": TOKENS, "ignore_eos": True}
         (generation,) = subject.engine.generate(prompt, **options)
         (evaluated,) = subject.engine.generate(prompt, training=False, **options)
         pairs.append((generation.token_ids.tolist(), evaluated.token_ids.tolist()))
@@ -150,33 +147,8 @@ def _over_support(
 
 def abort_and_pause(subject: Subject) -> float:
     """An aborted request returns its tokens so far, and a frozen one next to a canceled one resumes."""
-    engine = subject.engine
-
-    async def paused(mode: PauseMode, prompt: list[int], delay_s: float) -> Generation:
-        task, canceled = (asyncio.create_task(engine.engine.generate(subject.lasting(prompt))) for _ in range(2))
-        await asyncio.sleep(delay_s)
-        canceled.cancel()
-        await engine.engine.pause(mode)
-        await asyncio.sleep(delay_s)
-        await engine.engine.resume()
-        return (await task)[0]
-
-    for prompt, delay_s in _attempts(subject):
-        ended = engine.run(paused("abort", prompt, delay_s))
-        if ended.finish_reason == "abort" and len(ended.token_ids) >= _TOKENS:
-            break
-    else:
-        raise Refuted(f"no request was aborted halfway, {min(_HALFWAY_S)} to {max(_HALFWAY_S)} s after its start")
-    whole = engine.run(paused("keep", prompt, delay_s))
-    if whole.finish_reason == "abort":
-        raise Refuted("a frozen request next to a canceled one was aborted")
-    gap = max(subject.gap(prompt, generation, COLD) for generation in (ended, whole))
+    gap = max(subject.gap(prompt, generation, COLD) for prompt, generation in interrupted(subject))
     return _bounded(subject, gap, "logprobs after abort or pause")
-
-
-def _attempts(subject: Subject) -> Iterator[tuple[list[int], float]]:
-    """Return prompts and delays. On a machine of any speed, one of the delays ends in the middle of a response."""
-    return ((prompt, delay_s) for delay_s in _HALFWAY_S for prompt in subject.prompts)
 
 
 def idle_update(subject: Subject) -> float:
@@ -202,33 +174,13 @@ def update_amid_requests(subject: Subject) -> float:
 
 
 def _updated_amid(subject: Subject, pauses: bool) -> float:
-    engine = subject.engine
-
-    async def scenario(prompt: list[int], delay_s: float) -> Generation:
-        task = asyncio.create_task(engine.engine.generate(subject.lasting(prompt)))
-        await asyncio.sleep(delay_s)
-        if pauses:
-            await engine.engine.pause("keep")
-        await engine.update(subject.others)
-        if pauses:
-            await engine.engine.resume()
-        return (await task)[0]
-
-    for prompt, delay_s in _attempts(subject):
-        version = engine.version
-        generation = engine.run(scenario(prompt, delay_s))
-        old = subject.reference.logprobs(prompt, generation.token_ids, COLD)
-        subject.swap()
-        new = subject.reference.logprobs(prompt, generation.token_ids, COLD)
-        versions = generation.weight_versions.tolist()
-        before = versions.count(version)
-        if _TOKENS <= before <= len(versions) - _TOKENS:
-            if versions != [version] * before + [engine.version] * (len(versions) - before):
-                raise Refuted(f"tokens around update {engine.version} have the versions {sorted(set(versions))}")
-            parts = [(generation.logprobs[:before], old[:before]), (generation.logprobs[before:], new[before:])]
-            gap = max(subject.reference.gap(*part, COLD) for part in parts)
-            return _bounded(subject, gap, "logprobs around an update")
-    raise Refuted("no update came in the middle of a response")
+    prompt, generation, before = updated_amid(subject, pauses)
+    new = subject.reference.logprobs(prompt, generation.token_ids, COLD)
+    subject.swap()
+    old = subject.reference.logprobs(prompt, generation.token_ids, COLD)
+    subject.swap()
+    parts = [(generation.logprobs[:before], old[:before]), (generation.logprobs[before:], new[before:])]
+    return _bounded(subject, max(subject.reference.gap(*part, COLD) for part in parts), "logprobs around an update")
 
 
 def every_tensor(subject: Subject) -> float:
@@ -264,7 +216,7 @@ def _perturbed(
         changed = (tensor.float() + noise).to(tensor.dtype)
         subject.reference.use({**base, name: changed})
         after = _expected(subject)
-        where = np.abs(after - before) >= np.sort(np.abs(after - before))[-_TOKENS:][0]
+        where = np.abs(after - before) >= np.sort(np.abs(after - before))[-TOKENS:][0]
         moved = subject.reference.gap(after[where], before[where])
         if moved > _MOVES[subject.reference.dtype]:
             return changed, moved, where
@@ -340,5 +292,7 @@ CLAIMS: Sequence[Claim] = (
     every_tensor,
     broken_updates,
     sleep_and_wake,
+    routes,
+    routes_amid_update,
 )
 """In this order; some change the weights that the engine serves."""

@@ -60,6 +60,17 @@ class Reference:
         found: np.ndarray = logits.log_softmax(-1).gather(1, torch.from_numpy(response)[:, None])[:, 0].numpy()
         return found
 
+    @torch.no_grad()
+    def routes(self, prompt: Sequence[int], response: np.ndarray) -> np.ndarray:
+        """Return the experts (tokens - 1, layers with experts, choices) of every token but the last."""
+        routers = [module for name, module in self._model.named_modules() if name.endswith(".mlp.gate")]
+        chosen: list[Tensor] = []
+        hooks = [router.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for router in routers]
+        self._model(torch.tensor([[*prompt, *response[:-1]]]))
+        for hook in hooks:
+            hook.remove()
+        return torch.stack(chosen, dim=1).numpy()
+
     def gap(self, found: np.ndarray, expected: np.ndarray, temperature: float = 1.0) -> float:
         """Return the gap between an engine's logprobs (n,) and the expected ones, relative to expected rounding.
 

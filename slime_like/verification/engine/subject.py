@@ -13,6 +13,9 @@ from slime_like.verification.engine.reference import Reference
 
 COLD = 0.05
 """Temperature of long responses, so they rarely contain their stop token."""
+TOKENS = 16
+"""Tokens of a response, or of a subset with its own gap. A smaller subset would have a random median, and a larger one
+would include tokens that an expert does not affect."""
 _LONG = 200
 """Tokens of a response that lasts long enough for an action in its middle."""
 
@@ -27,12 +30,14 @@ class Subject:
 
     Attributes:
         others: different weights for the same model.
+        routed: the engine records the routes of experts.
     """
 
     engine: DrivenEngine
     reference: Reference
     others: dict[str, Tensor]
     prompts: Sequence[list[int]]
+    routed: bool = False
 
     def gap(self, prompt: list[int], generation: Generation, temperature: float) -> float:
         expected = self.reference.logprobs(prompt, generation.token_ids, temperature)

@@ -48,12 +48,18 @@ def verify_engine(config: RunConfig) -> Iterator[Verdict]:
     Raises:
         SlimeLikeError: the engine does not start.
     """
-    engine = load_engine(config.rollout.engine)(config, 0)
+    kind = load_engine(config.rollout.engine)
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    routed = dimensions.num_experts > 0 and getattr(kind, "returns_routes", False)
+    if routed:
+        algorithm = config.algorithm.model_copy(update={"routing_replay": "rollout"})
+        config = config.model_copy(update={"algorithm": algorithm})
+    engine = kind(config, 0)
     with started(engine) as loop:
         driven = DrivenEngine(engine, loop)
         try:
             reference = Reference(config.model.path, config.model.dtype)
-            subject = Subject(driven, reference, _others(reference.weights), _prompts(config.model.path))
+            subject = Subject(driven, reference, _others(reference.weights), _prompts(config.model.path), routed)
             yield from (_tried(claim, subject) for claim in CLAIMS)
         finally:
             driven.close()

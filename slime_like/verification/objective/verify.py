@@ -197,7 +197,7 @@ def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
     if algorithm.advantage.name != "pass_at_k":
         yield f"algorithm.advantage={algorithm.advantage}", changed(advantage=Part(name="rloo")), False
     if algorithm.reduction.name != "constant":
-        length = Part(name="constant", length=1)  # type: ignore[call-arg]
+        length = Part(name="constant", length=1)
         yield f"algorithm.reduction={algorithm.reduction}", changed(reduction=length), False
     yield f"algorithm.importance.correction={algorithm.importance.correction}", changed(importance=exact), False
     if algorithm.rejection.is_set:

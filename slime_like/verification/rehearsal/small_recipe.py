@@ -32,7 +32,10 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "model": {"path": str(model), "weights": None, "dtype": "float32", "lora": {"path": None}},
         "rollout": _rollout(config.rollout, new_tokens, length),
         "reward": {"workers": min(2, config.reward.workers)},
-        "sync": {"transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport},
+        "sync": {
+            "transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport,
+            "quantization": config.sync.quantization if config.rollout.engine == "transformers" else "none",
+        },
         "evaluation": {
             "every": steps if config.evaluation.files else 0,
             "max_prompts": 4,
@@ -70,6 +73,7 @@ def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None) -> dic
     small: dict[str, Any] = {
         "num_engines": 1,
         "tensor": min(2, rollout.tensor),
+        "pipeline": 1,
         "prompts_per_step": min(4, rollout.prompts_per_step),
         "samples_per_prompt": min(4, rollout.samples_per_prompt),
         "max_new_tokens": new_tokens,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.common.step.balance import BalanceLoss, RoutedTokens
+from backends.common.step.balance import Balance, BalanceLoss, RoutedTokens
 from slime_like.algorithms.context import split_for_context_parallel
 from slime_like.algorithms.packing import prefixes
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_sequences
@@ -100,7 +100,7 @@ def test_balancing_counts_shared_tokens_once() -> None:
     """Sequences that share a prefix count as one, as long as their tree. Padding and the other group are separate."""
     pack = pack_sequences(group_of_four(), target_tokens_per_batch=40, sharing="prompts")
     shard = split_for_context_parallel(pack, 1, 0, multiple_of=8)
-    routed = RoutedTokens.of(pack, shard, slice(None), BalanceLoss(1.0, real_tokens([pack])))
+    routed = RoutedTokens.of(pack, shard, slice(None), Balance(BalanceLoss(1.0, real_tokens([pack]))))
     assert routed.lengths.tolist() == [15, 7]
     assert routed.sequence.tolist() == [0] * 15 + [1] * 7 + [2] * 10
     assert (pack.shared_tokens, real_tokens([pack])) == (15, 22)

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 from slime_like.checks import names
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
+from slime_like.checks.devices import engine_node_problems
 from slime_like.checks.layout import layers_per_stage
 from slime_like.checks.lengths import length_problems
 from slime_like.checks.packages import missing_flash_attention
@@ -85,6 +86,7 @@ def test_flash_attention_is_required_on_cuda(tmp_path: Path, monkeypatch: pytest
 
 
 FSDP = ["--trainer.backend", "fsdp"]
+RATE = ["--trainer.router_bias_rate", "0.001"]
 SHORT = {
     "COMMAND": "AGENT --rollout.agent.command [sh]",
     "AGENT": "--reward.functions '[{name: agent}]'",
@@ -158,11 +160,15 @@ algorithm.minibatches algorithm.minibatches --algorithm.minibatches 65
 algorithm.minibatches trainer.parallel.data --trainer.parallel.data 9 --rollout.prompts_per_step 2 --algorithm.minibatches 2
 algorithm.minibatches trainer.parallel.data --trainer.parallel.data 3 --rollout.prompts_per_step 2 --algorithm.loss sft
 model.family algorithm.moe_aux_loss_coef --algorithm.moe_aux_loss_coef 0.01
+model.family trainer.router_bias_rate --trainer.router_bias_rate 0.001
 rollout.length data.max_prompt_tokens --data.max_prompt_tokens 1800
 rollout.length data.max_prompt_tokens --rollout.max_model_len 700
 trainer.token-budget data.max_prompt_tokens --trainer.target_tokens_per_batch 700
 rollout.length rollout.max_model_len --rollout.max_model_len 4096
 rollout.length data.max_prompt_tokens --evaluation.files TMP/train.jsonl --evaluation.max_new_tokens 300 --rollout.max_model_len 768
+rollout.nodes rollout.tensor --rollout.tensor 4 --rollout.pipeline 3
+rollout.nodes rollout.tensor --rollout.tensor 4 --rollout.pipeline 2 --cluster.gpus_per_node 3
+rollout.tensor rollout.pipeline --rollout.pipeline 16
 rollout.stop-tokens rollout.stop_token_ids --rollout.stop_token_ids 2 300
 fields-conflict trainer.parallel.tensor --trainer.backend fsdp --trainer.parallel.tensor 2
 fields-conflict trainer.attention --trainer.backend fsdp --trainer.attention ring
@@ -192,6 +198,8 @@ fields-conflict evaluation.samples_per_prompt --evaluation.samples_per_prompt 4
 fields-conflict evaluation.files --evaluation.every 5
 fields-conflict rollout.max_staleness AHEAD --cluster.placement colocated
 fields-conflict rollout.max_staleness --rollout.max_staleness 2
+fields-conflict sync.quantization --sync.quantization fp8_blocks
+fields-conflict sync.quantization --sync.quantization fp8_blocks --algorithm.importance.correction none --model.lora.rank 4 --model.lora.sync adapter
 fields-conflict rollout.top_p --rollout.top_k 513
 fields-conflict rollout.oversample AHEAD --rollout.oversample 1.5
 fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp
@@ -228,10 +236,32 @@ fields-conflict rollout.top_p --rollout.top_k 1
 fields-conflict rollout.top_p --rollout.top_p 0.9 --rollout.engine custom
 fields-conflict trainer.backend --rollout.top_p 0.9 --trainer.backend custom
 fields-conflict rollout.stream --rollout.stream true --algorithm.moe_aux_loss_coef 0.01
+fields-conflict trainer.router_bias_rate --trainer.router_bias_rate 0.001 --model.lora.rank 4
 fields-conflict trainer.parallel.context --trainer.share_prefixes prompts --trainer.attention ring --trainer.parallel.context 2
 fields-conflict reference.parallel.context --trainer.share_prefixes tree --trainer.attention ring --reference.placement workers --reference.parallel.context 2 --algorithm.kl.coef 0.1
 """.strip().splitlines()  # noqa: E501
 ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"rollout": {"tensor": 16}}, None),
+        ({"rollout": {"tensor": 4, "pipeline": 4}}, None),
+        ({"rollout": {"tensor": 6, "pipeline": 2}}, None),  # six on each of two nodes
+        ({"rollout": {"tensor": 32, "pipeline": 2}}, None),  # four nodes per stage
+        ({"rollout": {"tensor": 9}}, "9 ranks do not split evenly over the 2 nodes"),
+        ({"rollout": {"tensor": 8, "pipeline": 2, "engine": "custom"}}, "rollout.engine=custom does not span nodes"),
+        ({"rollout": {"pipeline": 2}, "model": {"lora": {"rank": 8, "sync": "adapter"}}}, "model.lora.sync=adapter"),
+        ({"rollout": {"pipeline": 2}, "algorithm": {"routing_replay": "rollout"}}, "algorithm.routing_replay=rollout"),
+    ],
+)
+def test_engines_that_span_nodes_are_checked(sections: dict[str, Any], expected: str | None, tmp_path: Path) -> None:
+    model = {"path": tmp_path, **sections.get("model", {})}
+    run = RunConfig.model_validate({"run_dir": tmp_path, **sections, "model": model})
+    replay = run.algorithm.routing_replay
+    found = list(engine_node_problems(run.rollout, 8, run.model.lora.sends_factors, replay))
+    assert len(found) == (expected is not None) and all(expected in problem for problem in found if expected)
 
 
 @pytest.mark.parametrize(("code", "field", "more"), FAULTS, ids=[case[2] for case in FAULTS])
@@ -451,8 +481,13 @@ def test_fsdp_has_more_families(changes: dict[str, Any], flags: list[str], rejec
 def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: Rejects, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
     with rejects(ConfigError, "model.family") as caught:
-        require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1"]))
-    assert len(caught.value.problems) == 3
+        require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1", *RATE]))
+    assert len(caught.value.problems) == 4
+
+
+def test_sigmoid_routers_have_biases_that_move(flags: list[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", **DEEPSEEK_V3 | {"num_hidden_layers": 4})
+    assert "model.family" not in [problem.code for problem in check(load_config(None, [*flags, *RATE]))]
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])

@@ -38,6 +38,8 @@ def test_engines_on_gpus_have_more_time_to_start(
     actor = SimpleNamespace(remote=lambda config, *_: started.append(config))
     remote = SimpleNamespace(options=lambda **_: actor)
     monkeypatch.setattr(engine_group, "ray", SimpleNamespace(remote=lambda _: remote))
-    placement: Any = SimpleNamespace(device=device, engine_options=lambda _: {}, shared_ranks=lambda _: range(0))
+    placement: Any = SimpleNamespace(
+        device=device, engine_nodes=1, engine_options=lambda *_: {}, shared_ranks=lambda *_: range(0)
+    )
     engine_group.EngineGroup(_config(rollout={"start_timeout_s": given}), placement).launch()
     assert [config.engine_start_timeout_s for config in started] == [expected]

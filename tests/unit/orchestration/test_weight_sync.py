@@ -15,6 +15,7 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, UpdateReceipt
 from slime_like.orchestration.rollout.sync_probe import Probe, ProbeGap, probe_sequences
 from slime_like.orchestration.weight_sync import compare_checksums
+from slime_like.weights.quantization import dequantize, quantize
 from tests.engines.harness import run_config
 from tests.support.rejections import Rejects
 
@@ -134,6 +135,55 @@ def test_equal_logprobs_are_compared_without_their_spread() -> None:
     expected = np.full(62, -5.5, dtype=np.float32)
     assert ProbeGap.between(expected + np.float32(0.005), expected, "bfloat16", LAYERS, None).is_sound
     assert not ProbeGap.between(expected + np.float32(0.05), expected, "bfloat16", LAYERS, None).is_sound
+
+
+# --------------------------------------------------------------------------------------------------- 8-bit weights
+def rounded_logprobs(probe: Probe, directory: Path, sharpness: float, ignored: bool = False) -> list[np.ndarray]:
+    """Return (62,) logprobs of the probe: with the weights, with rounded ones, and with rounded activations, too.
+
+    If ``ignored``, scales are.
+    """
+
+    def round_input(layer: torch.nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        rows = inputs[0].flatten(0, -2)  # each row of 128 has a scale
+        return (torch.stack([dequantize(*quantize(row[None]))[0] for row in rows]).view_as(inputs[0]),)
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
+    tokens, found = torch.tensor(probe.sequences), []
+    with torch.no_grad():
+        model.model.norm.weight.mul_(sharpness)
+        for part in range(3):
+            logprobs = model(tokens).logits[:, :-1].log_softmax(-1)
+            found.append(logprobs.gather(2, tokens[:, 1:, None]).flatten().numpy())
+            for name, weight in model.model.layers.named_parameters() if part == 0 else ():
+                for matrix in weight if weight.ndim == 3 else [weight] if name.endswith("_proj.weight") else []:
+                    elements, scales = quantize(matrix)
+                    matrix.copy_(dequantize(elements, torch.ones_like(scales) if ignored else scales))
+            for layer in model.model.layers.modules() if part == 1 else ():
+                if isinstance(layer, torch.nn.Linear):
+                    layer.register_forward_pre_hook(round_input)
+    return found
+
+
+@pytest.mark.parametrize("sharpness", [1.0, SHARP])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_bound_of_8_bit_weights_is_twice_their_gap(
+    tmp_path: Path, family: str, sharpness: float, rejects: Rejects
+) -> None:
+    make_tiny_model(tmp_path, family)
+    probe = Probe(run_config(tmp_path, tmp_path).model, None, 64, (), quantized=True)
+    expected, *rounded = rounded_logprobs(probe, tmp_path, sharpness)
+    for got in rounded:
+        probe.judge(1, [answers(got)], expected)
+        assert 0.04 < (probe.baseline or 0) < 0.15
+        assert not ProbeGap.between(got, expected, "float32", LAYERS, None).is_sound
+        probe.baseline = None
+    with rejects(WeightSyncError, "probe-gap"):
+        probe.judge(1, [answers(rounded_logprobs(probe, tmp_path, sharpness, ignored=True)[1])], expected)
+    for measured in (0.148, 0.125, 0.044):  # SmolLM2-135M: random tokens in bfloat16 and float32, and text
+        probe.judge(1, [answers(expected + measured * expected.std())], expected)
+    with rejects(WeightSyncError, "probe-gap"):  # its smallest gap if all scales are wrong: 1.6
+        probe.judge(1, [answers(expected + 0.5 * expected.std())], expected)
 
 
 # ------------------------------------------------------------------------------------- the run's own bound in bfloat16

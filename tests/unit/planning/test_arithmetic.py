@@ -1,5 +1,6 @@
 """Engines, memory, time and checks of a plan, compared with published figures or manual calculations."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, Trai
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning import checks
-from slime_like.planning.engines import plan_engine, predict_generation
+from slime_like.planning.engines import ALL_REDUCE_S, plan_engine, predict_generation
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import host_memory, save_bytes, trainer_phases
 from slime_like.planning.planned_run import PlannedRun
 from slime_like.planning.step_time import pass_seconds, predict
 from tests.parallel.tiny import save_checkpoint
+from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 
@@ -94,6 +96,44 @@ def test_engines() -> None:
     assert engine.longest_sequences == engine.kv_tokens // 2048
     four_heads = plan_engine(planned_run(model={"path": MODELS / "Qwen3-30B-A3B"}, rollout={"tensor": 8}))
     assert four_heads.kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
+
+
+def test_engines_with_8_bit_matrices() -> None:
+    """Embedding and head keep 2 bytes. Each block of 128 x 128 has a scale of 4 bytes."""
+    outer = 2 * 151_936 * 5120
+    matrices = 64 * (2 * 5120 * 128 * (64 + 8) + 3 * 5120 * 25_600)
+    sync = {"quantization": "fp8_blocks"}
+    run = planned_run(rollout={"tensor": 4}, sync=sync, algorithm={"importance": {"correction": "truncate"}})
+    expected = 2 * outer + matrices + 4 * matrices // 128**2
+    assert plan_engine(run).weight_bytes == pytest.approx(expected / 4, rel=1e-4)
+
+
+def test_an_engine_of_deepseek_v3_on_two_nodes(tmp_path: Path) -> None:
+    """16 GPUs hold 1.34 TB of weights: each of the first stage's eight has 31 of 61 layers, and 0.93 GB of embedding.
+
+    A token's latents are 576 values in each layer. Two halves of 64 sequences take turns.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    rollout: dict[str, Any] = {"engine": "vllm", "tensor": 8, "pipeline": 2}
+    sections: dict[str, Any] = {"model": {"path": tmp_path}, "cluster": {"gpu": "h200-141gb"}}
+    run = planned_run(**sections, rollout=rollout)
+    engine = plan_engine(run)
+    outer = 129_280 * 7168 * 2
+    assert engine.gpus == 16 and 1.34e12 < run.weight_bytes < 1.345e12
+    assert engine.weight_bytes == pytest.approx((outer + (run.weight_bytes - 2 * outer) * 31 / 61) / 8, abs=1)
+    assert engine.kv_bytes_per_token == pytest.approx(31 * 576 * 2, abs=1) and engine.kv_tokens > 500_000
+    found = predict_generation(run, replace(engine, at_once=64))
+    assert found.weights == pytest.approx(2 * engine.weight_bytes / (4800e9 * 0.6) * _read(run, 32))
+    hidden, stages = 32 * 7168 * 2, 32 * 7168 * 2 / (50e9 * 0.8) + ALL_REDUCE_S
+    assert found.messages == pytest.approx(stages + 2 * 61 * (ALL_REDUCE_S + 2 * 7 / 8 * hidden / (450e9 * 0.8)))
+    wide = planned_run(**sections, rollout=rollout | {"tensor": 16, "pipeline": 1})
+    assert plan_engine(wide).weight_bytes == wide.weight_bytes // 16
+    across = predict_generation(wide, replace(plan_engine(wide), at_once=64)).messages
+    assert across == pytest.approx(2 * 61 * (2 * ALL_REDUCE_S + 2 * 15 / 16 * 2 * hidden / (50e9 * 0.8)))
+
+
+def _read(run: PlannedRun, sequences: int) -> float:
+    return min(1.0, sequences * run.dimensions.active_parameters / run.dimensions.num_parameters)
 
 
 def test_activations_and_optimizer_temporaries_share_memory() -> None:
@@ -274,6 +314,8 @@ def test_colocated_state_moves_at_the_link_s_rate(name: str, copies: int) -> Non
         ({"trainer": {"parallel": {"tensor": 8}}, "cluster": {"gpus_per_node": 4}}, "trainer.parallel.tensor=8 does"),
         ({"cluster": {"nodes": 1, "placement": "colocated"}, "trainer": {"parallel": {"data": 8}}}, ""),
         ({"rollout": {"tensor": 3}}, "rollout.tensor=3 does not divide cluster.gpus_per_node=8"),
+        ({"rollout": {"tensor": 3, "pipeline": 2}}, "rollout.tensor * rollout.pipeline=6 does not divide"),
+        ({"rollout": {"tensor": 8, "pipeline": 2}}, ""),
         (
             {"reference": {"placement": "workers", "parallel": {"tensor": 3}}, "algorithm": {"kl": {"coef": 0.01}}},
             "reference.parallel.tensor=3 does not divide cluster.gpus_per_node=8",

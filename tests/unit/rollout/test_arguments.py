@@ -13,12 +13,16 @@ import yaml
 from pydantic import ValidationError
 
 from rollout.arguments import check_arguments
+from rollout.ranks import StoreQueue, results
+from rollout.sglang import arguments as sglang
 from rollout.vllm import arguments
 from slime_like.checks.engine_arguments import CHANGES, OWNED, _vllm_arguments, engine_problems
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.config.rollout import RolloutConfig
-from slime_like.errors import EngineError
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.weights.transports.broadcast_group import serve_store
 from tests.support.rejections import Rejects
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -41,6 +45,44 @@ def test_environment_on_a_cpu(tensor: int, in_process: bool) -> None:
     found = arguments.environment(_config(tensor).rollout, cpu=True)
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in found) == in_process
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in found
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_only_engines_that_span_nodes_listen_beyond_loopback(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "10.9.9.9"})  # of another program, as in a Slurm job
+    monkeypatch.setattr("slime_like.interfaces.engine.interface_of", {"10.0.0.2": "eth7"}.get)
+
+    def environment(part: EnginePart) -> dict[str, str]:
+        rollout = _config(2).rollout
+        if engine == "vllm":
+            return arguments.environment(rollout, True, part)
+        return sglang.environment(rollout, tmp_path, part)
+
+    address = {"vllm": "VLLM_HOST_IP", "sglang": "SGLANG_HOST_IP"}[engine]
+    alone, half = environment(WHOLE), environment(EnginePart(1, 2, "10.0.0.2", "10.0.0.1", 4321))
+    assert alone["GLOO_SOCKET_IFNAME"] == "lo" and alone.get(address, "127.0.0.1") == "127.0.0.1"
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in alone
+    assert half["GLOO_SOCKET_IFNAME"] == "eth7" and half[address] == "10.0.0.2"
+    assert (half["MASTER_ADDR"], half["MASTER_PORT"]) == ("10.0.0.1", "4321")
+    assert half["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_answers_through_the_store_of_an_engine_that_spans_nodes() -> None:
+    """In the order of arrival, and like those of a queue; an error of a start can be read by every node."""
+    served, port = serve_store("127.0.0.1", "", 10.0)
+    rank, host = StoreQueue("127.0.0.1", port), StoreQueue("127.0.0.1", port)
+    assert host.empty()
+    with pytest.raises(WeightSyncError) as caught:
+        for answer in (({"a": 2**63}, None, ""), (None, "no room", "out-of-memory")):
+            rank.put(answer)
+        assert not host.empty()
+        results([host.get(), host.get()])
+    assert caught.value.code == "out-of-memory" and host.empty()
+    rank.put(([{"a": 1}, 0.5], None, ""))
+    assert results([host.get()]) == [[{"a": 1}, 0.5]]
+    assert served.num_keys() > 0
 
 
 def test_cuda_is_not_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +209,7 @@ CHANGING = [
 UNCHANGED = [
     *_cases("quantization: null | kv_cache_dtype: auto | enable_lora: false | nnodes: 1 | load_format: safetensors"),
     *_cases(
-        """hf_overrides: {head_dtype: float32} | speculative_config: null | pipeline_parallel_size: 1 | watermark: 0.1
+        """hf_overrides: {head_dtype: float32} | speculative_config: null | watermark: 0.1
         attention_backend: FLASH_ATTN | compilation_config: {mode: 3}""",
         "vllm",
     ),

@@ -28,6 +28,9 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
         ({}, [1, 1]),
         ({"trainer": {"parallel": {"data": 2}}, "rollout": {"num_engines": 2, "tensor": 4}}, [1, 1, 4, 4]),
         ({"trainer": {"parallel": {"tensor": 4}}, "cluster": {"placement": "colocated"}}, [1, 1, 1, 1]),
+        ({"rollout": {"num_engines": 2, "tensor": 4, "pipeline": 4}}, [1, 8, 8, 8, 8]),  # an engine per two nodes
+        ({"rollout": {"tensor": 4, "pipeline": 3}}, [1, 6, 6]),
+        ({"rollout": {"tensor": 16}, "cluster": {"gpus_per_node": 4}}, [1, 4, 4, 4, 4]),
         ({"trainer": {"parallel": {"data": 2}}, "algorithm": {"loss": "sft"}}, [1, 1]),
         ({"debug": {"load_rollouts": "rollouts"}}, [1]),
         ({"reference": REFERENCES, "algorithm": {"kl": {"coef": 0.1}}, "rollout": {"tensor": 2}}, [1, 2, 1, 1, 1, 1]),
@@ -44,6 +47,8 @@ def test_bundles(tmp_path: Path, sections: dict[str, Any], expected: list[int]) 
         ({"tensor": 2, "pipeline": 4}, {"tensor": 4}, "colocated", [4, 4]),  # an engine spans two groups
         ({"tensor": 4, "pipeline": 2}, {"tensor": 2}, "colocated", [4, 4]),
         ({"tensor": 2, "data": 3}, {"tensor": 4}, "colocated", [4, 2]),
+        ({"tensor": 8, "data": 4}, {"tensor": 16}, "colocated", [8, 8, 8, 8]),  # an engine's halves may be apart
+        ({"tensor": 2, "data": 6}, {"tensor": 3, "pipeline": 4}, "colocated", [6, 6]),
         ({"data": 3}, {}, "separate", [1, 1, 1]),
     ],
 )

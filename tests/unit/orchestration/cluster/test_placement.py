@@ -56,6 +56,23 @@ def test_ranks_that_compute_next_to_an_engine(
     assert [placement.ranks_beside_engine(engine) for engine in range(len(expected))] == expected
 
 
+def test_engines_that_span_nodes(tmp_path: Path) -> None:
+    """Two engines of 2 x 2 ranks on nodes of two devices, on separate devices and on those of trainer ranks."""
+    sections: dict[str, Any] = {"rollout": {"num_engines": 2, "tensor": 2, "pipeline": 2}, "trainer": {}}
+    sections["trainer"]["parallel"] = {"tensor": 2, "data": 4}
+    nodes = {"separate": [*"aabbccdd", *"efgh"], "colocated": [*"aabbccdd"]}
+    expected = {"separate": [["e", "f"], ["g", "h"]], "colocated": [["a", "b"], ["c", "d"]]}
+    for shared, there in nodes.items():
+        cluster: dict[str, Any] = {"gpus_per_node": 2, "placement": shared}
+        placement = Placement(RunConfig(run_dir=tmp_path, model={"path": tmp_path}, cluster=cluster, **sections))
+        placement._nodes, placement._order = there, list(range(len(there)))
+        parts = [[placement._engine_bundle(engine, part) for part in range(2)] for engine in range(2)]
+        assert placement.engine_nodes == 2
+        assert [[there[bundle] for bundle in engine] for engine in parts] == expected[shared]
+        assert {placement.ranks_beside_engine(engine, part) for engine in range(2) for part in range(2)} == {2}
+    assert [[*placement.shared_ranks(1, part)] for part in range(2)] == [[4, 5], [6, 7]]
+
+
 def test_engines_of_tensor_4_on_the_devices_of_tensor_8_pipeline_2_context_2() -> None:
     """32 ranks on four nodes and 8 engines. Each engine worker is paired with the rank on its GPU."""
     raw = {

@@ -17,18 +17,19 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError
-from slime_like.interfaces import Conversation, Generation, PromptInput, Segment
+from slime_like.interfaces import Conversation, Generation, GenerationRequest, PromptInput, SamplingParams, Segment
 from slime_like.observability.names import step_metrics
 from slime_like.observability.records import StepRecord
 from slime_like.observability.tables import per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.evaluation import Evaluator
-from slime_like.orchestration.rollout.requests import to_group
+from slime_like.orchestration.rollout.requests import require_routes, to_group
 from slime_like.orchestration.rollout.rows import rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.recorder import ResponseRecorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome
 from slime_like.trajectory import ScoredTrajectory
+from tests.support.rejections import Rejects
 from tests.unit.observability.records import grpo_stats, phase_times
 
 
@@ -281,3 +282,19 @@ def test_evaluation_counts_rollouts() -> None:
     assert (found.num_responses, found.scoring_failures, found.accuracy) == (8, 4, 1 / 8)
     assert found.pass_at == {2: pytest.approx(0.5 / 2), 4: 0.5}
     assert found.response_length_mean == sum(LENGTHS) / 4 and found.truncated_fraction == 0.5
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [None, np.zeros((3, 2, 4), np.int32), np.zeros((4, 2, 4), np.int16), np.full((3, 2, 4), -1, np.int16)],
+    ids=["none", "dtype", "length", "unknown"],
+)
+def test_wrong_routes_of_an_engine_are_named(routes: np.ndarray | None, rejects: Rejects) -> None:
+    """A response without a token needs none."""
+    asked = GenerationRequest("step-3-7", PromptInput(ids("pq")), SamplingParams())
+    right = replace(plain("AB"), fields={"routes": np.zeros((3, 2, 4), np.int16)})
+    require_routes([right, plain("")], asked, (2, 4), "my_engine")
+    wrong = replace(right, fields={} if routes is None else {"routes": routes})
+    with rejects(EngineError, "bad-routes") as caught:
+        require_routes([wrong], asked, (2, 4), "my_engine")
+    assert "my_engine" in str(caught.value) and "step-3-7" in str(caught.value)

@@ -10,8 +10,8 @@ import pytest
 from backends.fsdp.optimizer import learning_rate
 from slime_like.config import DataConfig, RunConfig
 from slime_like.data.prompts import PromptSource
-from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.orchestration.run.start_notes import data_notes, settings_notes
+from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
+from slime_like.orchestration.run.start_notes import data_notes, router_note, settings_notes
 
 
 def config(**changes: Any) -> RunConfig:
@@ -73,3 +73,11 @@ def test_a_warm_up_that_outlasts_the_run(warmup: int, reported: bool) -> None:
         max(learning_rate(found.trainer.optimizer, found.total_updates, update) for update in range(1, 41))
         < found.trainer.optimizer.lr
     ) == reported
+
+
+def test_whether_routers_biases_move(tmp_path: Path) -> None:
+    for family in ("qwen3_moe", "deepseek_v3"):
+        make_tiny_model(tmp_path / family, family, num_hidden_layers=2)
+    assert router_note(tmp_path / "qwen3_moe", 0.0) == ""
+    notes = [router_note(tmp_path / "deepseek_v3", rate) for rate in (0.0, 1e-3)]
+    assert "are frozen (trainer.router_bias_rate=0)" in notes[0] and "move" in notes[1] and "=0.001" in notes[1]

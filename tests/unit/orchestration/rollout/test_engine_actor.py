@@ -1,0 +1,93 @@
+"""An engine that spans nodes is whole or dead: fake actors of further nodes, and an engine that only counts."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces.engine import EnginePart
+from slime_like.orchestration.rollout import engine_actor
+from slime_like.orchestration.rollout.engine_actor import EngineActor, PartOptions
+from tests.support.rejections import Rejects
+
+
+class _Engine:
+    """An engine whose start waits until ``opened`` is set. ``stops`` counts."""
+
+    def __init__(self, config: RunConfig, index: int, part: EnginePart) -> None:
+        self.part, self.stops, self.opened = part, 0, asyncio.Event()
+
+    async def start(self) -> None:
+        await self.opened.wait()
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+
+Further = asyncio.Future[None]
+
+
+@pytest.fixture
+def actor_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Further]], Any]:
+    """Return a factory of actors with further nodes, whose ranks end with these futures."""
+
+    def make(ends: list[Further]) -> Any:
+        waiting = list(ends)
+
+        def new_actor(load: Any, number: int, role: str, devices: str) -> Any:
+            end, stopped = waiting.pop(0), asyncio.get_running_loop().create_future()
+            stopped.set_result(None)
+            run, stop = (SimpleNamespace(remote=lambda *_, each=each: each) for each in (end, stopped))
+            return SimpleNamespace(run=run, stop=stop, role=role, devices=devices, load=load)
+
+        options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=new_actor))
+        monkeypatch.setattr(engine_actor, "ray", SimpleNamespace(remote=lambda _: options))
+        monkeypatch.setattr(engine_actor, "_settle", lambda *_: tmp_path)
+        monkeypatch.setattr(engine_actor, "node_address", lambda: "127.0.0.1")
+        monkeypatch.setattr(engine_actor, "load_engine", lambda _: _Engine)
+        config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
+        return EngineActor(config, 3, "0,1", [PartOptions({}, f"{index}") for index in range(len(ends))])
+
+    return make
+
+
+def test_an_engine_ends_with_the_ranks_of_any_node(actor_of: Callable[[list[Further]], Any]) -> None:
+    async def scenario() -> None:
+        ends = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        actor = actor_of(ends)
+        part, engine = actor._part, actor._engine
+        assert (part.number, part.count, part.host) == (0, 3, "127.0.0.1") and engine.part is part
+        found = [(one.role, one.devices) for one in actor._further]
+        assert found == [("engine-3-node-1", "0"), ("engine-3-node-2", "1")]
+        assert actor._further[1].load("part").part == "part"
+        engine.opened.set()
+        await actor.start()
+        assert engine.stops == 0
+        ends[1].set_exception(EngineError("killed", code="engine-died"))
+        await asyncio.wait_for(actor._watching, 5)
+        assert engine.stops == 1
+        await actor.stop()
+        assert engine.stops == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_start_fails_with_the_reason_of_a_further_node(
+    actor_of: Callable[[list[Further]], Any], rejects: Rejects
+) -> None:
+    async def scenario() -> None:
+        end = asyncio.get_running_loop().create_future()
+        actor = actor_of([end])
+        starting = asyncio.ensure_future(actor.start())
+        await asyncio.sleep(0)
+        end.set_exception(EngineError("no such argument", code="engine-arguments"))
+        with rejects(EngineError, "engine-part-ended") as caught:
+            await asyncio.wait_for(starting, 5)
+        assert "engine 3" in str(caught.value) and "no such argument" in str(caught.value)
+
+    asyncio.run(scenario())
