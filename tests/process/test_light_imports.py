@@ -63,8 +63,9 @@ assert partition_by_tokens([7, 7, 7], 14, 1) == [[[0, 1], [2]]]
 assert compute_advantages(torch.tensor([1.0, 0.0]), [0, 0], "dr_grpo").tolist() == [0.5, -0.5]
 logprobs = selective_log_softmax(torch.zeros(8, 5), torch.zeros(8, dtype=torch.int64))
 loss, kl = SimpleNamespace(name="sft", options={{}}), SimpleNamespace(coef=0.0)
-importance = SimpleNamespace(correction="none")
-config = SimpleNamespace(loss=loss, kl=kl, importance=importance, entropy_coef=0.0, off_policy_mask=None)
+importance, rejection = SimpleNamespace(correction="none"), SimpleNamespace(estimator="none")
+parts = {{"loss": loss, "kl": kl, "importance": importance, "rejection": rejection}}
+config = SimpleNamespace(**parts, entropy_coef=0.0, off_policy_mask=None)
 output = GRPOLoss(config).compute_loss_from_logprobs(logprobs)
 assert abs(float(output.loss) - 8 * torch.tensor(5.0).log()) < 1e-5
 assert not {{name.partition(".")[0] for name in sys.modules}} & set({BLOCKED!r})
