@@ -168,6 +168,7 @@ HALVES = {"sglang": ("--rollout.tensor", "2"), "vllm": ("--rollout.pipeline", "2
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("engine", "rank"), [("sglang", "sglang::scheduler"), ("vllm", "VLLM::Worker")])
 def test_half_of_an_engine_dies(trained: Trained, network: Network, tiny: Tiny, engine: str, rank: str) -> None:
     """The other half ends, both are started again, and the run goes on with the weights of its last step."""

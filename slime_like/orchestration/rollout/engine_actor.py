@@ -36,6 +36,7 @@ from slime_like.orchestration.cluster.node import (
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
 from slime_like.orchestration.rollout.requests import require_routes, routes_per_token
+from slime_like.system.processes import end_processes
 from slime_like.weights.transports.broadcast_group import serve_store
 
 _LOOK_EVERY_S = 1.0
@@ -109,9 +110,11 @@ class EngineActor:
             self._watching = asyncio.create_task(self._end_with(further))
 
     async def _end_with(self, further: Sequence[asyncio.Future[None]]) -> None:
+        """Kill the engine's processes here when those of another node have ended. So its requests fail, too."""
         done, _ = await asyncio.wait(further, return_when=asyncio.FIRST_COMPLETED)
         print(*map(self._failure, done), file=sys.stderr, flush=True)
-        await self._engine.stop()
+        processes = (await self._engine.health()).process_ids
+        await asyncio.to_thread(end_processes, processes, 0.0)
 
     def _failure(self, part: asyncio.Future[None]) -> EngineError:
         """Return why the ranks on a further node have ended."""

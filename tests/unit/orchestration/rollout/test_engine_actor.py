@@ -10,20 +10,23 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces.engine import EnginePart
+from slime_like.interfaces.engine import EngineHealth, EnginePart
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.orchestration.rollout.engine_actor import EngineActor, PartOptions
 from tests.support.rejections import Rejects
 
 
 class _Engine:
-    """An engine whose start waits until ``opened`` is set. ``stops`` counts."""
+    """An engine with processes 7 and 8, whose start waits until ``opened`` is set. ``stops`` counts."""
 
     def __init__(self, config: RunConfig, index: int, part: EnginePart) -> None:
         self.part, self.stops, self.opened = part, 0, asyncio.Event()
 
     async def start(self) -> None:
         await self.opened.wait()
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(False, 0, 0, 0, (7, 8))
 
     async def stop(self) -> None:
         self.stops += 1
@@ -56,7 +59,12 @@ def actor_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[
     return make
 
 
-def test_an_engine_ends_with_the_ranks_of_any_node(actor_of: Callable[[list[Further]], Any]) -> None:
+def test_an_engine_ends_with_the_ranks_of_any_node(
+    actor_of: Callable[[list[Further]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(engine_actor, "end_processes", lambda processes, grace_s: ended.extend(processes))
+
     async def scenario() -> None:
         ends = [asyncio.get_running_loop().create_future() for _ in range(2)]
         actor = actor_of(ends)
@@ -67,12 +75,12 @@ def test_an_engine_ends_with_the_ranks_of_any_node(actor_of: Callable[[list[Furt
         assert actor._further[1].load("part").part == "part"
         engine.opened.set()
         await actor.start()
-        assert engine.stops == 0
+        assert ended == []
         ends[1].set_exception(EngineError("killed", code="engine-died"))
         await asyncio.wait_for(actor._watching, 5)
-        assert engine.stops == 1
+        assert ended == [7, 8]
         await actor.stop()
-        assert engine.stops == 2
+        assert engine.stops == 1
 
     asyncio.run(scenario())
 
@@ -89,5 +97,6 @@ def test_a_start_fails_with_the_reason_of_a_further_node(
         with rejects(EngineError, "engine-part-ended") as caught:
             await asyncio.wait_for(starting, 5)
         assert "engine 3" in str(caught.value) and "no such argument" in str(caught.value)
+        await actor.stop()
 
     asyncio.run(scenario())
