@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slime_like.algorithms.losses.policy import require_option, required, token_ratio
+from slime_like.algorithms.losses.policy import RatioLoss, require_option, required, token_ratio
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
 
 @dataclass(frozen=True)
-class CISPO:
+class CISPO(RatioLoss):
     """Clipped importance weights (MiniMax-M1, arXiv:2506.13585 eq. 4 and 5): ``-sg(clip(r)) A log pi``.
 
     Clips the weight but not the gradient, so every token keeps one.
@@ -22,9 +22,6 @@ class CISPO:
     clip_high: float = 0.2
 
     name: ClassVar[str] = "cispo"
-    needs_old: ClassVar[bool] = True
-    needs_advantages: ClassVar[bool] = True
-    per_sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_option("clip_low", self.clip_low, 0, 1)

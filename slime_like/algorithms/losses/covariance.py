@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.losses.policy import require_option, required
+from slime_like.algorithms.losses.policy import RatioLoss, require_option, required
 from slime_like.algorithms.losses.ppo_clip import PPOClip
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
@@ -60,7 +60,7 @@ class ClipCov(PPOClip):
 
 
 @dataclass(frozen=True)
-class KLCov:
+class KLCov(RatioLoss):
     """KL-Cov (arXiv:2505.22617, section 4.2): the tokens of highest covariance pay for leaving the old policy.
 
     ``-r A`` for all others, without a clip; for these ``-r A + coef (r - 1 - log r)``: k3 of KL(pi_old || pi), whose
@@ -75,9 +75,6 @@ class KLCov:
     coef: float = 1.0
 
     name: ClassVar[str] = "kl_cov"
-    needs_old: ClassVar[bool] = True
-    needs_advantages: ClassVar[bool] = True
-    per_sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_option("share", self.share, 0, 1, above=True)

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.losses.policy import require_option, required, token_ratio
+from slime_like.algorithms.losses.policy import RatioLoss, require_option, required, token_ratio
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
 
 @dataclass(frozen=True)
-class _DPPO:
+class _DPPO(RatioLoss):
     """``-sg(min(r, ratio_cap)) A log pi``, without the tokens that the divergence excludes (arXiv:2602.04879).
 
     A token is excluded if it moves away from the old policy (r > 1 with A > 0, or r < 1 with A < 0) and its divergence
@@ -22,10 +22,6 @@ class _DPPO:
     low: float
     high: float
     ratio_cap: float = 20.0
-
-    needs_old: ClassVar[bool] = True
-    needs_advantages: ClassVar[bool] = True
-    per_sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("low", "high", "ratio_cap"):

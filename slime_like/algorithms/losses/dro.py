@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.losses.policy import require_option, required
+from slime_like.algorithms.losses.policy import RatioLoss, require_option, required
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
 
 @dataclass(frozen=True)
-class DRO:
+class DRO(RatioLoss):
     """Direct reward optimization (arXiv:2405.19107), with the advantage for the reward minus its baseline.
 
     ``-A log pi + beta / 2 (log pi - log pi_old)^2`` per token. The paper's squared log ratio is of whole sequences and
@@ -22,9 +22,6 @@ class DRO:
     beta: float = 0.1
 
     name: ClassVar[str] = "dro"
-    needs_old: ClassVar[bool] = True
-    needs_advantages: ClassVar[bool] = True
-    per_sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_option("beta", self.beta, 0, above=True)

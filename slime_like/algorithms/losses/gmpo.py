@@ -6,13 +6,13 @@ from typing import ClassVar
 import torch
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.losses.policy import require_option, required
+from slime_like.algorithms.losses.policy import RatioLoss, require_option, required
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.segments import masked_segment_mean, spread_over_tokens
 
 
 @dataclass(frozen=True)
-class GMPO:
+class GMPO(RatioLoss):
     """Geometric-mean policy optimization (arXiv:2507.20673): the sequence's geometric mean of clipped ratios.
 
     ``-A exp(mean over loss-carrying tokens of l)``, where ``l = log r`` is at most clip_high if A > 0, and at least
@@ -28,8 +28,6 @@ class GMPO:
     clip_high: float = 0.4
 
     name: ClassVar[str] = "gmpo"
-    needs_old: ClassVar[bool] = True
-    needs_advantages: ClassVar[bool] = True
     per_sequence: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -29,6 +29,14 @@ class PolicyLoss(Protocol):
     def __call__(self, inputs: LossInputs) -> PolicyTerms: ...
 
 
+class RatioLoss(PolicyLoss, Protocol):
+    """A policy term of each token's advantage and ratio to the old policy."""
+
+    needs_old: ClassVar[bool] = True
+    needs_advantages: ClassVar[bool] = True
+    per_sequence: ClassVar[bool] = False
+
+
 _GIVEN = {
     "response_lens": "the (S,) lengths of its sequences, `PackedTrajectory.response_lens`",
     "old_logprobs": "the (R,) logprobs under the weights at the start of the step",

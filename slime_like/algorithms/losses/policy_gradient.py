@@ -3,18 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from slime_like.algorithms.losses.policy import required
+from slime_like.algorithms.losses.policy import RatioLoss, required
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
 
 @dataclass(frozen=True)
-class PolicyGradient:
+class PolicyGradient(RatioLoss):
     """REINFORCE (Williams 1992): ``-A log pi``, exact on samples of the current policy."""
 
     name: ClassVar[str] = "policy_gradient"
     needs_old: ClassVar[bool] = False
-    needs_advantages: ClassVar[bool] = True
-    per_sequence: ClassVar[bool] = False
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         return PolicyTerms(-required(inputs, "advantages") * inputs.logprobs)

@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.losses.policy import require_option, required, token_ratio
+from slime_like.algorithms.losses.policy import RatioLoss, require_option, required, token_ratio
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
 
 @dataclass(frozen=True)
-class PPOClip:
+class PPOClip(RatioLoss):
     """Clipped surrogate (PPO, arXiv:1707.06347 eq. 7), with two separate bounds (DAPO, arXiv:2503.14476 eq. 8).
 
     ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip = c`` and A < 0,
@@ -28,9 +28,6 @@ class PPOClip:
     dual_clip: float | None = None
 
     name: ClassVar[str] = "ppo_clip"
-    needs_old: ClassVar[bool] = True
-    needs_advantages: ClassVar[bool] = True
-    per_sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_option("clip_low", self.clip_low, 0, 1)

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 import torch
 
-from slime_like.algorithms.losses.policy import require_option, required, token_ratio
+from slime_like.algorithms.losses.policy import RatioLoss, require_option, required, token_ratio
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
 
 @dataclass(frozen=True)
-class SAPO:
+class SAPO(RatioLoss):
     """Soft adaptive policy optimization (arXiv:2511.20347): a sigmoid gate instead of a clip.
 
     ``-4 / tau * sigmoid(tau (r - 1)) A``. At r = 1 the gradient is REINFORCE's, and it fades on both sides. The
@@ -25,9 +25,6 @@ class SAPO:
     tau_negative: float = 1.05
 
     name: ClassVar[str] = "sapo"
-    needs_old: ClassVar[bool] = True
-    needs_advantages: ClassVar[bool] = True
-    per_sequence: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_option("tau_positive", self.tau_positive, 0, above=True)
