@@ -133,7 +133,7 @@ def make_lora_case(family: str, directory: Path, steps: int = STEPS, layers: int
         reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
     )
     initial = {name: value.double() for name, value in factors.items()}
-    return LoraCase(checkpoint, sequences, expected, algorithm, updated, initial, settings, base)
+    return LoraCase(checkpoint, sequences, expected, algorithm, updated, initial, settings=settings, base=base)
 
 
 # ------------------------------------------------------------------------------------------------------------- a rank
