@@ -12,7 +12,7 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.rollout import RolloutConfig, SyncConfig
-from slime_like.config.sections import DebugConfig, ModelConfig, ReferenceConfig
+from slime_like.config.sections import DebugConfig, DistillationConfig, ModelConfig, ReferenceConfig
 from slime_like.config.trainer import TrainerConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.observability.progress import Progress
@@ -77,6 +77,7 @@ def engines_alone(config: RunConfig) -> RunConfig:
             "cluster": config.cluster.model_copy(update={"placement": "separate"}),
             "trainer": TrainerConfig(start_timeout_s=config.trainer.start_timeout_s),
             "reference": ReferenceConfig(),
+            "distillation": DistillationConfig(),
             "sync": SyncConfig(),
             "algorithm": AlgorithmConfig(),
             "data": config.data.model_copy(update={"messages_key": None}),  # held-out rows are no demonstrations

@@ -73,7 +73,7 @@ class ScoredFields:
     """Additional response tensors of scored trajectories and their packs. A new tensor needs one line here.
 
     Attributes:
-        ref_logprobs: logprobs under the reference model; ``None`` without a reference.
+        ref_logprobs, teacher_logprobs: logprobs under the reference and the teacher; ``None`` without one.
         set_apart: tokens that the loss has chosen from a whole optimizer step; ``None`` if it chooses none.
         old_logprobs, entropy: logprobs, and entropies in nats, under the trainer's weights at the start of the step;
             ``None`` until the batch is scored.
@@ -81,6 +81,7 @@ class ScoredFields:
 
     __slots__ = ()
     ref_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
+    teacher_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     old_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     entropy: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     set_apart: Tensor | None = field(default=None, metadata=_tensor(torch.bool, optional=True))

@@ -45,7 +45,7 @@ CHECKS: Sequence[Check] = (
     Check("evaluation", {"evaluation"}, lambda run: _nothing_to_evaluate(run.evaluation, run.model)),
     # this machine
     Check("model.path", {"files"}, lambda run: find_dimensions(run.model.path, "model.path")[1]),
-    Check("reference.model", {"files", "model", "training"}, sized=model_directories.reference_problems),
+    Check("reference.model", {"files", "model", "training"}, sized=model_directories.frozen_problems),
     Check("run_dir", {"files", "run"}, lambda run: directories.run_directory_problems(run.run_dir)),
     Check(
         "debug.save-rollouts",
@@ -74,7 +74,7 @@ CHECKS: Sequence[Check] = (
     Check(
         "reference.weight-files",
         {"files", "model", "training"},
-        lambda run: model_directories.reference_weight_problems(run.reference, run.algorithm),
+        lambda run: list(model_directories.frozen_weight_problems(run.roles)),
     ),
     # names, and sizes that may be `auto`
     Check("trainer.backend", {"trainer"}, lambda run: names.backend_name_problems(run.trainer.backend)),

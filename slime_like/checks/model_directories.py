@@ -7,10 +7,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from slime_like.checks.layout import layout_problems
-from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig, read_adapter
+from slime_like.config.roles import REFERENCE, Roles
 from slime_like.config.run import RunConfig
-from slime_like.config.sections import ModelConfig, ReferenceConfig
+from slime_like.config.sections import ModelConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes, model_shapes, weight_file_problems
@@ -85,39 +85,35 @@ def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) ->
         yield f"model.lora.targets: no matrix of the model's layers is named {target}; use {' or '.join(near)}"
 
 
-def reference_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
-    """Check the reference as far as its ``config.json`` shows."""
-    path = config.reference.path
-    if not config.algorithm.needs_reference:
-        # An unused directory may contain anything, but a missing one is a mistake.
-        yield from [] if path is None else _missing(path, "reference.path")
-        return
-    reference: ModelDimensions | None = policy
-    if path is not None:
-        reference, problems = find_dimensions(path, "reference.path")
-        yield from problems
-    if reference is None:
-        return
-    if reference.vocab_size != policy.vocab_size:
-        yield (
-            f"reference.path={path} has {reference.vocab_size} tokens and model.path {policy.vocab_size}, so their "
-            "logprobs cannot be compared; use a reference with the policy's tokenizer"
-        )
-    if config.reference.update_interval and reference != policy:
-        yield (
-            f"reference.update_interval={config.reference.update_interval} copies the policy's weights, but "
-            f"reference.path={path} has other sizes than model.path={config.model.path}; use 0, or a reference with "
-            "the policy's sizes"
-        )
-    if config.reference.placement == "workers":
-        problems = layout_problems(config.reference.parallel, reference)
-        yield from (problem.replace("trainer.parallel", "reference.parallel") for problem in problems)
+def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
+    """Check the reference and the teacher as far as their ``config.json`` show."""
+    if (unused := config.reference.path) is not None and REFERENCE not in config.roles:
+        yield from _missing(unused, "reference.path")  # may contain anything, but if it is missing, it is a mistake
+    for role in config.roles.values():
+        model: ModelDimensions | None = policy
+        if not role.trained and role.path is not None:
+            model, problems = find_dimensions(role.path, f"{role.name}.path")
+            yield from problems
+        if model is None or role.trained:
+            continue
+        if model.vocab_size != policy.vocab_size:
+            yield (
+                f"{role.name}.path={role.path} has {model.vocab_size} tokens and model.path {policy.vocab_size}, so "
+                "their logprobs cannot be compared; use a model with the policy's tokenizer"
+            )
+        if role.name == REFERENCE and config.reference.update_interval and model != policy:
+            yield (
+                f"reference.update_interval={config.reference.update_interval} copies the policy's weights, but "
+                f"reference.path={role.path} has other sizes than model.path={config.model.path}; use 0, or a "
+                "reference with the policy's sizes"
+            )
+        for problem in layout_problems(role.parallel, model) if role.placement == "workers" else ():
+            yield problem.replace("trainer.parallel", f"{role.name}.parallel")
 
 
-def reference_weight_problems(settings: ReferenceConfig, algorithm: AlgorithmConfig) -> list[str]:
-    """Check the reference's weight files, if they are not the policy's."""
-    path = settings.path
-    if path is None or not algorithm.needs_reference:
-        return []
-    reference = find_dimensions(path, "reference.path")[0]
-    return [] if reference is None else weight_problems(path, "reference.path", reference)
+def frozen_weight_problems(roles: Roles) -> Iterator[str]:
+    """Check the weight files of the reference and the teacher, if they are not the policy's."""
+    for role in roles.values():
+        if role.path is not None and not role.trained:
+            model = find_dimensions(role.path, f"{role.name}.path")[0]
+            yield from [] if model is None else weight_problems(role.path, f"{role.name}.path", model)

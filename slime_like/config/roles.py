@@ -6,7 +6,7 @@ from typing import Literal
 
 from slime_like.config.trainer import ParallelConfig
 
-POLICY, REFERENCE = "policy", "reference"
+POLICY, REFERENCE, TEACHER = "policy", "reference", "distillation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

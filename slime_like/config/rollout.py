@@ -272,8 +272,6 @@ class RewardConfig(Section):
     """Memory limit of a worker."""
 
     def conflicts(self) -> Iterator[str]:
-        if not any(function.weight for function in self.functions):
-            yield "functions: every weight is 0, so every reward is 0; give a function a weight"
         names, labels = [one.name for one in self.functions], [one.label for one in self.functions]
         for index, function in enumerate(self.functions):
             field = f"functions.{index}.name={function.name}"

@@ -10,13 +10,14 @@ from pydantic import Field
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
 from slime_like.config.lora import LoraConfig
-from slime_like.config.roles import POLICY, REFERENCE, ModelRole, Roles
+from slime_like.config.roles import POLICY, REFERENCE, TEACHER, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
     DebugConfig,
+    DistillationConfig,
     EvaluationConfig,
     LoggingConfig,
     ModelConfig,
@@ -47,6 +48,7 @@ class RunConfig(Section):
     that checkpoint."""
     model: ModelConfig
     reference: ReferenceConfig = ReferenceConfig()
+    distillation: DistillationConfig = DistillationConfig()
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -84,9 +86,11 @@ class RunConfig(Section):
     def roles(self) -> Roles:
         """Models of the run."""
         path, layout, fields = self.model.path, self.trainer.parallel, ("old_logprobs", "entropy")
-        scores = self.algorithm.scores_policy and not self.supervised
+        distills = self.distillation.coef > 0
+        scores = (self.algorithm.scores_policy or distills) and not self.supervised
         policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
         frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
+        frozen += [self.distillation.role(TEACHER, "teacher_logprobs")] if distills else []
         return Roles({role.name: role for role in (policy, *frozen)})
 
     def has_same_base(self, role: ModelRole) -> bool:
@@ -173,6 +177,8 @@ class RunConfig(Section):
         if self.supervised:
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
+            if self.distillation.coef > 0:
+                yield f"distillation.coef={self.distillation.coef:g} needs sampled responses, but loss=sft has none"
             return
         yield from self._sampling_conflicts()
         yield from self._placement_conflicts()
@@ -189,7 +195,8 @@ class RunConfig(Section):
         for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
             if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
                 yield f"{field}.temperature={value}: vLLM allows at most {VLLM_MAX_TEMPERATURE}; lower it or use sglang"
-        if rollout.samples_per_prompt == 1 and algorithm.advantage.name in GROUP_ADVANTAGES:
+        compares = algorithm.advantage.name in GROUP_ADVANTAGES and self.distillation.coef == 0
+        if rollout.samples_per_prompt == 1 and compares:
             yield (
                 f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
                 "so every advantage would be 0; use at least 2, or advantage: reinforce_pp"
@@ -220,6 +227,8 @@ class RunConfig(Section):
                 f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
                 "rollout); use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
             )
+        if not any(function.weight for function in self.reward.functions) and self.distillation.coef == 0:
+            yield "reward.functions: every weight is 0, so every reward is 0; give a function a weight"
         rewards = {function.name for function in self.reward.functions}
         if ENVIRONMENT in rewards and rollout.environment.name is None:
             yield "reward.functions: the reward `environment` needs an environment; set rollout.environment.name"
@@ -237,8 +246,8 @@ class RunConfig(Section):
                 "reference.placement=workers needs algorithm.kl.coef or algorithm.kl_reward.coef above 0; set one of "
                 "them, or remove it"
             )
-        elif self.reference.placement == "workers" and self.debug.load_rollouts is not None:
-            yield "reference.placement=workers scores during sampling, which debug.load_rollouts skips; use trainer"
+        for role in self.roles.with_workers if self.debug.load_rollouts is not None else ():
+            yield f"{role.name}.placement=workers scores during sampling, which debug.load_rollouts skips; use trainer"
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
@@ -278,6 +287,7 @@ class RunConfig(Section):
                 algorithm.kl_reward.coef > 0,
                 "use algorithm.kl",
             ),
+            f"distillation.coef={self.distillation.coef:g}": (self.distillation.coef > 0, "set it to 0"),
             f"algorithm.loss={algorithm.loss}": (algorithm.chooses_tokens, "use ppo_clip"),
             "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
             "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),

@@ -26,18 +26,18 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
-class ReferenceConfig(Section):
-    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
+class FrozenModelConfig(Section):
+    """A model that scores the sampled tokens and is not trained."""
 
     path: Path | None = Field(None, description="Hugging Face checkpoint; none: the initial policy.")
-    placement: Literal["trainer", "workers"] = "trainer"
-    """trainer: the trainer ranks swap in the reference. workers: separate devices score groups during sampling."""
-    update_interval: int = Field(0, ge=0)
-    """Steps after which the policy becomes the reference; 0: never."""
-    workers: int = Field(1, ge=1, description="Number of reference workers.")
+    placement: Literal["trainer", "workers"] = Field(
+        "trainer",
+        description="trainer: the trainer ranks swap in its weights. workers: separate devices score groups during "
+        "sampling.",
+    )
+    workers: int = Field(1, ge=1, description="Number of workers.")
     parallel: ParallelConfig = ParallelConfig()
-    max_worker_restarts: int = Field(2, ge=0)
-    """Restarts of failed workers in a run."""
+    max_worker_restarts: int = Field(2, ge=0, description="Restarts of failed workers in a run.")
 
     def role(self, name: str, *fields: str) -> ModelRole:
         """Return the role of a frozen model with these settings."""
@@ -52,6 +52,26 @@ class ReferenceConfig(Section):
             workers=self.workers if separate else 0,
             max_restarts=self.max_worker_restarts,
         )
+
+
+class ReferenceConfig(FrozenModelConfig):
+    """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
+
+    update_interval: int = Field(0, ge=0)
+    """Steps after which the policy becomes the reference; 0: never."""
+
+
+class DistillationConfig(FrozenModelConfig):
+    """On-policy distillation from a teacher (arXiv:2306.13649, with the reverse KL)."""
+
+    coef: float = Field(0.0, ge=0)
+    """Add log(pi_teacher / pi_old), times this, to the advantage of every sampled token; 0: off."""
+
+    def conflicts(self) -> Iterator[str]:
+        if self.coef > 0 and self.path is None:
+            yield f"coef={self.coef:g} needs a teacher; set distillation.path"
+        if self.coef == 0 and (changed := self.changed):
+            yield f"{changed} is set, but distillation.coef=0; set a coefficient, or remove it"
 
 
 TEMPLATE_INPUTS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}

@@ -106,7 +106,7 @@ class StepRecord:
         probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.
         sync: the weight sync after the step.
         memory: the trainer's memory by name, e.g. ``{"peak_rss (GiB)": 1.5}``.
-        penalties: the KL in the reward and its coefficient, by name.
+        penalties: KLs that changed advantages, and a coefficient, by name.
         trainers_busy_s: seconds that trainer ranks worked on streamed samples, in any phase; ``None`` if they worked
             only in the phase "train".
     """

@@ -33,10 +33,10 @@ def object_store_notes(config: RunConfig) -> Iterator[str]:
 
 def largest_batch_bytes(config: RunConfig) -> int:
     """Count the bytes of a step's packs (``PackedTrajectory``) if all sequences have the maximum length."""
-    rollout, algorithm, prompt = config.rollout, config.algorithm, config.data.max_prompt_tokens
+    rollout, prompt = config.rollout, config.data.max_prompt_tokens
     samples = rollout.prompts_per_step * (1 if config.supervised else rollout.samples_per_prompt)
     response = config.longest_row - prompt
-    scored = sum(algorithm.scores_policy or not role.trained for role in config.roles.values())
+    scored = sum(role.scores or not role.trained for role in config.roles.values())
     support = 1 + rollout.bounded_top_k if rollout.bounded_top_k > 0 else 0
     per_token = _RESPONSE_BYTES + 4 * (scored + support)
     return samples * ((prompt + response) * _TOKEN_BYTES + response * per_token)

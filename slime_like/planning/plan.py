@@ -7,7 +7,7 @@ from math import prod
 from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import layout_problems
-from slime_like.checks.model_directories import reference_problems
+from slime_like.checks.model_directories import frozen_problems
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
@@ -46,7 +46,7 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     needed = gpus_needed(config)
     nodes = config.cluster.nodes or needed.nodes(config.cluster.gpus_per_node)
     plan = Plan(run, nodes, needed.total)
-    found = [*map(str, check_settings(config, dimensions, needs)), *reference_problems(config, dimensions)]
+    found = [*map(str, check_settings(config, dimensions, needs)), *frozen_problems(config, dimensions)]
     found += checks.placement_problems(config)
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
         found += rejected_on_cuda(config.model)

@@ -27,8 +27,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     heading: yaml.safe_load(block)
     for heading, block in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)
 }
-MOE, BIASES = "Mixture of experts", "Router biases"
+MOE, BIASES, DISTILLATION = "Mixture of experts", "Router biases", "On-policy distillation"
 RATE = 0.05
+# An untrained model never adds right, but it writes letters by chance.
+REWARD: dict[str, Any] = {"name": "format", "options": {"pattern": ".*[a-m].*"}}
 # Layouts, losses and corrections set different fields, so one run tests three recipes.
 WITH = {"Long context": ("GSPO", "TIS"), "One GPU": ("CISPO", "MIS")}
 _LIMITS: dict[str, Any] = {
@@ -66,17 +68,21 @@ def small(recipe: dict[str, Any], tiny: Tiny, model: Path, run_dir: Path) -> dic
         "model": {"path": model, "dtype": "float32"},
         "data": {"train": [tiny.data / "train.jsonl"], "max_prompt_tokens": 48},
         "rollout": {"engine": "transformers", "engine_args": {}, **_LIMITS["rollout"]},
-        # An untrained model never adds right, but it writes letters by chance.
-        "reward": {"functions": [{"name": "format", "options": {"pattern": ".*[a-m].*"}}]},
+        "reward": {"functions": [REWARD]},
         "trainer": {"target_tokens_per_batch": 256, "cpu_threads": 1, "optimizer": {"warmup_steps": 0}},
         "checkpoint": {"export_hf": False},
         "logging": {"progress": "plain", "tensorboard": False},
     }
+    if "distillation" in recipe:
+        machine |= {
+            "distillation": {"path": run_dir.parent / "teacher"},
+            "reward": {"functions": [REWARD | {"weight": 0}]},
+        }
     return merged(merged(recipe, machine), limited(recipe, _LIMITS))
 
 
 def test_the_page_has_the_recipes() -> None:
-    assert len(RECIPES) == 15 and {"GRPO", "LoRA", "DAPO", "GSPO", MOE, "One GPU"} <= RECIPES.keys()
+    assert len(RECIPES) == 16 and {"GRPO", "LoRA", "DAPO", "GSPO", MOE, "One GPU"} <= RECIPES.keys()
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -87,14 +93,16 @@ def test_recipe_is_planned_at_its_size(name: str, tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()  # only config.json is needed
     base = {"run_dir": tmp_path / "run", "model": {"path": model}, "trainer": {"target_tokens_per_batch": 24576}}
     base |= {"cluster": {"gpus_per_node": 8}, "rollout": {"num_engines": 1}}
-    plan = make_plan(PlannedRun.of(RunConfig.model_validate(merged(base, RECIPES[name]))))
+    teacher = {"distillation": {"path": model}} if name == DISTILLATION else {}
+    plan = make_plan(PlannedRun.of(RunConfig.model_validate(merged(merged(base, RECIPES[name]), teacher))))
     assert plan.problems == [] and plan.fits
-    assert plan.gpus_in_use == {"Long context": 3, MOE: 3, "One GPU": 1}.get(name, 2)
+    assert plan.gpus_in_use == {"Long context": 3, MOE: 3, DISTILLATION: 3, "One GPU": 1}.get(name, 2)
 
 
 def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "moe", family="qwen3_moe", seed=0)
     make_tiny_model(tmp_path / "sigmoid", family="deepseek_v3", seed=0)
+    make_tiny_model(tmp_path / "teacher", seed=1)
     runs = {name: recipe for name, recipe in RECIPES.items() if name not in chain(*WITH.values())}
     for name, others in WITH.items():
         parts = [RECIPES[part] for part in (name, *others)]
@@ -118,6 +126,7 @@ def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
         assert (rows[1]["train_actor_training/kl_loss"] > 0) == ("kl" in algorithm), name
         assert (rows[0]["train_actor_training/importance_weight"] > 0.9) == ("importance" in algorithm), name
         assert (rows[1]["train_actor_training/moe_aux_loss"] > 0) == (name in (MOE, BIASES)), name
+        assert (abs(rows[0].get("train_actor_training/distillation_kl", 0)) > 1e-5) == (name == DISTILLATION), name
         assert (rows[1]["train_actor_training/router_load_max"] >= 1) == (name == BIASES), name
     assert all(row["rollout/zero_spread_groups"] == 0 for row in steps["DAPO"])
     check_biases(tmp_path / "sigmoid", tmp_path / BIASES, steps[BIASES])

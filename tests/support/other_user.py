@@ -84,7 +84,8 @@ def _attempts(targets: Targets) -> dict[str, Callable[[], Any]]:
         "rename session": lambda: session.rename(session.with_name("mine")),
         "read log": (session / "logs" / "raylet.out").read_text,
         "plant log": (session / "logs" / "planted").touch,
-        "list logs by the run": lambda: list((run / "worker_logs").iterdir()),
+        # A link while the run is alive. Afterwards, others may read the logs.
+        "list logs by the run": lambda: list((run / "worker_logs").readlink().iterdir()),
         "unlink logs of the run": (run / "worker_logs").unlink,
         "plant in run": (run / "planted").touch,
         "rename run": lambda: run.rename(run.with_name("mine")),

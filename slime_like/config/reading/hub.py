@@ -7,7 +7,7 @@ from typing import Any
 
 from slime_like.errors import ConfigError
 
-_FIELD = re.compile(r"(model(\.lora)?|reference)\.path|data\.train|data\.mixture\.files|evaluation\.files")
+_FIELD = re.compile(r"(model(\.lora)?|reference|distillation)\.path|data\.train|data\.mixture\.files|evaluation\.files")
 _ID = re.compile(r"((\w[\w.-]*)/\w[\w.-]*?(?<!\.jsonl)(?<!\.parquet)(?<!\.arrow))(?:@([\w.-]+))?(?:/(.+))?")
 _SNAPSHOT = re.compile(r"(model|dataset)s--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
 

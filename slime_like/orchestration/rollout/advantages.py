@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.advantages import AdvantageEstimator, Level, compute_advantages, find_estimator
+from slime_like.algorithms.bounds import log_ratio
 from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
@@ -171,6 +172,29 @@ class Advantages:
         given = {name: values.numpy() for name, values in advantages.items()}
         ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
         return -float(penalties.mean())
+
+
+def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> float:
+    """Add ``coefficient * log(pi_teacher / pi_old)`` to the advantage of every token that carries loss, also on the
+    trainers: its expected gradient is that of the reverse KL at each position, given the tokens before it.
+
+    The batch must be loaded and scored. Return the mean KL estimate of a token, in nats.
+    """
+    frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs", "teacher_logprobs")
+    if any("teacher_logprobs" not in scores for scores in frozen.values()):
+        raise TrainerError(
+            "distillation needs a teacher's logprobs, and a sequence has none",
+            code="no-teacher-logprobs",
+            remedy="train on rollouts that were saved with them, or set distillation.placement: trainer",
+        )
+    gains = {}
+    for row in trajectories:
+        gain = log_ratio(frozen[row.sequence_id]["teacher_logprobs"], frozen[row.sequence_id]["old_logprobs"])
+        gains[row.sequence_id] = torch.where(row.loss_mask, gain, 0.0)
+        row.advantages = row.advantages + coefficient * gains[row.sequence_id]
+    given = {row.sequence_id: row.advantages.numpy() for row in trajectories}
+    ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
+    return -float(torch.cat(list(gains.values())).double().sum() / sum(row.sampled_len for row in trajectories))
 
 
 class KLCoefficient:

@@ -44,7 +44,15 @@ _WRITTEN = (
 )
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
-_READ = ("model.path", "model.weights", "model.lora.path", "reference.path", "evaluation.files", "debug.load_rollouts")
+_READ = (
+    "model.path",
+    "model.weights",
+    "model.lora.path",
+    "reference.path",
+    "distillation.path",
+    "evaluation.files",
+    "debug.load_rollouts",
+)
 
 
 class RunDirectory:

@@ -13,7 +13,7 @@ from slime_like.algorithms.losses.loss import build_policy
 from slime_like.algorithms.losses.rejection import kept_sequences
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord
-from slime_like.orchestration.rollout.advantages import Advantages, normalise_importance
+from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream, split_by_group
 from slime_like.orchestration.trainer.calls import given
@@ -33,7 +33,7 @@ class TrainedStep:
         scoring: work of the frozen roles that trainer ranks hold.
         tokens: number of computed and shared tokens.
         busy_s: seconds that trainer ranks worked on it; ``None`` if the phase "train" measures that.
-        penalties: metrics of the KL in the reward.
+        penalties: metrics of the KL in the reward, and to the teacher.
     """
 
     trajectories: Sequence[ScoredTrajectory]
@@ -70,8 +70,8 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock)
 
 
 def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> dict[str, float]:
-    """Change advantages by what scores show: subtract the KL to the reference from rewards, and divide by the mean
-    importance weight, as far as they are set. Return the metrics of the KL, whose coefficient may adapt."""
+    """Change advantages by what scores show: subtract the KL to the reference from rewards, add a teacher's, and divide
+    by the mean importance weight, as far as they are set. Return the metrics of KLs. A coefficient may adapt."""
     config, ranks, coefficient = run.config, run.trainers.ranks, run.kl_reward.value
     if config.supervised:
         return {}
@@ -81,6 +81,8 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
             kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
             run.kl_reward.adapt(kl)
             metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": coefficient}
+        if config.distillation.coef > 0:
+            metrics["train_actor_training/distillation_kl"] = distil(ranks, trajectories, config.distillation.coef)
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
         if config.algorithm.chooses_tokens:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.config.sections import DebugConfig, ReferenceConfig
+from slime_like.config.sections import DebugConfig, DistillationConfig, ReferenceConfig
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.errors import ConfigError
 from slime_like.interfaces import load_engine
@@ -69,7 +69,11 @@ class SavedBatch:
         kept = [row for row in sampled if row.total_len < config.max_model_len]
         if not any(row.loss_mask.any() for row in kept):
             raise ConfigError(f"{path}: no engine's logprobs of rows that it can score; {_REMEDY}", code="no-batch")
-        update: dict[str, Any] = {"reference": ReferenceConfig(), "debug": DebugConfig()}
+        update: dict[str, Any] = {
+            "reference": ReferenceConfig(),
+            "distillation": DistillationConfig(),
+            "debug": DebugConfig(),
+        }
         if config.model.lora.is_set:  # engines load an adapter, not merged weights
             lora = config.model.lora.model_copy(update={"sync": "adapter"})
             update["model"] = config.model.model_copy(update={"lora": lora})

@@ -28,7 +28,7 @@ _Place = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Policies:
     """Logits (prompts, states, ACTIONS) of the engine, of the trainer at the start of the step and now, and of the
-    reference."""
+    reference, which is the teacher, too."""
 
     behaviour: Tensor
     old: Tensor
@@ -50,6 +50,7 @@ class Enumeration:
         self, config: RunConfig, tree: Tree, rewards: Tensor, first: Tensor, samples: int, exact_ratio: bool = False
     ) -> None:
         self._algorithm, self._drops = config.algorithm, config.rollout.drop_zero_spread
+        self._distils = config.distillation.coef
         self._tree, self._rewards, self._first = tree, rewards, first
         self._samples, self._exact_ratio = samples, exact_ratio
         self._advantages = Advantages(config)
@@ -75,12 +76,13 @@ class Enumeration:
             weights = [weight * float(moved[place]) for weight, place in zip(weights, places, strict=True)]
         lengths = torch.tensor([row.response_len for row in rows])
         index = torch.cat([self._tokens(place) for place in places])
+        taught = columns["ref_logprobs"] - columns["old_logprobs"]
         output = self._loss(
             LossInputs(
                 loss_mask=torch.cat([row.loss_mask for row in rows]),
                 token_weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
                 entropy=self._entropies(current)[index],
-                advantages=self._advantages_of(steps, places, columns),
+                advantages=self._advantages_of(steps, places, columns) + self._distils * taught[index],
                 response_lens=lengths,
                 **{name: column[index] for name, column in columns.items()},
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.config.part import Part
 from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
+from slime_like.config.sections import DistillationConfig
 from slime_like.orchestration.rollout.advantages import configured_estimator
 from slime_like.verification.objective.expectation import Enumeration, Policies, objective
 from slime_like.verification.objective.trees import ACTIONS, Tree, one_turn, two_turns
@@ -21,6 +22,7 @@ ON_POLICY = "on-policy"
 
 _UPHILL = 1e-12
 """Least scale that is more than rounding."""
+_CAUSES = {"kl": "algorithm.kl.estimator={0.kl.estimator}", "entropy": "algorithm.entropy_coef"}
 _LESS = 0.95
 """Share of a bias below which a replaced part was a cause of it."""
 
@@ -42,7 +44,7 @@ class Finding:
     """One part of the objective in one scenario.
 
     Attributes:
-        part: "reward", "kl" or "entropy".
+        part: "reward", "kl", "entropy" or "distillation".
         scale: the factor of the true gradient that fits best; 0 or less if the objective does not follow it at all.
         bias: norm of the rest, relative to the fitted gradient.
         terms: bias that would remain if a setting were exact, by the setting, for each setting that adds to it.
@@ -118,7 +120,8 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
         return -Enumeration(changed, tree, rewards, first, samples, exact_ratio).gradient(policies)
 
     coefficients = {"kl": config.algorithm.kl.coef, "entropy": config.algorithm.entropy_coef}
-    alone = _without(config, "kl", "entropy")
+    coefficients["distillation"] = config.distillation.coef
+    alone = _without(config, *coefficients)
     reward = expected(alone)
     scale, bias = _fit(reward, truth["reward"])
     terms = {}
@@ -132,11 +135,11 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
     yield Finding(scenario.name, tree.name, "reward", scale, bias, ordered, worse)
     for part, coefficient in coefficients.items():
         if coefficient > 0:
-            other = "entropy" if part == "kl" else "kl"
-            sign = -1 if part == "kl" else 1
-            scale, bias = _fit(sign * (expected(_without(config, other)) - reward), truth[part])
-            setting = f"kl.estimator={config.algorithm.kl.estimator}" if part == "kl" else "entropy_coef"
-            terms = {} if bias <= UNBIASED else {f"algorithm.{setting}": 0.0}
+            added = expected(_without(config, *(coefficients.keys() - {part}))) - reward
+            sign, true = (1, truth[part]) if part == "entropy" else (-1, truth["kl"])
+            scale, bias = _fit(sign * added, true)
+            cause = _CAUSES.get(part, "").format(config.algorithm)
+            terms = {cause: 0.0} if cause and bias > UNBIASED else {}
             worse = [term for term in terms if ":" in term and scenario.name == ON_POLICY]
             yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms, worse)
 
@@ -164,7 +167,10 @@ def _without(config: RunConfig, *parts: str) -> RunConfig:
         changes["kl"] = algorithm.kl.model_copy(update={"coef": 0.0})
     if "entropy" in parts:
         changes["entropy_coef"] = 0.0
-    return config.model_copy(update={"algorithm": algorithm.model_copy(update=changes)})
+    update: dict[str, Any] = {"algorithm": algorithm.model_copy(update=changes)}
+    return config.model_copy(
+        update=update | ({"distillation": DistillationConfig()} if "distillation" in parts else {})
+    )
 
 
 def _plain(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:

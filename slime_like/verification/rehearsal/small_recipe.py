@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from slime_like.config import ParallelConfig, ReferenceConfig, RolloutConfig, RunConfig, TrainerConfig
+from slime_like.config import ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
 from slime_like.config.part import Part
+from slime_like.config.sections import FrozenModelConfig
 from slime_like.models.dimensions import ModelDimensions
 
 RANKS = 8
@@ -48,7 +49,8 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
             "overlong": {"buffer": _at_most(max(1, new_tokens // 2), algorithm.overlong.buffer)},
         },
         "trainer": _trainer(config.trainer, budget),
-        "reference": _reference(config.reference, algorithm.needs_reference, model),
+        "reference": _frozen(config.reference, algorithm.needs_reference, model),
+        "distillation": _frozen(config.distillation, config.distillation.coef > 0, model),
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
@@ -103,12 +105,12 @@ def _trainer(trainer: TrainerConfig, budget: int) -> dict[str, Any]:
     }
 
 
-def _reference(reference: ReferenceConfig, is_needed: bool, model: Path) -> dict[str, Any]:
+def _frozen(frozen: FrozenModelConfig, is_needed: bool, model: Path) -> dict[str, Any]:
     small = dict[str, Any]()
-    if reference.path is not None:
+    if frozen.path is not None:
         small["path"] = str(model)
-    if is_needed and reference.placement == "workers":
-        small |= {"workers": 1, "parallel": _small_axes(reference.parallel)}
+    if is_needed and frozen.placement == "workers":
+        small |= {"workers": 1, "parallel": _small_axes(frozen.parallel)}
     return small
 
 

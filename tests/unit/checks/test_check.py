@@ -188,6 +188,11 @@ fields-conflict rollout.ignore_eos --rollout.ignore_eos true
 fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]'
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
+fields-conflict distillation.coef --distillation.coef 1
+fields-conflict distillation.path --distillation.path TMP/none
+fields-conflict distillation.coef --algorithm.loss sft --distillation.coef 1 --distillation.path TMP/none
+fields-conflict rollout.stream --rollout.stream true --distillation.coef 1 --distillation.path TMP/none
+reference.model distillation.path --distillation.coef 1 --distillation.path TMP/none
 fields-conflict sync.transport --sync.transport directory
 fields-conflict sync.directory --sync.directory TMP/buckets
 fields-conflict sync.transport --sync.transport nccl --cluster.placement colocated --trainer.parallel.data 2

@@ -247,7 +247,10 @@ def test_a_wrong_setting_is_rejected_with_its_field(
     ("name", "field"),
     [
         ("rollout.enigne", "rollout.engine"),
-        ("tensor", "reference.parallel.tensor or rollout.tensor or trainer.parallel.tensor"),
+        (
+            "tensor",
+            "reference.parallel.tensor or distillation.parallel.tensor or rollout.tensor or trainer.parallel.tensor",
+        ),
         ("learning_rate", "trainer.optimizer.lr"),
         ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),
         ("no_such_thing", None),

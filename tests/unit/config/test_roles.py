@@ -33,6 +33,13 @@ def config(**sections: Any) -> RunConfig:
             [],
         ),
         (KL | {"reference": WORKERS}, ["policy", "reference"], [], [], ["reference"]),
+        (
+            KL | {"distillation": {"coef": 1.0, "path": "/models/t"}},
+            ["policy", "reference", "distillation"],
+            ["reference", "distillation"],
+            ["policy", "reference", "distillation"],
+            [],
+        ),
         ({"algorithm": {"loss": "sft", "epochs": 2}}, ["policy"], [], [], []),
     ],
 )

@@ -120,7 +120,8 @@ def test_documentation_names_all_metrics() -> None:
     means = {"accuracy": 0.5, "response_length_mean": 3.0, "truncated_fraction": 0.0}
     evaluation = EvaluationRecord(**means, num_responses=4, pass_at={2: 0.75})
     sync = SyncRecord(total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5)
-    logged = {*RL_FIGURES, *evaluation_metrics(evaluation), *sync_metrics(sync)}
+    penalties = {f"train_actor_training/{name}" for name in ("kl_reward", "kl_reward_coef", "distillation_kl")}
+    logged = {*RL_FIGURES, *penalties, *evaluation_metrics(evaluation), *sync_metrics(sync)}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
 

@@ -21,12 +21,25 @@ EXACT = {"loss": "policy_gradient", "advantage": "rloo", "reduction": CONSTANT}
 TURNS = {"environment": {"name": "calculator"}}
 
 
-def findings(algorithm: dict[str, Any], rollout: dict[str, Any] | None = None) -> dict[tuple[str, str, str], Finding]:
-    config = RunConfig(run_dir=Path("run"), model={"path": Path("model")}, algorithm=algorithm, rollout=rollout or {})
+def findings(
+    algorithm: dict[str, Any], rollout: dict[str, Any] | None = None, **sections: Any
+) -> dict[tuple[str, str, str], Finding]:
+    sections |= {"algorithm": algorithm, "rollout": rollout or {}}
+    config = RunConfig(run_dir=Path("run"), model={"path": Path("model")}, **sections)
     return {(each.scenario, each.tree, each.part): each for each in verify_objective(config)}
 
 
 # ------------------------------------------------------------------------------------------------------ what is exact
+def test_distillation_follows_the_reverse_kl_at_every_position() -> None:
+    teacher = {"coef": 0.5, "path": "/teacher"}
+    found = findings(EXACT | {"advantage": "rloo"}, TURNS, distillation=teacher)
+    for tree in ("one turn", "two turns"):
+        part = found["on-policy", tree, "distillation"]
+        assert part.is_unbiased and part.scale == pytest.approx(found["on-policy", tree, "reward"].scale)
+    biased = findings(EXACT | {"advantage": "rloo", "reduction": "tokens"}, TURNS, distillation=teacher)
+    assert biased["on-policy", "two turns", "distillation"].bias > 1e-3
+
+
 @pytest.mark.parametrize(
     ("advantage", "scale"),
     [("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)],

@@ -13,7 +13,7 @@ import torch
 from slime_like.algorithms import pack_sequences, zero_weight_pack
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
-from slime_like.orchestration.rollout.advantages import Advantages, normalise_importance, require_group_scope
+from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance, require_group_scope
 from slime_like.orchestration.rollout.rows import rollouts_of
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
@@ -175,6 +175,29 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
         Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
+
+
+def test_a_teacher_adds_to_the_advantage_of_every_token_that_carries_loss(rejects: Rejects) -> None:
+    settings, trajectories = config(kl_reward={"coef": 0.1}), batch(SHAPES)
+    trainers, packs = one_rank(settings, trajectories)
+    for pack in packs:
+        pack.teacher_logprobs = pack.ref_logprobs
+    expected, gaps = [], []
+    for t in trajectories:
+        assert t.old_logprobs is not None and t.ref_logprobs is not None
+        pairs = zip(t.ref_logprobs.tolist(), t.old_logprobs.tolist(), strict=True)
+        gain = [
+            teacher - old if kept else 0.0 for (teacher, old), kept in zip(pairs, t.loss_mask.tolist(), strict=True)
+        ]
+        expected += [advantage + 0.5 * one for advantage, one in zip(t.advantages.tolist(), gain, strict=True)]
+        gaps += [one for one, kept in zip(gain, t.loss_mask.tolist(), strict=True) if kept]
+    assert distil(trainers, trajectories, 0.5) == pytest.approx(-statistics.mean(gaps), rel=1e-5)
+    assert torch.cat([t.advantages for t in trajectories]).tolist() == pytest.approx(expected, rel=1e-5)
+    assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
+    for pack in packs:
+        pack.teacher_logprobs = None
+    with rejects(TrainerError, "no-teacher-logprobs"):
+        distil(trainers, trajectories, 0.5)
 
 
 def test_kl_of_several_rows_is_summed_per_rollout() -> None:
