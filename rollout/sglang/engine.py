@@ -41,13 +41,6 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config.rollout)
-        if (special := self._dimensions.attention.special) and on_cpu():
-            raise EngineError(
-                f"SGLang on a CPU does not support {special}",
-                code="model-not-served",
-                who=self._name,
-                remedy="use rollout.engine=transformers",
-            )
         rollout, cluster = self._config.rollout, self._config.cluster
         if not on_cpu() and (unsupported := memory_saver_problem(rollout, cluster, os.environ)):
             raise self._faults.start_failed(unsupported, "unset it")

@@ -21,6 +21,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.common import async_h2d
@@ -49,6 +50,8 @@ def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, 
     if on_cpu():
         keep_freed_memory()
         _join_without_nccl()
+        # Otherwise it would attend to the cache's latents as if they were keys.
+        AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
         if arguments[0].enable_lora:
             _unpin()
     if arguments[0].enable_return_routed_experts:

@@ -108,8 +108,12 @@ def _sizes(dimensions: ModelDimensions, small: Mapping[str, Any], layers: int, h
     if dimensions.num_experts:
         experts = min(8, dimensions.num_experts)
         groups = min(4, dimensions.moe_groups)
+        top_groups = max(1, groups // 2)  # each gives two experts, as in DeepSeek-V3
         sizes |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), experts)
-        sizes |= {"num_experts_per_tok": min(2, dimensions.moe_top_k), "moe_intermediate_size": hidden // 2}
-        sizes |= {"n_group": groups, "topk_group": max(1, groups // 2), "first_k_dense_replace": dense}
+        sizes |= {
+            "num_experts_per_tok": min(2 * top_groups, dimensions.moe_top_k),
+            "moe_intermediate_size": hidden // 2,
+        }
+        sizes |= {"n_group": groups, "topk_group": top_groups, "first_k_dense_replace": dense}
         sizes |= {"num_nextn_predict_layers": 0, "decoder_sparse_step": 1}
     return sizes | dict(small)

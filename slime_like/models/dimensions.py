@@ -65,7 +65,7 @@ class Attention:
 
     @property
     def special(self) -> str:
-        """Name of layers that Transformer Engine and SGLang's CPU kernels do not support; empty for others."""
+        """Name of layers that Transformer Engine does not support, and engines may fuse; empty for others."""
         return "" if type(self) is Attention else type(self).__name__
 
     @property

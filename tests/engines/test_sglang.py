@@ -12,10 +12,8 @@ from rollout.sglang.arguments import engine_arguments
 from rollout.sglang.engine import SglangEngine
 from rollout.sglang.stand_ins import PACKAGES
 from slime_like.errors import EngineError
-from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.system.processes import new_children, process_ids
 from tests.engines.harness import run_config
-from tests.support.rejections import Rejects
 
 _PROCESS = """
 import importlib.util, sys
@@ -126,11 +124,3 @@ def test_stand_ins(shown: list[str]) -> None:
 def test_arguments(models: list[Path], tmp_path: Path, rollout: dict[str, Any], expected: dict[str, Any]) -> None:
     arguments = engine_arguments(run_config(models[0], tmp_path, **rollout), 0, {"attention_backend"})
     assert {name: arguments[name] for name in expected} == expected
-
-
-def test_latent_attention_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
-    monkeypatch.setattr("rollout.sglang.engine.on_cpu", lambda: True)
-    make_tiny_model(tmp_path / "model", "deepseek_v3")
-    engine = SglangEngine(run_config(tmp_path / "model", tmp_path / "run"), 0)
-    with rejects(EngineError, "model-not-served"):
-        asyncio.run(engine.start())

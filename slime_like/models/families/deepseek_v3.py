@@ -126,6 +126,7 @@ DEEPSEEK_V3 = Family(
     tiny={
         "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 4,
         "n_group": 4, "topk_group": 2, "moe_intermediate_size": 48, "num_nextn_predict_layers": 0,
+        "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",  # SGLang reads these
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 128,
