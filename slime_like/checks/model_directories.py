@@ -101,6 +101,8 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
                 f"{role.name}.path={role.path} has {model.vocab_size} tokens and model.path {policy.vocab_size}, so "
                 "their logprobs cannot be compared; use a model with the policy's tokenizer"
             )
+        elif role.path is not None:
+            yield from _token_problems(role.name, role.path, config.model.path)
         if role.name == REFERENCE and config.reference.update_interval and model != policy:
             yield (
                 f"reference.update_interval={config.reference.update_interval} copies the policy's weights, but "
@@ -109,6 +111,21 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
             )
         for problem in layout_problems(role.parallel, model) if role.placement == "workers" else ():
             yield problem.replace("trainer.parallel", f"{role.name}.parallel")
+
+
+def _token_problems(name: str, path: Path, model: Path) -> Iterator[str]:
+    """Compare the ids of tokens, if both directories have a ``tokenizer.json``."""
+    from tokenizers import Tokenizer
+
+    files = [directory / "tokenizer.json" for directory in (path, model)]
+    if path == model or not all(file.is_file() for file in files):
+        return
+    found, own = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    if other := sorted(token for token, index in found.items() if own.get(token, index) != index):
+        yield (
+            f"{name}.path={path}: {len(other)} of its tokens have other ids than in model.path={model}, e.g. "
+            f"{other[0]!r}; use a model with the policy's tokenizer"
+        )
 
 
 def frozen_weight_problems(roles: Roles) -> Iterator[str]:

@@ -13,9 +13,10 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     config = load_config(options.config, ["--model.path", "none-is-loaded", *flags], temporary_run_dir("verify"))
     if config.supervised:
         raise ConfigError("algorithm.loss=sft: demonstrations have no expected reward; choose another loss")
-    from slime_like.checks.names import advantage_name_problems, algorithm_name_problems
+    from slime_like.checks.names import advantage_name_problems, algorithm_name_problems, option_problems
 
-    if problems := [*algorithm_name_problems(config.algorithm), *advantage_name_problems(config.algorithm)]:
+    named = [*algorithm_name_problems(config.algorithm), *advantage_name_problems(config.algorithm)]
+    if problems := named or list(option_problems(config.algorithm)):
         raise ConfigError(problems)
     from slime_like.verification.objective.verify import sentences, verify_objective  # imports torch
 

@@ -178,7 +178,7 @@ class RunConfig(Section):
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
             if self.distillation.coef > 0:
-                yield f"distillation.coef={self.distillation.coef:g} needs sampled responses, but loss=sft has none"
+                yield "algorithm.loss=sft has no sampled responses to distil; set distillation.coef to 0"
             return
         yield from self._sampling_conflicts()
         yield from self._placement_conflicts()

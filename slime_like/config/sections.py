@@ -64,6 +64,7 @@ class ReferenceConfig(FrozenModelConfig):
 class DistillationConfig(FrozenModelConfig):
     """On-policy distillation from a teacher (arXiv:2306.13649, with the reverse KL)."""
 
+    path: Path | None = Field(None, description="Hugging Face checkpoint of the teacher.")
     coef: float = Field(0.0, ge=0)
     """Add log(pi_teacher / pi_old), times this, to the advantage of every sampled token; 0: off."""
 

@@ -113,7 +113,7 @@ def test_a_gap_that_a_new_engine_does_not_have(tiny: Tiny, trained: Path, tmp_pa
 
 
 def test_what_has_no_usable_batch_is_rejected(tiny: Tiny, trained: Path, tmp_path: Path, rejects: Rejects) -> None:
-    with rejects(ConfigError, "file-unreadable"):
+    with rejects(ConfigError, "no-batch"):
         SavedBatch.read(tmp_path, None, [])
     with rejects(ConfigError, "no-batch"):
         SavedBatch.read(trained, None, [])  # it saved no rollouts

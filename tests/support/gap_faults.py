@@ -17,11 +17,20 @@ from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import BucketMetadata, PromptInput, RankCoordinates, RankPlacement, SamplingParams
+from slime_like.interfaces import (
+    BucketMetadata,
+    PromptInput,
+    RankCoordinates,
+    RankPlacement,
+    SamplingParams,
+    WeightBucket,
+    WeightExport,
+)
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.engine.driven import DrivenEngine, started
 from slime_like.verification.engine.reference import Reference
+from slime_like.weights.quantization import quantized
 from tests.conftest import Tiny
 
 BOS = 1
@@ -157,6 +166,12 @@ CASES = {
         "9 of 9 prompts have other ids if they are encoded again",
         recorded=lambda row: replace(row, prompt_tokens=row.prompt_tokens[1:], prompt_len=row.prompt_len - 1),
     ),
+    "8-bit weights": Case(
+        "quantization",
+        "engines sampled with 8-bit weights (fp8_blocks)",
+        ["--sync.quantization", "fp8_blocks", "--algorithm.importance.correction", "truncate"],
+        synced=True,
+    ),
     "reversed tensor": Case("weights", "", ["--rollout.engine", "reversing"], synced=True),
     "perturbed routers": Case(
         "routing",
@@ -210,7 +225,10 @@ def _sampled(case: Case, config: RunConfig, prompts: Sequence[Prompt]) -> list[S
         driven = DrivenEngine(engine, loop)
         if case.synced:
             driven.version = -1
-            driven.run(driven.update(Reference(config.model.path).weights))
+            bucket = WeightBucket(list(Reference(config.model.path).weights.items()))
+            if config.sync.quantization != "none":
+                (bucket,) = quantized(WeightExport(None, iter([bucket]))).buckets
+            driven.run(driven.update(dict(bucket.tensors), buckets=1))
         answers = driven.generate_all(requests)
         driven.close()
     groups = [to_group(*each, config.rollout.temperature) for each in zip(prompts, answers, strict=True)]

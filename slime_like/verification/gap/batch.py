@@ -16,7 +16,10 @@ from slime_like.orchestration.run.directory import CONFIG_FILE
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import require_fit
 
-_REMEDY = "resume the run for a step with --debug.save_rollouts RUN_DIR/rollouts"
+_REMEDY = (
+    "resume the run with one more of --steps, --debug.save_rollouts RUN_DIR/rollouts and "
+    "--checkpoint.override '[schedule]'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,14 @@ class SavedBatch:
     """A saved batch of a run.
 
     Attributes:
-        config: configuration of the run, without its reference, and with replay of the rows' routes.
+        config: configuration of the run, without frozen models and 8-bit weights, and with replay of the rows' routes.
+        quantization: ``sync.quantization`` of the run.
         version: weight version that the trainer scored the batch with: the number of steps before it.
         rows: rows that an engine can score.
     """
 
     config: RunConfig
+    quantization: str
     version: int
     rows: list[ScoredTrajectory]
 
@@ -53,6 +58,8 @@ class SavedBatch:
             ConfigError: the directory is not a run's, or has no such batch or no weights for it.
             DataError: the batch is damaged, or of another model.
         """
+        if not (run_dir / CONFIG_FILE).is_file():
+            raise ConfigError(f"RUN_DIR={run_dir} has no {CONFIG_FILE}; give the directory of a run", code="no-batch")
         config = load_config(run_dir / CONFIG_FILE, [*flags, "--run_dir", str(run_dir)])
         directory = config.debug.save_rollouts or run_dir / "rollouts"
         saved = sorted(int(path.stem[5:]) for path in directory.glob("step-*.pt"))
@@ -80,7 +87,8 @@ class SavedBatch:
         if dimensions.num_experts and getattr(load_engine(config.rollout.engine), "returns_routes", False):
             # Engines return routes only for a replay. Rows without them are routed live.
             update["algorithm"] = config.algorithm.model_copy(update={"routing_replay": "rollout"})
-        return cls(config.model_copy(update=update), chosen - 1, kept)
+        update["sync"] = config.sync.model_copy(update={"quantization": "none"})
+        return cls(config.model_copy(update=update), config.sync.quantization, chosen - 1, kept)
 
 
 def _checkpoint(run_dir: Path, version: int) -> Path | None:

@@ -111,6 +111,8 @@ class Explanation:
             self._left = Compared(
                 batch.rows, [row.loss_mask for row in batch.rows], recorded, self._sides.score(batch.rows)
             )
+            if batch.quantization != "none":
+                self._suspect = "quantization", f"engines sampled with 8-bit weights ({batch.quantization})"
             self._note("none", self._left, 0.0, f"{len(recorded)} rows of step {batch.version + 1}")
             self._try(self._staleness, self._temperature, self._truncation, self._ids, self._weights, self._routing)
         self._try(self._layout, self._precision)
@@ -140,7 +142,7 @@ class Explanation:
             self._note(name, without, self.share * fall, text)
             self._left, self.share = without, self.share * (1 - fall)
             return
-        self._note(cause, without, 0.0, f"not a cause ({text})")
+        self._note(cause, without, 0.0, f"not a cause (tried: {text})")
         if torch.equal(*(each.tokens(each.trainer) for each in (left, without))):
             self._suspect = cause, f"the trainer ignores it ({text})"
 

@@ -68,11 +68,11 @@ class Sides:
         ]
         answers = [generation for (generation,) in self._generated(requests)]
         logprobs = [
-            torch.as_tensor(each.prompt_logprobs)[row.prompt_len - 1 :] for row, each in zip(rows, answers, strict=True)
+            torch.tensor(each.prompt_logprobs)[row.prompt_len - 1 :] for row, each in zip(rows, answers, strict=True)
         ]
         if "routes" not in answers[0].fields:
             return logprobs, None
-        routes = [torch.as_tensor(each.fields["routes"]) for each in answers]
+        routes = [torch.tensor(each.fields["routes"]) for each in answers]
         return logprobs, [each[: row.total_len - 1] for row, each in zip(rows, routes, strict=True)]
 
     def sync_problem(self) -> str | None:

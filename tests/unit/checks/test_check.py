@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import CONFIG_MAPPING
 
 from slime_like.checks import names
@@ -190,7 +192,7 @@ fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [
 fields-conflict reference.placement --reference.placement workers
 fields-conflict distillation.coef --distillation.coef 1
 fields-conflict distillation.path --distillation.path TMP/none
-fields-conflict distillation.coef --algorithm.loss sft --distillation.coef 1 --distillation.path TMP/none
+fields-conflict algorithm.loss --algorithm.loss sft --distillation.coef 1 --distillation.path TMP/none
 fields-conflict rollout.stream --rollout.stream true --distillation.coef 1 --distillation.path TMP/none
 reference.model distillation.path --distillation.coef 1 --distillation.path TMP/none
 fields-conflict sync.transport --sync.transport directory
@@ -364,6 +366,18 @@ def test_a_reference_with_another_vocabulary_is_rejected(tmp_path: Path, flags: 
     flags += ["--algorithm.kl.coef", "0.1", "--reference.path", str(tmp_path / "other")]
     rejected(flags, "reference.model")
     assert check(load_config(None, [*flags, "--algorithm.kl.coef", "0"])) == []
+
+
+def test_a_teacher_with_other_token_ids_is_rejected(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
+    teacher, model = write_checkpoint(tmp_path / "teacher"), Path(flags[flags.index("--model.path") + 1])
+    flags += ["--distillation.coef", "1", "--distillation.path", str(teacher)]
+    for directory, letters in ((model, "abc"), (teacher, "abcd")):  # more tokens are no fault
+        Tokenizer(WordLevel({letter: index for index, letter in enumerate(letters)})).save(
+            str(directory / "tokenizer.json")
+        )
+    assert check(load_config(None, flags)) == []
+    Tokenizer(WordLevel({"a": 0, "b": 2, "c": 1})).save(str(teacher / "tokenizer.json"))
+    rejected(flags, "reference.model")
 
 
 def layered(layers: int, vocab_size: int) -> ModelDimensions:
