@@ -348,15 +348,20 @@ def test_the_endpoint_listens_on_loopback_or_the_nodes_address(
 @pytest.mark.usefixtures("agents")
 def test_the_endpoint_listens_on_the_given_address(rejects: Rejects) -> None:
     """A Linux host has all of 127.0.0.0/8, and no host has an address for documentation."""
-    listening: set[str] = set()
+
+    def listening() -> set[tuple[str, int]]:
+        """Ports of this process; earlier tests may have left some open."""
+        return {tuple(c.laddr) for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
+
+    before, during = listening(), set()
 
     async def scenario(made: AgentRollouts) -> list[Generation]:
-        listening.update(c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN")
+        during.update(listening())
         assert made._server.base_url.startswith("http://127.0.0.2:")
         return await made.run(request(1))
 
     (generation,) = rollouts(Engine(["more"]), scenario, host="127.0.0.2")
-    assert failure(generation) is None and listening == {"127.0.0.2"}
+    assert failure(generation) is None and {ip for ip, _ in during - before} == {"127.0.0.2"}
     with rejects(AgentFailure, "agent-host"):
         rollouts(Engine(), request(1), host="198.51.100.7")
 
