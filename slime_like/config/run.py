@@ -86,7 +86,7 @@ class RunConfig(Section):
     def roles(self) -> Roles:
         """Models of the run."""
         path, layout, fields = self.model.path, self.trainer.parallel, ("old_logprobs", "entropy")
-        distills = self.distillation.coef > 0
+        distills = self.distillation.is_set
         scores = (self.algorithm.scores_policy or distills) and not self.supervised
         policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
         frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
@@ -177,7 +177,7 @@ class RunConfig(Section):
         if self.supervised:
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
-            if self.distillation.coef > 0:
+            if self.distillation.is_set:
                 yield "algorithm.loss=sft has no sampled responses to distil; set distillation.coef to 0"
             return
         yield from self._sampling_conflicts()
@@ -195,7 +195,7 @@ class RunConfig(Section):
         for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
             if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
                 yield f"{field}.temperature={value}: vLLM allows at most {VLLM_MAX_TEMPERATURE}; lower it or use sglang"
-        compares = algorithm.advantage.name in GROUP_ADVANTAGES and self.distillation.coef == 0
+        compares = algorithm.advantage.name in GROUP_ADVANTAGES and not self.distillation.is_set
         if rollout.samples_per_prompt == 1 and compares:
             yield (
                 f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
@@ -227,7 +227,7 @@ class RunConfig(Section):
                 f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
                 "rollout); use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
             )
-        if not any(function.weight for function in self.reward.functions) and self.distillation.coef == 0:
+        if not any(function.weight for function in self.reward.functions) and not self.distillation.is_set:
             yield "reward.functions: every weight is 0, so every reward is 0; give a function a weight"
         rewards = {function.name for function in self.reward.functions}
         if ENVIRONMENT in rewards and rollout.environment.name is None:
@@ -287,7 +287,7 @@ class RunConfig(Section):
                 algorithm.kl_reward.coef > 0,
                 "use algorithm.kl",
             ),
-            f"distillation.coef={self.distillation.coef:g}": (self.distillation.coef > 0, "set it to 0"),
+            f"distillation.coef={self.distillation.coef:g}": (self.distillation.is_set, "set it to 0"),
             f"algorithm.loss={algorithm.loss}": (algorithm.chooses_tokens, "use ppo_clip"),
             "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
             "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),

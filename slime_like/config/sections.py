@@ -68,10 +68,14 @@ class DistillationConfig(FrozenModelConfig):
     coef: float = Field(0.0, ge=0)
     """Add log(pi_teacher / pi_old), times this, to the advantage of every sampled token; 0: off."""
 
+    @property
+    def is_set(self) -> bool:
+        return self.coef > 0
+
     def conflicts(self) -> Iterator[str]:
-        if self.coef > 0 and self.path is None:
+        if self.is_set and self.path is None:
             yield f"coef={self.coef:g} needs a teacher; set distillation.path"
-        if self.coef == 0 and (changed := self.changed):
+        if not self.is_set and (changed := self.changed):
             yield f"{changed} is set, but distillation.coef=0; set a coefficient, or remove it"
 
 

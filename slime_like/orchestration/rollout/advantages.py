@@ -13,8 +13,10 @@ from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
 from slime_like.config.algorithm import KLRewardConfig
+from slime_like.config.roles import REFERENCE, TEACHER
 from slime_like.config.rollout import ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
+from slime_like.interfaces import Scores
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank_training import RankTraining
@@ -142,13 +144,7 @@ class Advantages:
         The batch must be loaded and scored, so reference logprobs exist. Logprobs are frozen at the start of the step,
         so the penalty applies to the policy that sampled.
         """
-        frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs", "ref_logprobs")
-        if any("ref_logprobs" not in scores for scores in frozen.values()):
-            raise TrainerError(
-                "the KL penalty needs reference logprobs, and a sequence has none",
-                code="no-reference-logprobs",
-                remedy="train on rollouts that were saved with them, or set reference.placement: trainer",
-            )
+        frozen = _compared(ranks, trajectories, "ref_logprobs", REFERENCE)
         estimator = self._algorithm.kl_reward.estimator
         negative = {
             row.sequence_id: kl_penalty(
@@ -180,13 +176,7 @@ def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficie
 
     The batch must be loaded and scored. Return the mean KL estimate of a token, in nats.
     """
-    frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs", "teacher_logprobs")
-    if any("teacher_logprobs" not in scores for scores in frozen.values()):
-        raise TrainerError(
-            "distillation needs a teacher's logprobs, and a sequence has none",
-            code="no-teacher-logprobs",
-            remedy="train on rollouts that were saved with them, or set distillation.placement: trainer",
-        )
+    frozen = _compared(ranks, trajectories, "teacher_logprobs", TEACHER)
     gains = {}
     for row in trajectories:
         gain = log_ratio(frozen[row.sequence_id]["teacher_logprobs"], frozen[row.sequence_id]["old_logprobs"])
@@ -195,6 +185,18 @@ def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficie
     given = {row.sequence_id: row.advantages.numpy() for row in trajectories}
     ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
     return -float(torch.cat(list(gains.values())).double().sum() / sum(row.sampled_len for row in trajectories))
+
+
+def _compared(ranks: RankCalls, rows: Sequence[ScoredTrajectory], field: str, role: str) -> dict[str, Scores]:
+    """Return the frozen scores ``old_logprobs`` and ``field``, which ``role`` gives. Every row must have both."""
+    frozen = frozen_scores(ranks, rows, "old_logprobs", field)
+    if any(field not in scores for scores in frozen.values()):
+        raise TrainerError(
+            f"the KL needs {field}, and a sequence has none",
+            code=f"no-{role}-logprobs",
+            remedy=f"train on rollouts that were saved with them, or set {role}.placement: trainer",
+        )
+    return frozen
 
 
 class KLCoefficient:
@@ -275,7 +277,7 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
     Raises:
         TrainerError: a custom correction failed.
     """
-    frozen = frozen_scores(ranks, [row.sequence_id for row in rows], "old_logprobs")
+    frozen = frozen_scores(ranks, rows, "old_logprobs")
     lengths = torch.tensor([row.response_len for row in rows])
     mask = torch.cat([row.loss_mask for row in rows])
     old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])

@@ -228,7 +228,7 @@ def debug_tables(
     Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
-    frozen: dict[str, Any] = frozen_scores(ranks, [row.sequence_id for row in chosen], "old_logprobs", "ref_logprobs")
+    frozen: dict[str, Any] = frozen_scores(ranks, chosen, "old_logprobs", "ref_logprobs")
     samples = [replace(row, **frozen[row.sequence_id]) for row in chosen]
     tables = {
         SAMPLE_TABLE: per_sample_rows(step, samples, stats, decode),

@@ -81,7 +81,7 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
             kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
             run.kl_reward.adapt(kl)
             metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": coefficient}
-        if config.distillation.coef > 0:
+        if config.distillation.is_set:
             metrics["train_actor_training/distillation_kl"] = distil(ranks, trajectories, config.distillation.coef)
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
@@ -93,7 +93,7 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
 def _set_apart(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
     """Have the loss choose tokens of every optimizer step, by old logprobs and advantages."""
     algorithm, ranks, found = run.config.algorithm, run.trainers.ranks, dict[str, np.ndarray]()
-    frozen = frozen_scores(ranks, [row.sequence_id for row in trajectories], "old_logprobs")
+    frozen = frozen_scores(ranks, trajectories, "old_logprobs")
     loss: Any = build_policy(algorithm.loss)
     generator = torch.Generator().manual_seed(run.config.seed * 1_000_003 + step)
     for rows in split_by_group(trajectories, algorithm.minibatches):
@@ -125,7 +125,7 @@ def update(run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajecto
 def _of_kept(run: Run, batch: TrainingBatch, rows: Sequence[ScoredTrajectory]) -> list[float]:
     """Return each minibatch's denominator without rejected sequences, or with them if all are: its gradient is 0."""
     algorithm = run.config.algorithm
-    frozen = frozen_scores(run.trainers.ranks, [row.sequence_id for row in rows], "old_logprobs")
+    frozen = frozen_scores(run.trainers.ranks, rows, "old_logprobs")
     kept = kept_sequences(
         algorithm.rejection,
         torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows]),

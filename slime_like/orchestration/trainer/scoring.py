@@ -64,9 +64,9 @@ def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: 
     return [scores[index] for index in range(len(sequences))]
 
 
-def frozen_scores(ranks: RankCalls, sequence_ids: list[str], *fields: str) -> dict[str, Scores]:
-    """Return frozen scores of these sequences of the loaded batch, from whichever rank holds them."""
-    answers = ranks.call("reporting scores", RankTraining.frozen, sequence_ids, *fields)
+def frozen_scores(ranks: RankCalls, rows: Sequence[Trajectory], *fields: str) -> dict[str, Scores]:
+    """Return frozen scores of these rows of the loaded batch by sequence id, from whichever rank holds them."""
+    answers = ranks.call("reporting scores", RankTraining.frozen, [row.sequence_id for row in rows], *fields)
     return {name: scores for answer in answers for name, scores in answer.items()}
 
 

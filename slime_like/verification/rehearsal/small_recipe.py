@@ -50,7 +50,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         },
         "trainer": _trainer(config.trainer, budget),
         "reference": _frozen(config.reference, algorithm.needs_reference, model),
-        "distillation": _frozen(config.distillation, config.distillation.coef > 0, model),
+        "distillation": _frozen(config.distillation, config.distillation.is_set, model),
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},

@@ -196,7 +196,7 @@ def test_a_teacher_adds_to_the_advantage_of_every_token_that_carries_loss(reject
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
     for pack in packs:
         pack.teacher_logprobs = None
-    with rejects(TrainerError, "no-teacher-logprobs"):
+    with rejects(TrainerError, "no-distillation-logprobs"):
         distil(trainers, trajectories, 0.5)
 
 
