@@ -74,6 +74,8 @@ class ScoredFields:
 
     Attributes:
         ref_logprobs, teacher_logprobs: logprobs under the reference and the teacher; ``None`` without one.
+        values, returns: the critic's value of the state in which each token is chosen, at the start of the step, and
+            the target of that value; ``None`` without a critic.
         set_apart: tokens that the loss has chosen from a whole optimizer step; ``None`` if it chooses none.
         old_logprobs, entropy: logprobs, and entropies in nats, under the trainer's weights at the start of the step;
             ``None`` until the batch is scored.
@@ -84,6 +86,8 @@ class ScoredFields:
     teacher_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     old_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     entropy: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
+    values: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
+    returns: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     set_apart: Tensor | None = field(default=None, metadata=_tensor(torch.bool, optional=True))
 
 

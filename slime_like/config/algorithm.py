@@ -159,6 +159,11 @@ class AlgorithmConfig(Section):
         return self.kl.coef > 0 or self.kl_reward.coef > 0
 
     @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained, whose values the advantages need."""
+        return self.advantage.name == "gae" and not self.supervised
+
+    @property
     def scores_policy(self) -> bool:
         """Whether a pass before the first update computes old logprobs. Later updates, the KL in the reward, the
         batch's mean importance weight and a denominator without rejected sequences need them."""

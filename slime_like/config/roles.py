@@ -6,7 +6,7 @@ from typing import Literal
 
 from slime_like.config.trainer import ParallelConfig
 
-POLICY, REFERENCE, TEACHER = "policy", "reference", "distillation"
+POLICY, REFERENCE, TEACHER, CRITIC = "policy", "reference", "distillation", "critic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,9 @@ class ModelRole:
             outputs are dropped.
         trained, scores: whether optimizer steps change it; whether trainer ranks score every batch with it first.
         head: what it computes for each response token, a key of ``backends.common.trainer.roles.OBJECTIVES``.
-        placement: ``trainer``: trainer ranks hold it. ``workers``: separate ranks score groups during sampling.
-        parallel: layout of the trainer ranks, or of each worker.
+        placement: ``trainer``: the policy's ranks hold it. ``workers``: separate ranks score groups during sampling.
+            ``ranks``: it has its own trainer ranks.
+        parallel: layout of its trainer ranks, or of each worker.
         workers, max_restarts: number of its workers, and their restarts in a run.
     """
 
@@ -31,7 +32,7 @@ class ModelRole:
     trained: bool = False
     scores: bool = False
     head: str = "logprob"
-    placement: Literal["trainer", "workers"] = "trainer"
+    placement: Literal["trainer", "workers", "ranks"] = "trainer"
     parallel: ParallelConfig
     workers: int = 0
     max_restarts: int = 0
@@ -42,13 +43,13 @@ class Roles(dict[str, ModelRole]):
 
     @property
     def held(self) -> list[ModelRole]:
-        """Frozen roles that trainer ranks hold next to the policy."""
+        """Frozen roles that the policy's ranks hold next to it."""
         return [role for role in self.values() if not role.trained and role.placement == "trainer"]
 
     @property
     def scoring(self) -> list[ModelRole]:
-        """Roles that trainer ranks score every batch with."""
-        return [role for role in self.values() if role.scores]
+        """Roles that the policy's ranks score every batch with."""
+        return [role for role in self.values() if role.scores and role.placement == "trainer"]
 
     @property
     def with_workers(self) -> list[ModelRole]:

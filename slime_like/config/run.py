@@ -10,11 +10,12 @@ from pydantic import Field
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
 from slime_like.config.lora import LoraConfig
-from slime_like.config.roles import POLICY, REFERENCE, TEACHER, ModelRole, Roles
+from slime_like.config.roles import CRITIC, POLICY, REFERENCE, TEACHER, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     DataConfig,
     DebugConfig,
     DistillationConfig,
@@ -49,6 +50,7 @@ class RunConfig(Section):
     model: ModelConfig
     reference: ReferenceConfig = ReferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
+    critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -91,7 +93,22 @@ class RunConfig(Section):
         policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
         frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
         frozen += [self.distillation.role(TEACHER, "teacher_logprobs")] if distills else []
-        return Roles({role.name: role for role in (policy, *frozen)})
+        return Roles({role.name: role for role in (policy, *frozen, *self._critic)})
+
+    @property
+    def _critic(self) -> list[ModelRole]:
+        """The role of the critic, if there is one."""
+        if not self.algorithm.needs_critic:
+            return []
+        layout = self.critic.parallel or self.trainer.parallel
+        options: dict[str, Any] = {"trained": True, "scores": True, "head": "value", "placement": "ranks"}
+        return [ModelRole(name=CRITIC, path=self.critic.path, fields=("values",), parallel=layout, **options)]
+
+    def for_critic(self) -> Self:
+        """Return the configuration of the critic's ranks, whose modules hold its weights and a value head."""
+        config = self.for_worker(self.roles[CRITIC])
+        settings = {"optimizer": self.critic.optimizer, "router_bias_rate": 0.0}
+        return config.model_copy(update={"trainer": config.trainer.model_copy(update=settings)})
 
     def has_same_base(self, role: ModelRole) -> bool:
         """Return whether a role has the policy's first weights, so that only trained weights are swapped for it."""
@@ -99,7 +116,7 @@ class RunConfig(Section):
         return role.path is None or (role.path == model.path and (model.weights is None or model.lora.is_set))
 
     def for_worker(self, role: ModelRole) -> Self:
-        """Return the configuration of a worker's ranks, whose modules hold the weights of ``role``."""
+        """Return the configuration of a role's own ranks, whose modules hold its weights."""
         path: dict[str, Any] = {} if role.path is None else {"path": role.path, "weights": None}
         if self.model.lora.is_set:  # the base
             path |= {"weights": None, "lora": LoraConfig()}
@@ -174,6 +191,8 @@ class RunConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._trainer_conflicts()
+        if not self.algorithm.needs_critic and (changed := self.critic.changed):
+            yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
         if self.supervised:
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"

@@ -11,7 +11,7 @@ from slime_like.config.gpus import GpuName
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
-from slime_like.config.trainer import ParallelConfig
+from slime_like.config.trainer import OptimizerConfig, ParallelConfig
 
 
 class ModelConfig(Section):
@@ -77,6 +77,23 @@ class DistillationConfig(FrozenModelConfig):
             yield f"coef={self.coef:g} needs a teacher; set distillation.path"
         if not self.is_set and (changed := self.changed):
             yield f"{changed} is set, but distillation.coef=0; set a coefficient, or remove it"
+
+
+class CriticConfig(Section):
+    """The value model of `algorithm.advantage: gae` (PPO)."""
+
+    path: Path | None = None
+    """Hugging Face checkpoint of its first weights, perhaps with a value head; none: the initial policy, whose head
+    starts at 0."""
+    placement: Literal["shared", "separate"] = Field(
+        "shared", description="shared: on the policy's devices, in turns. separate: on its own devices."
+    )
+    parallel: ParallelConfig | None = Field(None, description="Layout of its ranks; none: trainer.parallel.")
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    lam: float | None = Field(None, ge=0, le=1)
+    """Trace decay of the returns that it learns; none: the estimator's `lam` (VAPO, arXiv:2504.05118, uses 1)."""
+    value_clip: float | None = Field(0.2, gt=0, description="Largest change of a value that lowers the loss.")
+    warmup_steps: int = Field(0, ge=0, description="First training steps that leave the policy as it is.")
 
 
 TEMPLATE_INPUTS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}

@@ -251,7 +251,7 @@ def test_a_wrong_setting_is_rejected_with_its_field(
             "tensor",
             "reference.parallel.tensor or distillation.parallel.tensor or rollout.tensor or trainer.parallel.tensor",
         ),
-        ("learning_rate", "trainer.optimizer.lr"),
+        ("learning_rate", "critic.optimizer.lr or trainer.optimizer.lr"),
         ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),
         ("no_such_thing", None),
         ("rollout.max_new_token", "rollout.max_new_tokens"),
