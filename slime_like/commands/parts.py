@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 
-from slime_like.config.reading.parts import Part, documented
+from slime_like.config.reading.parts import PartDocs, documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
@@ -15,7 +15,7 @@ _TRANSPORTS = {name: f"slime_like.weights.transports.{module}" for name, (module
 _OWN_PACKAGES = ("backends.", "rollout.")
 
 
-def named_parts() -> dict[str, tuple[Part, ...]]:
+def named_parts() -> dict[str, tuple[PartDocs, ...]]:
     """Return the built-in parts by the setting that accepts their names."""
     places: dict[str, Mapping[str, str]] = {
         "reward.functions": REWARDS,
@@ -31,8 +31,8 @@ def named_parts() -> dict[str, tuple[Part, ...]]:
         setting: tuple(documented(name, place) for name, place in named.items()) for setting, named in places.items()
     }
     found["reward.functions"] += (
-        Part(ENVIRONMENT, "The rewards that `rollout.environment` returned, summed over a conversation.", "", ()),
-        Part(AGENT, "The reward that `rollout.agent` returned.", "", ()),
+        PartDocs(ENVIRONMENT, "The rewards that `rollout.environment` returned, summed over a conversation.", "", ()),
+        PartDocs(AGENT, "The reward that `rollout.agent` returned.", "", ()),
     )
     return found
 

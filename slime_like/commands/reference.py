@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slime_like.commands.parts import named_parts
 from slime_like.config.reading.fields import Field, sections
-from slime_like.config.reading.parts import Part
+from slime_like.config.reading.parts import PartDocs
 
 _REWARDS = "reward.functions"
 _NAMES = """\
@@ -45,7 +45,7 @@ def _names(setting: str) -> str:
     return f"`{setting}`\n\n" + "\n".join(items) + "\n"
 
 
-def _options(part: Part) -> str:
+def _options(part: PartDocs) -> str:
     shown = [f"`{one.name}`" if one.default is None else f"`{one.name}={one.default}`" for one in part.options]
     return f" Options: {', '.join(shown)}." if shown else ""
 
@@ -63,7 +63,7 @@ def _item(name: str, meaning: str, note: str = "") -> str:
     return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
-def _reward(part: Part) -> str:
+def _reward(part: PartDocs) -> str:
     paragraphs = [f"### `{part.name}`", part.summary, *([part.details] if part.details else [])]
     options = (
         _item(option.name, option.meaning[:1].upper() + option.meaning[1:], _note(option.type_text, option.default))
