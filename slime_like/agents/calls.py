@@ -111,8 +111,7 @@ def parse(model: type[BaseModel], body: Any) -> Any:
 def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
     """Return requested settings that this endpoint does not read, shortened. ``choice`` is the tool choice.
 
-    Raises:
-        CallRejected: a setting would change what the model samples.
+    Raises ``CallRejected`` if a setting would change what the model samples.
     """
     given = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
     for name in sorted(_SHAPING & given.keys()):

@@ -204,8 +204,7 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     Args:
         setting: ``auto``; ``none``: read no calls; the name of a form; or a JSON file with a response template.
 
-    Raises:
-        ConfigError: the setting names no form, or a response template is malformed.
+    Raises ``ConfigError`` if the setting names no form, or a response template is malformed.
     """
     forms, is_named, probes = _data()["forms"], setting not in ("auto", "none"), list(_probes(tokenizer))
     found = []

@@ -47,8 +47,7 @@ class Command:
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Split what follows the name into the command's arguments and flags of the configuration.
 
-        Raises:
-            SystemExit: an argument is wrong, missing or unexpected. argparse prints which.
+        Raises ``SystemExit`` if an argument is wrong, missing or unexpected. argparse prints which.
         """
         if not self.takes_flags:
             own = list(takewhile(lambda argument: argument != "--", arguments))

@@ -15,8 +15,7 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> tuple[Sequence[str],
     Returns:
         Flags that name the model and its precision, and the training checkpoint with the weights, if it is one.
 
-    Raises:
-        ConfigError: it is not a checkpoint, it was converted and has damaged files, or its model is unknown.
+    Raises ``ConfigError`` if it is not a checkpoint, it was converted and has damaged files, or its model is unknown.
     """
     named = has_flag(flags, "model.path")
     if (checkpoint / "config.json").is_file():

@@ -17,11 +17,7 @@ _UNIT = 2**20
 
 
 def converter_of(model: ModelConfig, trainer: TrainerConfig) -> Converter:
-    """Return the converter of ``trainer.backend``.
-
-    Raises:
-        ConfigError: the backend has no converter.
-    """
+    """Return the converter of ``trainer.backend``. Raises ``ConfigError`` if the backend has no converter."""
     # Megatron warns about every package that would make training faster, but nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -17,8 +17,7 @@ def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
         out: directory that is replaced when everything is written.
         dtype: type of the written weights.
 
-    Raises:
-        ConfigError: the file is not GGUF, transformers does not read its architecture, or tensors are missing.
+    Raises ``ConfigError`` if the file is not GGUF, transformers does not read its architecture, or tensors are missing.
     """
     import torch
     from gguf import GGUFReader

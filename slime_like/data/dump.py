@@ -34,8 +34,7 @@ def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> N
 def load_trajectories(path: Path) -> list[ScoredTrajectory]:
     """Read a file written by ``save_trajectories``; every field is equal.
 
-    Raises:
-        DataError: the file is missing, damaged, or of another format version.
+    Raises ``DataError`` if the file is missing, damaged, or of another format version.
     """
     if not path.is_file():
         remedy = "debug.load_rollouts needs one file per step, from step 1 on"

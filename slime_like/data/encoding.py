@@ -239,10 +239,8 @@ def _for_agents(prompt: str | Messages) -> str:
 def answer_text(value: Any) -> str:
     """Return a row's answer as reward functions get it: text and numbers as text, no answer as an empty text.
 
-    Several right answers become a JSON list of texts, a mapping and a truth value JSON.
-
-    Raises:
-        TypeError, ValueError: JSON cannot express it, or no response can equal it.
+    Several right answers become a JSON list of texts, a mapping and a truth value JSON. Raises ``TypeError`` or
+    ``ValueError`` if JSON cannot express it, or no response can equal it.
     """
     if value is None or isinstance(value, str):
         return value or ""

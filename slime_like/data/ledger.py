@@ -72,8 +72,7 @@ class Ledger:
     Args:
         path: the database; created if missing.
 
-    Raises:
-        DataError: the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
+    Raises ``DataError`` if the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,8 +136,7 @@ class Ledger:
     def restore(self, path: Path, count: int | None = None) -> None:
         """Replace the ledger with a copy made by ``snapshot``, limited to its first ``count`` events.
 
-        Raises:
-            DataError: there is no snapshot at ``path``, or it is damaged.
+        Raises ``DataError`` if there is no snapshot at ``path``, or it is damaged.
         """
         if not path.is_file():
             problem, remedy = f"{path} is missing: the checkpoint has no ledger", "resume from another one"
@@ -183,8 +181,7 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
 def audit_run(run_dir: Path) -> Audit:
     """Follow every group of a finished or running run through its events.
 
-    Raises:
-        DataError: the run has no ledger, or the ledger cannot be read.
+    Raises ``DataError`` if the run has no ledger, or the ledger cannot be read.
     """
     path = run_dir / FILE_NAME
     if not path.is_file():
@@ -200,10 +197,8 @@ def audit_run(run_dir: Path) -> Audit:
 def _readable(path: Path, stack: ExitStack) -> sqlite3.Connection:
     """Open a ledger for reading, whether its writer is running or was killed.
 
-    SQLite may have to write next to the file before it can read it. If that is refused, this reads a copy.
-
-    Raises:
-        DataError: the ledger cannot be copied.
+    SQLite may have to write next to the file before it can read it. If that is refused, this reads a copy. Raises
+    ``DataError`` if the ledger cannot be copied.
     """
     uri = _read_only(path)
     database = stack.enter_context(closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)))

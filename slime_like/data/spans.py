@@ -135,8 +135,7 @@ class ConversationEncoder:
         tokenizer: Hugging Face tokenizer with a chat template.
         stop_token_ids: tokens at which engines end a response; by default, the tokenizer's EOS token.
 
-    Raises:
-        SpanFault: there is no chat template or stop token, or the tokenizer gives no offsets.
+    Raises ``SpanFault`` if there is no chat template or stop token, or the tokenizer gives no offsets.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
@@ -161,8 +160,7 @@ class ConversationEncoder:
             Rows: tokens, and ``[start, end)`` of the turns that carry loss, in order. Every trained turn carries loss
             in one row.
 
-        Raises:
-            SpanFault: the template rejects it, or a span cannot be found exactly.
+        Raises ``SpanFault`` if the template rejects it, or a span cannot be found exactly.
         """
         messages = [self._template.as_read(message) for message in messages]
         trained = [index for index, message in enumerate(messages) if is_trained(message)]

@@ -28,9 +28,8 @@ def task_rows(
         system: whether each prompt begins with the library's request for ``<answer>`` tags.
         other: questions that no row may have.
 
-    Raises:
-        ConfigError: the library is not installed, or lacks the task or setting; the task's answer does not survive
-            JSON; or almost every question is in ``other``.
+    Raises ``ConfigError`` if the library is not installed, or lacks the task or setting; the task's answer does not
+    survive JSON; or almost every question is in ``other``.
     """
     library = imported_library()
     if task not in library.factory.DATASETS:

@@ -15,8 +15,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     Args:
         trust_remote_code: run the checkpoint's own tokenizer, if it has one.
 
-    Raises:
-        DataError: there is no tokenizer, it cannot be read, or its code is not trusted.
+    Raises ``DataError`` if there is no tokenizer, it cannot be read, or its code is not trusted.
     """
     if not (path / "tokenizer_config.json").is_file():
         missing = "has no tokenizer (tokenizer_config.json is missing)" if path.exists() else "does not exist"

@@ -38,8 +38,7 @@ def make_look_alike(
         with_vocabulary: keep the vocabulary, the tokenizer's files and the EOS ids; otherwise use about 2,000 ids.
         ends: tokens of which the model samples one about every sixteen tokens, e.g. to end its turns.
 
-    Raises:
-        ConfigError: the family of ``model`` is not supported.
+    Raises ``ConfigError`` if the family of ``model`` is not supported.
     """
     dimensions = ModelDimensions.from_checkpoint(model)
     if dimensions.family == OTHER:

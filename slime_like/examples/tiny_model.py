@@ -59,8 +59,7 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
         overrides: fields of the family's transformers configuration, e.g. ``num_hidden_layers=4``,
             ``tie_word_embeddings=True`` or ``dtype="bfloat16"`` (float32 by default).
 
-    Raises:
-        ConfigError: unknown family or field.
+    Raises ``ConfigError`` if the family or a field is unknown.
     """
     config = tiny_config(family, **overrides)
     write_random_weights(config, Path(directory), seed, transformers.GenerationConfig(**_special_ids()))

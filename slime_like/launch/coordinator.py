@@ -29,8 +29,7 @@ _REMEDY = "restart to resume from the last checkpoint"
 def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
     """Lead the run to its end on all nodes.
 
-    Raises:
-        SlimeLikeError: Ray's head did not start. The other nodes need an exit note.
+    Raises ``SlimeLikeError`` if Ray's head did not start. The other nodes need an exit note.
     """
     require_valid(config)
     place = find_place(0, options.head, options.address)

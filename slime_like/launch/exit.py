@@ -75,8 +75,7 @@ class ExitNotes:
     def require_none_ended(self, ranks: Iterable[int] = (0,)) -> None:
         """Check the notes of these nodes.
 
-        Raises:
-            NodeEndedError: a node left a note in this start, or shortly before it and did not return.
+        Raises ``NodeEndedError`` if a node left a note in this start, or shortly before it and did not return.
         """
         for rank in ranks:
             modified = _modified(self._paths[rank])

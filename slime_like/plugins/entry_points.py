@@ -26,8 +26,7 @@ def _installed(group: str, path: tuple[str, ...]) -> tuple[str, ...]:
 def load_installed(group: str, name: str, field: str) -> Any:
     """Import the object registered as ``name`` in ``group``.
 
-    Raises:
-        ConfigError: the name is not registered. The message names the setting ``field`` and the known names.
+    Raises ``ConfigError`` if the name is not registered. The message names the setting ``field`` and the known names.
     """
     known = {point.name: point for point in entry_points(group=group)}
     if name not in known:

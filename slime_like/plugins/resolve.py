@@ -56,8 +56,7 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         kind: the kind of object, for messages ("loss", "advantage estimator").
         known: the registry: objects, or their import paths.
 
-    Raises:
-        ValueError: the name is unknown, or cannot be imported.
+    Raises ``ValueError`` if the name is unknown, or cannot be imported.
     """
     found = known.get(name, name)
     if not isinstance(found, str):

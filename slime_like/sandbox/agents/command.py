@@ -38,8 +38,7 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
         directory: a new directory, for the program's files, its working directory and its home directory.
         needs_result: whether the program must write a result. Otherwise, a missing result has reward 0.
 
-    Raises:
-        CommandFailed: it cannot be started, or it wrote no usable result.
+    Raises ``CommandFailed`` if it cannot be started, or it wrote no usable result.
     """
     task_file, result_file = directory / "task.json", directory / "result.json"
     given = asdict(task)

@@ -34,8 +34,7 @@ class ObservationEncoder:
             messages of role ``tool``, or of role ``user`` if it knows no tools or only a user follows the turn's end.
         max_tokens: limit on an observation's tokens, without the template's. Longer observations are cut.
 
-    Raises:
-        ConfigError: there is no chat template, or it renders neither role.
+    Raises ``ConfigError`` if there is no chat template, or it renders neither role.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, max_tokens: int) -> None:

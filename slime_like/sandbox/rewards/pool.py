@@ -120,9 +120,8 @@ class RewardPool:
             groups: a key for each item that is the same for all items of its group. All items of a group have the same
                 prompt and answer. By default, every item is a group.
 
-        Raises:
-            RewardError: the workers no longer start, or so many items failed in a row that the functions must be
-                broken.
+        Raises ``RewardError`` if the workers no longer start, or so many items failed in a row that the functions must
+        be broken.
         """
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
