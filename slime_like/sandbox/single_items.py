@@ -1,14 +1,39 @@
-"""Pools that run one user's code, one item at a time."""
+"""Pools that run one user's code, one item at a time: agents and environments. A pool belongs to one event loop."""
 
+import asyncio
+import shutil
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slime_like.config.rollout import AgentConfig, EnvironmentConfig
-from slime_like.sandbox.failure_budget import FailureBudget
+from slime_like.errors import AgentFailure, EnvironmentFailure
+from slime_like.interfaces.agent import AgentResult, AgentTask
+from slime_like.interfaces.environment import Step, Task
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 
 _SUSPICIOUS_ITEMS = 8
 """Number of first items that must not all fail."""
+
+
+class FailureBudget:
+    """Counter of failures before the first success. It is exhausted at ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.failures = 0
+        self._closed = False
+
+    def record(self, ok: bool) -> None:
+        if ok:
+            self.failures, self._closed = 0, True
+        elif not self._closed:
+            self.failures += 1
+
+    @property
+    def exhausted(self) -> bool:
+        return self.failures >= self.limit
 
 
 class NoOutcome(Exception):
@@ -75,3 +100,84 @@ class SingleItems(WorkerPool):
         )
         self.fail(failure)
         raise failure
+
+
+class AgentPool(SingleItems):
+    """``config.workers`` processes that each run one agent at a time. ``needs_result``: a command must write one."""
+
+    def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None, *, needs_result: bool = True) -> None:
+        subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
+        kind = WorkerKind(
+            "slime_like.sandbox.agents.worker",
+            {**config.model_dump(include={"name", "options", "command"}), "needs_result": needs_result},
+            section="rollout.agent",
+            subject=f"rollout.agent.{subject}",
+            error=AgentFailure,
+            repeats=False,  # turns that the first run sampled would get the second run's reward
+        )
+        super().__init__(kind, config, logs, items="rollouts", code="agent-fails")
+
+    async def solve(self, task: AgentTask) -> AgentResult:
+        """Wait for a free worker and run the agent. If the caller gives up, its process is killed with all children.
+
+        Raises:
+            NoOutcome: this rollout failed.
+            AgentFailure: all first rollouts failed, or workers no longer start.
+        """
+        directory = tempfile.mkdtemp(prefix="agent-")
+        try:
+            return AgentResult(**await self.ask_one({"task": asdict(task), "directory": directory}))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+
+class EnvironmentPool(SingleItems):
+    """``config.workers`` processes that each run one step of a conversation at a time."""
+
+    def __init__(self, config: EnvironmentConfig, logs: tuple[Path, str] | None = None) -> None:
+        kind = WorkerKind(
+            "slime_like.sandbox.environments.worker",
+            {"name": config.name, "options": config.options},
+            section="rollout.environment",
+            subject=f"rollout.environment.name={config.name}",
+            error=EnvironmentFailure,
+        )
+        super().__init__(kind, config, logs, items="steps", code="environment-fails")
+
+    @property
+    def judges_cut_turns(self) -> bool:
+        """True if the environment receives turns that a token limit cut off. Known after ``start``."""
+        return bool(self.about["judges_cut_turns"])
+
+    async def step(self, task: Task, state: Any, response: str, first: bool, truncated: bool = False) -> Step:
+        """Wait for a free worker and run one step. The first step of a conversation includes its reset.
+
+        Raises:
+            NoOutcome: this step failed.
+            EnvironmentFailure: all first steps failed, or workers no longer start.
+        """
+        item = {"task": asdict(task), "state": state, "response": response, "first": first, "truncated": truncated}
+        return Step(**await self.ask_one(item))
+
+
+def agent_start_problems(config: AgentConfig) -> list[str]:
+    """Let a worker import the agent, and return the problems it finds."""
+    return AgentPool(config.model_copy(update={"workers": 1})).start_problems()
+
+
+def environment_start_problems(config: EnvironmentConfig, task: Task | None) -> list[str]:
+    """Let a worker create the environment and reset it for ``task``, if given. Return the problems."""
+    pool = EnvironmentPool(config.model_copy(update={"workers": 1}))
+    if task is None:
+        return pool.start_problems()
+    item = {"task": asdict(task), "first": True, "response": None}
+
+    async def reset() -> list[str]:
+        try:
+            await pool.ask_one(item)
+        except NoOutcome as failed:
+            what = f"rollout.environment.name={config.name} cannot be reset for the first row of the data"
+            return [f"{what}: {failed}; correct it, or the row"]
+        return []
+
+    return pool.start_problems(reset)

@@ -21,9 +21,7 @@ from slime_like.models.special_tokens import decoded
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.rollout.requests import routes_per_token
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
-from slime_like.sandbox.agents.pool import AgentPool
-from slime_like.sandbox.failure_budget import FailureBudget
-from slime_like.sandbox.single_items import NoOutcome
+from slime_like.sandbox.single_items import AgentPool, FailureBudget, NoOutcome
 
 _SUSPICIOUS_ROLLOUTS = 8
 

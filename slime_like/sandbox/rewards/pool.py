@@ -11,10 +11,9 @@ from typing import Any, Self, TypeVar
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
-from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
+from slime_like.sandbox.rewards.failures import RewardFailures, TimeBudget
 from slime_like.sandbox.rewards.registry import QUICK
 from slime_like.sandbox.rewards.signature import ROW
-from slime_like.sandbox.rewards.time_budget import TimeBudget
 
 _CHUNK_ITEMS = 64
 
@@ -172,23 +171,23 @@ class RewardPool:
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
         """Return one answer per item, in order. The first error ends the batch."""
         size = min(_CHUNK_ITEMS, math.ceil(len(items) / (2 * self._count)))
-        timeouts = BatchTimeouts(self._failures)
+        hung = list[str | None]()
         try:
             async with asyncio.TaskGroup() as tasks:
                 chunks = [
-                    tasks.create_task(self._chunk_answers(items[start : start + size], timeouts))
+                    tasks.create_task(self._chunk_answers(items[start : start + size], hung))
                     for start in range(0, len(items), size)
                 ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [answer for chunk in chunks for answer in chunk.result()]
 
-    async def _chunk_answers(self, items: Sequence[dict[str, Any]], timeouts: BatchTimeouts) -> list[Answer]:
+    async def _chunk_answers(self, items: Sequence[dict[str, Any]], hung: list[str | None]) -> list[Answer]:
         answers: list[Answer] = []
 
         def settle(answer: Answer) -> None:
             answer = self._time.record(answer)
-            timeouts.record(items[len(answers)]["prompt"], answer)
+            self._failures.record_first(hung, items[len(answers)]["prompt"], answer)
             answers.append(answer)
 
         while len(answers) < len(items):
