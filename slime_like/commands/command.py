@@ -7,10 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from slime_like.checks.directories import directory_problem
 from slime_like.config.base import require_path
 from slime_like.config.reading.load import is_assignment
+
+Option = tuple[str, Mapping[str, Any]]
+
+
+def option(name: str, **settings: Any) -> Option:
+    """Return an option of a command, with the keyword arguments of argparse's ``add_argument``."""
+    return name, settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,7 @@ class Command:
     summary: str
     run: Callable[[argparse.Namespace, list[str]], int]
     description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    options: Sequence[Option] = ()
     usage: str = ""
     paths: Mapping[str, str] = field(default_factory=dict)
     takes_flags: bool = True
@@ -69,7 +77,8 @@ class Command:
             key = shown.partition(".")[0].lower()  # config of [CONFIG.yaml], hf_dir of HF_DIR
             parser.add_argument(key, nargs=nargs, type=given_path, metavar=shown, help=text)
         if options:
-            self.add_arguments(parser)
+            for name, settings in self.options:
+                parser.add_argument(name, **settings)
         return parser
 
 
@@ -100,11 +109,7 @@ def temporary_run_dir(command: str) -> Path:
 
 
 def output_problem(output: Path, read: Mapping[str, Sequence[Path]]) -> str | None:
-    """Return why ``--output`` cannot be written, with the remedy, or ``None``. It is tried before anything starts.
-
-    Args:
-        read: files that must not be replaced, by the setting that names them.
-    """
+    """Return why ``--output`` cannot be written, with the remedy, or ``None``. It must not replace the files ``read``."""
     if output.exists() and not output.is_file():
         return f"--output={output}: is not a regular file and would be replaced; give a file"
     for name, files in read.items():

@@ -6,14 +6,14 @@ import argparse
 import os
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.directories import directory_problem
 from slime_like.checks.earlier_run import checkpoint_problem
-from slime_like.commands.command import Command, at_least_one, given_path, has_flag, temporary_run_dir
+from slime_like.commands.command import Command, at_least_one, given_path, has_flag, option, temporary_run_dir
 from slime_like.commands.weights_source import find_weights
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.config.lora import ADAPTER_CONFIG
@@ -23,63 +23,17 @@ from slime_like.models.converted import DESCRIPTION as CONVERTED
 from slime_like.system.words import counted
 
 if TYPE_CHECKING:
-    from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, TensorSource
+    from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Converter, Report, TensorSource
 
 _DIFFERS = 1
 _SHOWN = 50
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SMALLEST = 10_000
 
-
 DESCRIPTION = (
     "Convert checkpoints from disk to disk, or compare two. This needs neither Ray nor a GPU, and memory for "
     "a few tensors only. Training can also start from a Hugging Face directory, without a conversion."
 )
-
-
-def _add_check_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help=f"list every difference (default: the first {_SHOWN})")
-    _add_workers(parser)
-
-
-def _add_writing_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="type of the written weights; auto keeps each tensor's type (default: %(default)s)",
-    )
-    add(
-        "--max_shard_size",
-        type=size_in_bytes,
-        default="1GB",
-        metavar="SIZE",
-        help="largest data file, such as 500MB or 5GB (default: %(default)s)",
-    )
-    add("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity")
-    _add_force(parser)
-    _add_workers(parser)
-
-
-def _add_to_hf_options(parser: argparse.ArgumentParser) -> None:
-    _add_writing_options(parser)
-    parser.add_argument("--merge", action="store_true", help="write the model with its factors merged")
-
-
-def _add_force(parser: argparse.ArgumentParser) -> None:
-    text = "replace an earlier conversion or model in OUT when the new one is complete"
-    parser.add_argument("--force", action="store_true", help=text)
-
-
-def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers",
-        type=at_least_one,
-        default=min(4, len(os.sched_getaffinity(0))),
-        metavar="N",
-        help="threads; each holds one parameter in memory (default here: %(default)s)",
-    )
 
 
 def size_in_bytes(text: str) -> int:
@@ -99,12 +53,7 @@ def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="flag-excluded")
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
-    from slime_like.conversion.convert import converter_of, reported
-
-    with reported(config.logging, "MiB converted") as report:
-        converter = converter_of(config.model, config.trainer)
-        summary = converter.to_checkpoint(options.out, _conversion(options), report)
-    return _print(options.out, summary)
+    return _converted(config, options, lambda converter, *rest: converter.to_checkpoint(options.out, *rest))
 
 
 def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -118,12 +67,7 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(differs, code="wrong-checkpoint")
     if options.merge and not config.model.lora.is_set:
         raise ConfigError("--merge: the checkpoint has no factors (model.lora); remove it", code="no-factors")
-    from slime_like.conversion.convert import converter_of, reported
-
-    with reported(config.logging, "MiB converted") as report:
-        converter = converter_of(config.model, config.trainer)
-        summary = converter.to_hugging_face(weights, options.out, _conversion(options), report)
-    return _print(options.out, summary)
+    return _converted(config, options, lambda converter, *rest: converter.to_hugging_face(weights, options.out, *rest))
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -158,14 +102,6 @@ def _open(model: ModelConfig, trainer: TrainerConfig, path: Path, flags: Sequenc
     return converter_of(config.model, config.trainer).open_checkpoint(weights)
 
 
-def _add_gguf_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("file", type=given_path, metavar="FILE", help="file of an architecture that transformers reads from GGUF")
-    add("out", type=given_path, metavar="OUT", help="directory to write")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="type to write (%(default)s)")
-    _add_force(parser)
-
-
 def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
     _require_output(options.file, options.out, options.force)
     from slime_like.conversion.gguf import gguf_to_hugging_face
@@ -173,13 +109,6 @@ def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
     print(f"converted: {counted(gguf_to_hugging_face(options.file, options.out, options.dtype), 'tensor')}")
     print(f"output: {options.out}")
     return 0
-
-
-def _conversion(options: argparse.Namespace) -> ConversionOptions:
-    from slime_like.interfaces.conversion import ConversionOptions
-
-    merge = getattr(options, "merge", False)
-    return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
 
 
 def _checked(arguments: Sequence[str], flags: Sequence[str]) -> RunConfig:
@@ -208,13 +137,42 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
         raise ConfigError(f"OUT={output} {problem}", code=code)
 
 
-def _print(output: Path, summary: ConversionSummary) -> int:
+def _converted(
+    config: RunConfig,
+    options: argparse.Namespace,
+    convert: Callable[[Converter, ConversionOptions, Report], ConversionSummary],
+) -> int:
+    from slime_like.conversion.convert import converter_of, reported
+    from slime_like.interfaces.conversion import ConversionOptions
+
+    merge = getattr(options, "merge", False)
+    given = ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
+    with reported(config.logging, "MiB converted") as report:
+        summary = convert(converter_of(config.model, config.trainer), given, report)
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
     tensors, files = counted(summary.tensors, "tensor"), counted(summary.files, "file")
     print(f"converted: {tensors}, {summary.nbytes / 1e6:.2f} MB, {files}{kept}")
-    print(f"output: {output}")
+    print(f"output: {options.out}")
     return 0
 
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_WORKERS = option(
+    "--workers",
+    type=at_least_one,
+    default=min(4, len(os.sched_getaffinity(0))),
+    metavar="N",
+    help="threads; each holds one parameter in memory (default here: %(default)s)",
+)
+_FORCE = option("--force", action="store_true", help="replace an earlier conversion or model in OUT in the end")
+_SIZE = "largest data file, such as 500MB or 5GB (default: %(default)s)"
+_WRITING = (
+    option("--dtype", choices=["auto", *_DTYPES], default="auto", help="type to write; auto: each tensor's own"),
+    option("--max_shard_size", type=size_in_bytes, default="1GB", metavar="SIZE", help=_SIZE),
+    option("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity"),
+    _FORCE,
+    _WORKERS,
+)
 
 COMMANDS = (
     Command(
@@ -224,7 +182,7 @@ COMMANDS = (
         "Write a Megatron checkpoint, split by the given layout; every other layout can read it. OUT gets\n"
         "trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. OUT appears\n"
         "when it is complete; the same command resumes an interrupted conversion.",
-        _add_writing_options,
+        _WRITING,
         "[options] [--trainer.parallel.tensor N ...]",
         {"HF_DIR": "Hugging Face directory with safetensors", "OUT": "directory to write"},
         epilog="Layout: --trainer.parallel.tensor, .pipeline, .virtual_pipeline, .expert (with .data), .sequence;\n"
@@ -239,7 +197,7 @@ COMMANDS = (
         "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
         "OUT appears when it is complete; the same command resumes an interrupted conversion. A checkpoint of\n"
         "factors (model.lora) becomes a PEFT adapter, or with --merge a whole model.",
-        _add_to_hf_options,
+        (*_WRITING, option("--merge", action="store_true", help="write the model with its factors merged")),
         "[options] [--model.path HF_DIR]",
         {
             "CHECKPOINT": "a run's checkpoints/step-N, or output of `convert to-megatron`. Configuration and "
@@ -253,7 +211,14 @@ COMMANDS = (
         _from_gguf,
         "Write weights, configuration, tokenizer and chat template of a GGUF file. Quantized weights are\n"
         "dequantized, with the precision that quantization left.",
-        _add_gguf_options,
+        (
+            option(
+                "file", type=given_path, metavar="FILE", help="of an architecture that transformers reads from GGUF"
+            ),
+            option("out", type=given_path, metavar="OUT", help="directory to write"),
+            option("--dtype", choices=_DTYPES, default="bfloat16", help="type to write (%(default)s)"),
+            _FORCE,
+        ),
         takes_flags=False,
     ),
     Command(
@@ -262,7 +227,7 @@ COMMANDS = (
         _check,
         "Compare names, shapes, types and every bit of two checkpoints, each a Hugging Face directory or\n"
         "a Megatron checkpoint. Exit code 0: equal. 1: different, with a list of the differences.",
-        _add_check_options,
+        (option("--all", action="store_true", help=f"list every difference (default: the first {_SHOWN})"), _WORKERS),
         "[options] [--model.path HF_DIR]",
         dict.fromkeys(("A", "B"), "a checkpoint of either kind"),
     ),

@@ -25,8 +25,7 @@ class UnforeseenError(SlimeLikeError):
 def traceback_kept(run_dir: Path | None) -> Iterator[None]:
     """Turn exceptions that aren't ours into an ``UnforeseenError``. Write tracebacks of bugs and user code to a file.
 
-    Args:
-        run_dir: directory of the file, if it exists by then; else the file is in the directory for temporary files.
+    The file is in ``run_dir``, if that exists by then, else in the directory for temporary files.
 
     Raises:
         UnforeseenError: names the exception, its message and the file.

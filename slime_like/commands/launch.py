@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slime_like.commands.command import Command, has_flag
+from slime_like.commands.command import Command, has_flag, option
 from slime_like.config import RunConfig
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
@@ -20,28 +20,30 @@ SHORTEST_SILENCE_S = 6.0
 """Ray checks the health of a node several times before the node is lost."""
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
-    add("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-    add("--nodes", type=int, metavar="N", help="number of nodes (default: those of --slurm_nodes, else 1)")
-    add("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
-    add("--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)")
-    add("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
-    add("--address", default="", metavar="ADDRESS", help="this node's address (default: found by route to node 0)")
-    add("--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of node 0's GCS (default: %(default)s)")
-    add("--token_file", type=Path, metavar="FILE", help="key shared by all nodes (default: created next to run_dir)")
-    add("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)")
-    for name, what in (
-        ("nodes_timeout_s", "timeout for all nodes to join"),
-        ("ray_timeout_s", "timeout for Ray to start on a node"),
-        ("silence_s", "time without an answer after which a node counts as lost"),
-        ("stop_s", "time for training to stop before it is killed"),
-    ):
-        what += ", in seconds (default: %(default)g)"
-        add(f"--{name}", type=float, default=getattr(defaults, name), metavar="S", help=what)
-    add("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first")
-    add("--dry_run", action="store_true", help="print what every node would do; start nothing")
+_DEFAULTS = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
+_TIMES = {
+    "nodes_timeout_s": "timeout for all nodes to join",
+    "ray_timeout_s": "timeout for Ray to start on a node",
+    "silence_s": "time without an answer after which a node counts as lost",
+    "stop_s": "time for training to stop before it is killed",
+}
+_OPTIONS = (
+    option("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file"),
+    option("--nodes", type=int, metavar="N", help="number of nodes (default: those of --slurm_nodes, else 1)"),
+    option("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0"),
+    option("--head", default="", metavar="ADDRESS", help="node 0's address (default: the first of --slurm_nodes)"),
+    option("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]"),
+    option("--address", default="", metavar="ADDRESS", help="this node's address (default: found by route to node 0)"),
+    option("--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of node 0's GCS (%(default)s)"),
+    option("--token_file", type=Path, metavar="FILE", help="key shared by all nodes (default: next to run_dir)"),
+    option("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)"),
+    *(
+        option(f"--{name}", type=float, default=getattr(_DEFAULTS, name), metavar="S", help=f"{what} (%(default)g s)")
+        for name, what in _TIMES.items()
+    ),
+    option("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first"),
+    option("--dry_run", action="store_true", help="print what every node would do; start nothing"),
+)
 
 
 def _run(given: argparse.Namespace, flags: list[str]) -> int:
@@ -159,7 +161,7 @@ COMMAND = Command(
     "Train on several nodes: start Ray on each, wait for all nodes, plan, train, and exit everywhere\n"
     "with the same code and cause. Flags of `slime-like train` follow --. scripts/run_qwen_32b.sh calls\n"
     "this command with values of Slurm or of environment variables.",
-    _add_arguments,
+    _OPTIONS,
     "[CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]",
     takes_flags=False,
 )

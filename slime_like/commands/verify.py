@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import RANKS, loading_needs
-from slime_like.commands.command import Command, has_flag, temporary_run_dir
+from slime_like.commands.command import Command, has_flag, option, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -23,29 +23,9 @@ if TYPE_CHECKING:
 
 _FIXED = ("model.path", "trainer.optimizer.distributed", "trainer.optimizer.overlap")
 _DIFFERS = 1
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="Hugging Face directory that every node sees (default: a tiny Qwen3, on this machine only)",
-    )
-    add(
-        "--layouts",
-        nargs="+",
-        metavar="NAME",
-        help="layouts such as tp2-sp-pp2 (default: those that fit of: " + " ".join(DEFAULT_LAYOUTS) + ")",
-    )
-    add("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: %(default)s, one rank)")
-    add(
-        "--batch",
-        type=Path,
-        metavar="FILE",
-        help="rollouts of one step, written by debug.save_rollouts (default: a synthetic batch)",
-    )
+_MODEL = "Hugging Face directory that every node sees"
+_DEFAULT = f"those that fit of: {' '.join(DEFAULT_LAYOUTS)}"
+_BATCH = "rollouts of one step, written by debug.save_rollouts"
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
@@ -120,7 +100,12 @@ COMMAND = Command(
     "Run one batch under every layout that fits this machine or cluster. Compare per-token logprobs,\n"
     "loss, every tensor's gradient, and the weights after training with one rank. Exit code 1: a layout\n"
     "differs; the first differing token, gradient and tensor are named.",
-    _add_arguments,
+    (
+        option("--model", type=Path, metavar="DIR", help=f"{_MODEL} (default: a tiny Qwen3, on this machine only)"),
+        option("--layouts", nargs="+", metavar="NAME", help=f"such as tp2-sp-pp2 (default: {_DEFAULT})"),
+        option("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: one rank)"),
+        option("--batch", type=Path, metavar="FILE", help=f"{_BATCH} (default: a synthetic batch)"),
+    ),
     "[--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]",
     epilog="Every field of the configuration is a flag: see `slime-like train --help`. --cluster.address joins a\n"
     "running cluster; --steps is the number of optimizer steps.",

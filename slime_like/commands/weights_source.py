@@ -10,10 +10,7 @@ from slime_like.models.converted import MODEL, WEIGHTS, converted_problem, is_co
 
 
 def find_weights(checkpoint: Path, flags: Sequence[str]) -> tuple[Sequence[str], Path | None]:
-    """Find the kind of a checkpoint and its model's dimensions.
-
-    Returns:
-        Flags that name the model and its precision, and the training checkpoint with the weights, if it is one.
+    """Return flags that name the model and its precision, and the training checkpoint with the weights, if it is one.
 
     Raises ``ConfigError`` if it is not a checkpoint, it was converted and has damaged files, or its model is unknown.
     """
