@@ -230,11 +230,7 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
 
 
 def require_calls(form: ResponseForm, config: RunConfig, has_tools: bool) -> None:
-    """Raise ``ConfigError`` if the model would be shown tools, but calls in the template's form cannot be read.
-
-    Args:
-        has_tools: whether rows have tools. Agents may have some.
-    """
+    """Raise ``ConfigError`` if the model would be shown tools, but calls in the template's form cannot be read."""
     setting, tokenizer = config.rollout.agent.tool_parser, form.tokenizer
     if setting == "none" or form.has_calls or tokenizer.chat_template is None:
         return

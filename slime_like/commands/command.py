@@ -109,7 +109,7 @@ def temporary_run_dir(command: str) -> Path:
 
 
 def output_problem(output: Path, read: Mapping[str, Sequence[Path]]) -> str | None:
-    """Return why ``--output`` cannot be written, with the remedy, or ``None``. It must not replace the files ``read``."""
+    """Return why ``--output`` cannot be written, with the remedy, or ``None``. It must not be a file in ``read``."""
     if output.exists() and not output.is_file():
         return f"--output={output}: is not a regular file and would be replaced; give a file"
     for name, files in read.items():

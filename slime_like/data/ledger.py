@@ -69,9 +69,6 @@ class Ledger:
     A write-ahead log lets others read while the run writes. It needs memory shared between processes, so the ledger of
     an active run can only be read on the same host. A file system that cannot map files is rejected.
 
-    Args:
-        path: the database; created if missing.
-
     Raises ``DataError`` if the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
     """
 
@@ -112,7 +109,6 @@ class Ledger:
 
         Args:
             version: weight version of the engine that samples or has sampled them.
-            step: training step that has trained them.
             reason: why they were issued again, or will never be trained.
         """
         rows = [(group, state, version, step, reason, time.time()) for group in group_ids]

@@ -49,11 +49,7 @@ class Prompt:
 
 
 class _Rows:
-    """Rows of one source, epoch after epoch.
-
-    Args:
-        seed: seed of an epoch's order, together with its number; ``None`` keeps the file order.
-    """
+    """Rows of one source, epoch after epoch, in an order from ``seed`` and its number; ``None``: in file order."""
 
     def __init__(self, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
         self._rows, self._seed = rows, seed

@@ -156,11 +156,8 @@ class ConversationEncoder:
         A row continues with the next turn if the template leaves the text so far as it is. Otherwise a new row begins,
         with the earlier turns as the template then shows them.
 
-        Returns:
-            Rows: tokens, and ``[start, end)`` of the turns that carry loss, in order. Every trained turn carries loss
-            in one row.
-
-        Raises ``SpanFault`` if the template rejects it, or a span cannot be found exactly.
+        Returns rows: tokens, and ``[start, end)`` of the turns that carry loss, in order. Every trained turn carries
+        loss in one row. Raises ``SpanFault`` if the template rejects it, or a span cannot be found exactly.
         """
         messages = [self._template.as_read(message) for message in messages]
         trained = [index for index, message in enumerate(messages) if is_trained(message)]

@@ -12,9 +12,6 @@ from slime_like.models.special_tokens import own_tokenizer
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a checkpoint directory. Nothing is downloaded.
 
-    Args:
-        trust_remote_code: run the checkpoint's own tokenizer, if it has one.
-
     Raises ``DataError`` if there is no tokenizer, it cannot be read, or its code is not trusted.
     """
     if not (path / "tokenizer_config.json").is_file():

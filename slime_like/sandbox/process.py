@@ -27,8 +27,7 @@ _LOOK_S = 5.0
 class WorkerEnded(Exception):
     """A worker ended ("crash", or "cpu" at its CPU limit), exceeded its memory, or did not answer in time ("timeout").
 
-    Attributes:
-        by_signal: SIGKILL ended it, or SIGSTOP stopped it. This package sends neither to busy workers.
+    ``by_signal``: SIGKILL ended it, or SIGSTOP stopped it. This package sends neither to busy workers.
     """
 
     def __init__(self, reason: Literal["timeout", "cpu", "crash", "memory"], by_signal: bool = False) -> None:

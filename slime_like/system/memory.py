@@ -17,10 +17,7 @@ def keep_freed_memory() -> bool:
 
     By default, glibc returns blocks of some MiB to the kernel as soon as they are freed, and the next operation of a
     training step allocates them again. The page faults take an eighth of a step on a CPU. The process stays at its peak
-    size, which it would reach again in the next step.
-
-    Returns:
-        ``False`` with another C library, which is left alone.
+    size, which it would reach again in the next step. Returns ``False`` with another C library, which is left alone.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -49,8 +49,7 @@ class ObservationEncoder:
     def encode(self, observation: str, stop_token: int | None = None) -> tuple[list[int], int]:
         """Return the token ids, and the number of the observation's tokens that were cut off.
 
-        Args:
-            stop_token: stop token that the model sampled at the end of its turn. The turn is not ended again.
+        If the model sampled ``stop_token`` at the end of its turn, the turn is not ended again.
         """
         said: Sequence[int] = self._tokenizer(observation, add_special_tokens=False, split_special_tokens=True)[
             "input_ids"

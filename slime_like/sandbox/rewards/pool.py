@@ -115,12 +115,9 @@ class RewardPool:
     def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:
         """Score a batch, in order. Equal items are scored once.
 
-        Args:
-            groups: a key for each item that is the same for all items of its group. All items of a group have the same
-                prompt and answer. By default, every item is a group.
-
-        Raises ``RewardError`` if the workers no longer start, or so many items failed in a row that the functions must
-        be broken.
+        ``groups`` has a key for each item that is the same for all items of its group, which have the same prompt and
+        answer. By default, every item is a group. Raises ``RewardError`` if the workers no longer start, or so many
+        items failed in a row that the functions must be broken.
         """
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
@@ -199,11 +196,7 @@ class RewardPool:
 
 
 def start_problems(config: RewardConfig, index: int, sample: RewardItem | None) -> list[str]:
-    """Start a worker with only ``config.functions[index]``, and return the problems it finds.
-
-    Args:
-        sample: if given, the function is called once with it.
-    """
+    """Start a worker with only ``config.functions[index]``, call it once with ``sample``, and return the problems."""
     subject = f"reward.functions.{index}.name={config.functions[index].name}"
     pool = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
     if sample is None:
