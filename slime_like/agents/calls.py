@@ -27,14 +27,7 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class CallRejected(Exception):
-    """A call that gets no answer.
-
-    Attributes:
-        status: HTTP status.
-        code: stable name of the reason.
-        problem: one sentence.
-        retry: whether the client should try again.
-    """
+    """A call that gets no answer. ``status`` is HTTP's. ``retry``: the client should try again."""
 
     def __init__(self, status: int, code: str, problem: str, retry: bool = False) -> None:
         self.status = status
@@ -54,12 +47,10 @@ class Call:
 
     Attributes:
         model: name that the client gave; the answer repeats it.
-        stream: whether to answer with a stream of server-sent events.
         usage_chunk: whether an OpenAI-protocol stream ends with token counts.
         stop: texts that end the turn. They are sampled, but not part of the answer.
         variables: variables of the chat template, besides the run's.
         ignored: settings that the client asked for; the run's settings apply instead.
-        id: random part of the answer's id.
     """
 
     messages: tuple[Message, ...]

@@ -42,7 +42,6 @@ class ResponseForm:
 
     Attributes:
         template: response template of transformers.
-        tokenizer: the checkpoint's tokenizer.
         has_calls: whether tool calls are read.
         shows_thinking: whether the chat template knows thinking. If not, it stays in a message's content, because a
             history could not show it otherwise.
@@ -58,13 +57,9 @@ class ResponseForm:
     needs_stop: bool = False
 
     def message(self, prompt: str, text: str, tools: Sequence[Tool], stop: str = "") -> Message:
-        """Convert a turn to a message.
+        """Convert a turn to a message. ``prompt`` may open thinking. Without ``tools``, there are no calls.
 
-        Args:
-            prompt: the prompt, or its end, which may open thinking.
-            text: the turn without the token that ended it.
-            tools: tools that the model was offered. Without any, there are no calls.
-            stop: the token that ended the turn.
+        ``text`` is the turn without ``stop``, the token that ended it.
         """
         prefix = self._prefix(prompt)
         try:

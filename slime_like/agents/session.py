@@ -60,9 +60,7 @@ class SessionLimits:
 class Session:
     """Calls of one rollout, recorded as a tree of turns. Belongs to one event loop.
 
-    Args:
-        sample: asks the engine; its ``SlimeLikeError`` ends the rollout.
-        form: form of thinking and tool calls.
+    A ``SlimeLikeError`` of ``sample`` ends the rollout.
 
     Attributes:
         key: the client's API key; cannot be guessed.

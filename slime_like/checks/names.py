@@ -17,8 +17,8 @@ from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, install
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from slime_like.plugins.resolve import CUSTOM, import_path_problem, resolve_callable
 from slime_like.sandbox.environments.observations import PLACE
-from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
-from slime_like.sandbox.environments.registry import build_environment
+from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
+from slime_like.sandbox.environments.worker import build_environment
 from slime_like.sandbox.rewards.pool import RewardItem, start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
 from slime_like.sandbox.single_items import environment_start_problems

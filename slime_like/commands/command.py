@@ -27,14 +27,11 @@ class Command:
 
     Attributes:
         name: one word, or a group and a word.
-        summary: line in the list of commands.
         run: receives the command's arguments and the flags of the configuration.
-        description: first paragraph of the help.
         usage: what follows the name and the paths; "" leaves the usage to argparse.
         paths: leading paths and their help, for a command that takes flags. Such flags take any number of values, so
             the paths come first. A path in brackets is optional.
         takes_flags: unknown options are flags of the configuration. If false, flags follow ``--``.
-        epilog: last paragraph of the help.
     """
 
     name: str

@@ -27,9 +27,7 @@ def compare_sources(
 ) -> list[Difference]:
     """List the differences by name. Values are compared if type and shape agree.
 
-    Args:
-        workers: number of threads. Each holds one parameter of both sides in memory.
-        report: receives the bytes compared and the bytes to compare, of one side.
+    Each worker holds one parameter of both sides in memory. ``report`` receives the bytes done and the bytes to do.
 
     Raises ``CheckpointError`` if a checkpoint is damaged.
     """

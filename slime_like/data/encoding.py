@@ -60,7 +60,6 @@ class RowEncoder:
         need_response: whether all rows must have a demonstration: a response, or with ``messages_key`` a conversation.
         stop_token_ids: tokens that may end an assistant turn; by default, the tokenizer's EOS token.
         keep_messages: whether rows keep their chat messages, for agents.
-        need_answer: whether all rows must have an answer.
         keep_row: whether rows are kept whole, for reward functions. Values that JSON lacks become text.
     """
 

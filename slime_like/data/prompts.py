@@ -23,15 +23,11 @@ _DIGEST_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One encoded prompt.
+    """One encoded prompt. Attributes that are missing below have the meaning of ``EncodedRow``'s.
 
     Attributes:
         group_id: number of prompts issued before this one; unique in the run, across epochs and restarts.
         epoch, row: epoch of the prompt's source; index among the source's usable rows, in file order.
-        response_tokens: the demonstration, EOS included; ``None`` if the row has none.
-        spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
-        forks: indices in ``response_tokens`` at which another training row of the conversation begins, if any.
-        environment: the row's settings for an environment, expressible in JSON.
         messages, whole_row: the row's chat messages, and the row as JSON, if they are kept.
     """
 
@@ -83,16 +79,11 @@ class PromptSource:
 
     Args:
         files: files like ``config.train``, read in this order; if empty, the training data of ``config`` is read.
-        tokenizer: Hugging Face tokenizer.
-        need_responses: whether every row must have a demonstration (supervised mode).
-        stop_token_ids: tokens that may end a turn of a demonstrated conversation; by default, the tokenizer's EOS
-            token.
+        need_responses, stop_token_ids, needs: arguments of ``RowEncoder``.
         excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
         may_change: whether a state of other data is accepted. Every source then begins a new epoch.
-        needs: further arguments of ``RowEncoder``.
 
     Attributes:
-        has_tools: whether a row has tools.
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
 
     Raises:

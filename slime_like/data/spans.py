@@ -129,11 +129,7 @@ class ChatTemplate:
 
 
 class ConversationEncoder:
-    """Finds the assistant spans of conversations.
-
-    Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
-        stop_token_ids: tokens at which engines end a response; by default, the tokenizer's EOS token.
+    """Finds the assistant spans of conversations. ``stop_token_ids`` end a response; by default, the EOS token does.
 
     Raises ``SpanFault`` if there is no chat template or stop token, or the tokenizer gives no offsets.
     """

@@ -21,8 +21,6 @@ def task_rows(
     """Yield rows of one task: chat messages as ``prompt``; as ``answer``, the input of the reward ``reasoning_gym``.
 
     Args:
-        task: name in the library.
-        count: number of rows.
         seed: seed of the generator; the same seed gives the same rows.
         settings: settings of the task, as YAML text.
         system: whether each prompt begins with the library's request for ``<answer>`` tags.

@@ -52,9 +52,7 @@ def may_have_parameter(path: str, parameter: str) -> bool:
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     """Return the object registered as ``name``, or the one at ``package.module:name`` or ``path/to/file.py:name``.
 
-    Args:
-        kind: the kind of object, for messages ("loss", "advantage estimator").
-        known: the registry: objects, or their import paths.
+    ``known`` has objects, or their import paths. ``kind`` is for messages ("loss", "advantage estimator").
 
     Raises ``ValueError`` if the name is unknown, or cannot be imported.
     """

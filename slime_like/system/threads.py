@@ -47,11 +47,8 @@ def run_jobs(
 ) -> None:
     """Do all jobs. The first failure, or an interrupt, stops the others after their current tensor.
 
-    Args:
-        work: runs in a worker thread.
-        workers: number of threads, each of which holds one tensor.
-        finished: called in this thread with every result.
-        progress: called in this thread with the bytes done.
+    ``work`` runs in one of ``workers`` threads, each of which holds one tensor. In this thread, ``finished`` gets every
+    result, and ``progress`` the bytes done.
     """
     tracker = Tracker()
     with ThreadPoolExecutor(max(1, min(workers, len(jobs))), initializer=torch.set_num_threads, initargs=(1,)) as pool:

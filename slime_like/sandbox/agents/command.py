@@ -34,9 +34,8 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_result: bool) -> AgentResult:
     """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
 
-    Args:
-        directory: a new directory, for the program's files, its working directory and its home directory.
-        needs_result: whether the program must write a result. Otherwise, a missing result has reward 0.
+    ``directory`` is new, for the program's files, its working directory and its home directory. Without
+    ``needs_result``, a missing result has reward 0.
 
     Raises ``CommandFailed`` if it cannot be started, or it wrote no usable result.
     """

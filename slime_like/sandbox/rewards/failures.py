@@ -91,7 +91,6 @@ class TimeBudget:
     the remaining responses are not scored. The count restarts with the next step's responses.
 
     Args:
-        timeout_s: seconds that one response may take.
         responses: number of responses of a step. Each call may be about a part of a step.
         shorten: whether all functions are quick unless they hang.
     """

@@ -12,8 +12,7 @@ from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import RewardFailures, TimeBudget
-from slime_like.sandbox.rewards.registry import QUICK
-from slime_like.sandbox.rewards.signature import ROW
+from slime_like.sandbox.rewards.registry import QUICK, ROW
 
 _CHUNK_ITEMS = 64
 
