@@ -18,7 +18,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.hosting.calls import one_line
 from slime_like.hosting.faults import EngineFaults
 from slime_like.interfaces.engine import WHOLE, EnginePart
-from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids, start_tracker
+from slime_like.system.processes import end_processes, is_alive, mapped_files, process_ids, start_tracker
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -132,7 +132,7 @@ class EngineCore:
         self.process_ids = ()
 
     def _note_processes(self, before: Collection[int]) -> None:
-        self.process_ids = tuple(new_children(before))
+        self.process_ids = tuple(process_ids() - before)
         self._shared_files.update(mapped_files(self.process_ids, _SHARED_FILES))
 
     def _remove_files(self) -> None:

@@ -79,7 +79,6 @@ class Command:
         return parser
 
 
-# ------------------------------------------------------------------------------------------------- shared arguments
 def given_path(text: str) -> Path:
     """Parse a path argument. Text that cannot name a file is rejected."""
     try:

@@ -51,7 +51,10 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     if has_flag(flags, "cluster.address"):
         problem = "cluster.address cannot be set: launch starts the cluster; use slime-like train to join one"
         raise ConfigError(problem, code="flag-excluded")
-    names = _slurm_names(given.slurm_nodes)
+    try:
+        names = expand_node_list(given.slurm_nodes) if given.slurm_nodes else []
+    except ValueError as error:
+        raise ConfigError(f"--slurm_nodes: {error}", code="node-list") from error
     options, config = _sized(_options(given, names, tuple(flags)), given.gpus_per_node)
     if given.dry_run:
         print(*_dry_run(options, config, names), sep="\n")
@@ -62,13 +65,6 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     if verdict.sentence:
         print(f"slime-like: {verdict.sentence}", file=sys.stderr)
     return verdict.code
-
-
-def _slurm_names(text: str) -> list[str]:
-    try:
-        return expand_node_list(text) if text else []
-    except ValueError as error:
-        raise ConfigError(f"--slurm_nodes: {error}", code="node-list") from error
 
 
 def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]) -> LaunchOptions:
@@ -142,16 +138,12 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
         yield f"node 0:   starts Ray's head, which listens on {head}, and waits at most {options.nodes_timeout_s:g} s"
         yield f"others:   join Ray's head at {head}, with the key as Ray's token"
     if options.plan:
-        yield f"plan:     {_shown(plan_arguments(options, config.run_dir))}"
+        yield f"plan:     slime-like {shlex.join(plan_arguments(options, config.run_dir))}"
     address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
-    yield f"train:    {_shown(train_arguments(options, address))}"
+    yield f"train:    slime-like {shlex.join(train_arguments(options, address))}"
     yield f"run_dir:  {config.run_dir} (resume: {config.resume})"
     for problem in (*(() if fits else placement_problems(config)), *check(config)):
         yield f"not yet:  {problem}"
-
-
-def _shown(arguments: Sequence[str]) -> str:
-    return shlex.join(["slime-like", *arguments])
 
 
 COMMAND = Command(

@@ -57,9 +57,7 @@ COMMAND = Command(
     "needed. Every parallel axis has size 2 if eight ranks suffice. The run trains, evaluates and writes a\n"
     "checkpoint; then it is killed with kill -9, resumed and exported. Exit code 1: a stage found a fault.",
     (
-        option(
-            "--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run, which is kept"
-        ),
+        option("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run to keep"),
         option("--small_steps", type=int, default=3, metavar="N", help="steps of the small run (default: %(default)s)"),
     ),
     usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",

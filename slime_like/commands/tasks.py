@@ -45,16 +45,10 @@ def _questions(path: Path) -> set[str]:
     """Return the questions in a file that this command wrote."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--exclude={path}: cannot be read ({error.strerror})", code="argument-value") from error
-    questions = set()
-    for number, line in enumerate(lines, start=1):
-        try:
-            questions.add(json.loads(json.loads(line)["answer"])["question"])
-        except (ValueError, LookupError, TypeError) as error:
-            problem = f"--exclude={path}: line {number} was not written by make-tasks; give a file that was"
-            raise ConfigError(problem, code="argument-value") from error
-    return questions
+        return {json.loads(json.loads(line)["answer"])["question"] for line in lines}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        problem = f"--exclude={path}: {type(error).__name__} ({error}); give a file that make-tasks has written"
+        raise ConfigError(problem, code="argument-value") from error
 
 
 COMMAND = Command(

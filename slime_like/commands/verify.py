@@ -1,9 +1,8 @@
 """``slime-like verify layouts``."""
 
 import argparse
-import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,12 @@ _BATCH = "rollouts of one step, written by debug.save_rollouts"
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
-    with _model(options.model) as model:
+    with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
+        model: Path = options.model or Path(directory)
+        if options.model is None:
+            from slime_like.examples.tiny_model import make_tiny_model
+
+            make_tiny_model(model, num_hidden_layers=4)  # two stages of two chunks
         baseline = parse_layout(options.baseline)
         layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
         config = _config(model, flags, synthetic=options.batch is None)
@@ -79,18 +83,6 @@ def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":
     batch = synthetic_batch(dimensions) if file is None else load_trajectories(file)
     require_fit(batch, dimensions, "the synthetic batch" if file is None else str(file))
     return batch
-
-
-@contextlib.contextmanager
-def _model(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        yield given
-        return
-    from slime_like.examples.tiny_model import make_tiny_model
-
-    with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
-        make_tiny_model(Path(directory), num_hidden_layers=4)  # two stages of two chunks
-        yield Path(directory)
 
 
 COMMAND = Command(

@@ -95,7 +95,6 @@ class Ledger:
             path.unlink()
         return cls(run_dir / FILE_NAME)
 
-    # -------------------------------------------------------------------------------------------------------- events
     def add(
         self,
         group_ids: Iterable[int],
@@ -117,7 +116,6 @@ class Ledger:
                 "INSERT INTO events (group_id, state, version, step, reason, at) VALUES (?, ?, ?, ?, ?, ?)", rows
             )
 
-    # ----------------------------------------------------------------------------------------------------- snapshots
     def snapshot(self, path: Path) -> None:
         """Copy all events so far into the new file ``path``. Raises ``DataError`` if the disk refuses."""
         with self._lock, _refused_by_disk(path), closing(sqlite3.connect(path)) as copy:
