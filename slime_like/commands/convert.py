@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.directories import directory_problem
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _DIFFERS = 1
 _SHOWN = 50
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SMALLEST = 10_000
 
 DESCRIPTION = (
@@ -38,13 +38,11 @@ DESCRIPTION = (
 
 def size_in_bytes(text: str) -> int:
     """Parse "500MB", "1.5GiB" or plain bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise ArgumentTypeError(f"{text!r} is not a size; give one such as 500MB, 5GB or 2GiB")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < _SMALLEST:
-        raise ArgumentTypeError(f"{text!r} is less than {_SMALLEST} bytes; give a larger size, such as 500MB")
-    return size
+    try:
+        return int(TypeAdapter(Annotated[ByteSize, Field(ge=_SMALLEST)]).validate_python(text))
+    except ValidationError as error:
+        problem = f"{text!r} is not a size of at least {_SMALLEST} bytes; give one such as 500MB, 5GB or 2GiB"
+        raise ArgumentTypeError(problem) from error
 
 
 def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:

@@ -74,10 +74,9 @@ def _write(text: str, run_dir: Path | None) -> str:
             file = run_dir / TRACEBACK_FILE
             file.write_text(text, encoding="utf-8")
             return str(file)
-    try:
-        handle, name = tempfile.mkstemp(prefix="slime-like-", suffix="-traceback.txt", text=True)
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix="slime-like-", suffix="-traceback.txt")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
-    except OSError:
-        return f"no file, since none could be written:\n{text}"
-    return name
+        return name
+    return f"no file, since none could be written:\n{text}"

@@ -33,19 +33,16 @@ def reported(logging: LoggingConfig, unit: str) -> Iterator[Report]:
     """Show a progress bar, which begins with the first report, because that has the total."""
     with contextlib.ExitStack() as stack:
         bar: Progress | None = None
-        before = shown = -1
-        started = time.monotonic()
+        before, started = 0, 0.0
 
         def report(done: int, total: int) -> None:
-            """Show bytes as whole units, each once. The speed does not count what an earlier start has done."""
-            nonlocal bar, before, shown, started
+            """Show bytes as whole units. The speed does not count what an earlier start has done."""
+            nonlocal bar, before, started
             units = max(1, total // _UNIT)
             if bar is None:
                 bar = stack.enter_context(Progress(logging.progress, units, unit=unit))
                 before, started = done, time.monotonic()
-            whole = units if done == total else done // _UNIT
-            if whole != shown:
-                shown, seconds = whole, time.monotonic() - started
-                bar.update(whole, {CONVERSION_SPEED: (done - before) / 1e9 / seconds if seconds > 0 else 0.0})
+            speed = (done - before) / 1e9 / max(time.monotonic() - started, 1e-9)
+            bar.update(units if done == total else done // _UNIT, {CONVERSION_SPEED: speed})
 
         yield report

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from slime_like.data.messages import THINKING_KEY, THINKING_KEYS, Message, Messages, is_trained
-from slime_like.data.tokenizer import token_names
 from slime_like.models.chat_turns import ASKED, SAID, TemplateFault, last_turn_end, rendered, text_after_turn
 from slime_like.models.special_tokens import special_token_pattern
 
@@ -142,7 +141,9 @@ class ConversationEncoder:
         self._stops = frozenset(stop_token_ids) or frozenset(() if eos is None else (eos,))
         if not self._stops:
             raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
-        self._stop_names = token_names(tokenizer, self._stops)
+        ids = sorted(self._stops)
+        names = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+        self._stop_names = ", ".join(repr(name or token) for token, name in names)
         self._backend = _untrimmed(tokenizer)
         self._special = special_token_pattern(tokenizer)
 

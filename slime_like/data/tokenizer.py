@@ -1,7 +1,6 @@
 """Loading of a checkpoint's tokenizer."""
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,6 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     raise DataError(problem, code="tokenizer-code", who=str(path), remedy=remedy)
 
 
-def token_names(tokenizer: Any, ids: Collection[int]) -> str:
-    """List the tokens' spellings in order. An id that the tokenizer does not have is shown as a number."""
-    known = zip(sorted(ids), tokenizer.convert_ids_to_tokens(sorted(ids)), strict=True)
-    return ", ".join(str(token) if name is None else repr(name) for token, name in known)
-
-
 def _tokenizer_class(path: Path, code: str | None) -> Any:
     """Return the checkpoint's own class, or the generic one if the checkpoint names it.
 
@@ -47,11 +40,7 @@ def _tokenizer_class(path: Path, code: str | None) -> Any:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         return get_class_from_dynamic_module(code, str(path), local_files_only=True)
-    named = json.loads((path / "tokenizer_config.json").read_text())
-    if named.get("tokenizer_class") == "TokenizersBackend":
-        from transformers import PreTrainedTokenizerFast
+    import transformers
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+    named = json.loads((path / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    return transformers.PreTrainedTokenizerFast if named == "TokenizersBackend" else transformers.AutoTokenizer

@@ -1,6 +1,7 @@
 """Pools that run one user's code, one item at a time: agents and environments. A pool belongs to one event loop."""
 
 import asyncio
+import math
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -18,22 +19,16 @@ _SUSPICIOUS_ITEMS = 8
 
 
 class FailureBudget:
-    """Counter of failures before the first success. It is exhausted at ``limit``."""
+    """Counter of failures before the first success, after ``limit`` of which code counts as broken."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.failures = 0
-        self._closed = False
+        self._left: float = limit
 
-    def record(self, ok: bool) -> None:
-        if ok:
-            self.failures, self._closed = 0, True
-        elif not self._closed:
-            self.failures += 1
-
-    @property
-    def exhausted(self) -> bool:
-        return self.failures >= self.limit
+    def exhausted(self, ok: bool) -> bool:
+        """Record a result. Return whether the budget is exhausted."""
+        self._left = math.inf if ok else self._left - 1
+        return self._left <= 0
 
 
 class NoOutcome(Exception):
@@ -85,11 +80,11 @@ class SingleItems(WorkerPool):
         answers: list[dict[str, Any]] = []
         await self.ask([item], answers.append)
         (answer,) = answers
-        self._budget.record("reason" not in answer)
+        exhausted = self._budget.exhausted("reason" not in answer)
         if "reason" not in answer:
             return answer
         failed = NoOutcome(answer["reason"], answer.get("detail", ""))
-        if not self._budget.exhausted:
+        if not exhausted:
             raise failed
         setting = {"timeout": "timeout_s", "cpu": "timeout_s", "memory": "memory_mb"}.get(failed.reason)
         failure = self._kind.error(
@@ -158,11 +153,6 @@ class EnvironmentPool(SingleItems):
         """
         item = {"task": asdict(task), "state": state, "response": response, "first": first, "truncated": truncated}
         return Step(**await self.ask_one(item))
-
-
-def agent_start_problems(config: AgentConfig) -> list[str]:
-    """Let a worker import the agent, and return the problems it finds."""
-    return AgentPool(config.model_copy(update={"workers": 1})).start_problems()
 
 
 def environment_start_problems(config: EnvironmentConfig, task: Task | None) -> list[str]:

@@ -119,8 +119,7 @@ class AgentRollouts:
 
     def _require_calls(self, has_called: bool, result: AgentResult) -> None:
         """Reject an agent that repeatedly ends without calling the model, since it yields nothing to train on."""
-        self._silent.record(has_called)
-        if self._silent.exhausted:
+        if self._silent.exhausted(has_called):
             raise AgentFailure(
                 f"made no call to train on in any of its first {self._silent.limit} rollouts"
                 + (f", and reported {dict(result.metadata)}" if result.metadata else ""),
