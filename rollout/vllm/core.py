@@ -131,7 +131,7 @@ class EngineCore:
         self._remove_files()
         self.process_ids = ()
 
-    def _note_processes(self, before: Collection[int]) -> None:
+    def _note_processes(self, before: frozenset[int]) -> None:
         self.process_ids = tuple(process_ids() - before)
         self._shared_files.update(mapped_files(self.process_ids, _SHARED_FILES))
 

@@ -78,9 +78,8 @@ class ResponseForm:
     def judged(self, turns: Iterable[tuple[Sequence[int], Sequence[int], Collection[int] | None]]) -> list[str]:
         """Decode turns as reward functions and environments read them, with thinking in ``<think>...</think>``.
 
-        Args:
-            turns: all tokens before each turn, which may open thinking; the turn's; and the stop tokens that are left
-                out at its end (``without_stop``).
+        ``turns`` has all tokens before each turn, which may open thinking; the turn's; and the stop tokens to leave out
+        at its end (``without_stop``).
         """
         given = [
             (tuple(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, stops))
@@ -194,10 +193,8 @@ class ResponseForm:
 def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     """Return the form that reads back a call as the chat template writes it.
 
-    The checkpoint's own ``response_template`` is tried first. If no form fits, only thinking is read.
-
-    Args:
-        setting: ``auto``; ``none``: read no calls; the name of a form; or a JSON file with a response template.
+    The checkpoint's own ``response_template`` is tried first. If no form fits, only thinking is read. ``setting`` is
+    ``auto``; ``none``, to read no calls; the name of a form; or a JSON file with a response template.
 
     Raises ``ConfigError`` if the setting names no form, or a response template is malformed.
     """

@@ -25,12 +25,9 @@ class UnforeseenError(SlimeLikeError):
 def traceback_kept(run_dir: Path | None) -> Iterator[None]:
     """Turn exceptions that aren't ours into an ``UnforeseenError``. Write tracebacks of bugs and user code to a file.
 
-    The file is in ``run_dir``, if that exists by then, else in the directory for temporary files.
-
-    Raises:
-        UnforeseenError: names the exception, its message and the file.
-        KeyboardInterrupt: also if a library's import turned it into another exception.
-        BrokenPipeError: the reader of standard output closed it.
+    The file is in ``run_dir``, if that exists by then, else in the directory for temporary files. The error names it.
+    A ``KeyboardInterrupt`` that a library's import turned into another exception stays one, and a ``BrokenPipeError``
+    passes if the reader of standard output closed it.
     """
     try:
         yield

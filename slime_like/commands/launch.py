@@ -19,14 +19,8 @@ from slime_like.system.words import counted
 SHORTEST_SILENCE_S = 6.0
 """Ray checks the health of a node several times before the node is lost."""
 
-
-_DEFAULTS = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
-_TIMES = {
-    "nodes_timeout_s": "timeout for all nodes to join",
-    "ray_timeout_s": "timeout for Ray to start on a node",
-    "silence_s": "time without an answer after which a node counts as lost",
-    "stop_s": "time for training to stop before it is killed",
-}
+_GIVEN = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
+_TIME = "time limit in seconds (default: %(default)g) for"
 _OPTIONS = (
     option("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file"),
     option("--nodes", type=int, metavar="N", help="number of nodes (default: those of --slurm_nodes, else 1)"),
@@ -37,10 +31,12 @@ _OPTIONS = (
     option("--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of node 0's GCS (%(default)s)"),
     option("--token_file", type=Path, metavar="FILE", help="key shared by all nodes (default: next to run_dir)"),
     option("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)"),
-    *(
-        option(f"--{name}", type=float, default=getattr(_DEFAULTS, name), metavar="S", help=f"{what} (%(default)g s)")
-        for name, what in _TIMES.items()
+    option(
+        "--nodes_timeout_s", type=float, default=_GIVEN.nodes_timeout_s, metavar="S", help=f"{_TIME} all nodes to join"
     ),
+    option("--ray_timeout_s", type=float, default=_GIVEN.ray_timeout_s, metavar="S", help=f"{_TIME} Ray to start"),
+    option("--silence_s", type=float, default=_GIVEN.silence_s, metavar="S", help=f"{_TIME} a node to answer"),
+    option("--stop_s", type=float, default=_GIVEN.stop_s, metavar="S", help=f"{_TIME} training to stop"),
     option("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first"),
     option("--dry_run", action="store_true", help="print what every node would do; start nothing"),
 )

@@ -4,7 +4,7 @@ import hashlib
 import heapq
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,25 +48,19 @@ class _Rows:
     """Rows of one source, epoch after epoch, in an order from ``seed`` and its number; ``None``: in file order."""
 
     def __init__(self, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
-        self._rows, self._seed = rows, seed
+        self.rows, self._seed = rows, seed
         self._order = (-1, np.arange(len(rows)))
         self.issued = 0
         self.skipped = 0  # when the data changed, the rest of the epoch
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[EncodedRow]:
-        return iter(self._rows)
-
     def next(self) -> tuple[int, int, EncodedRow]:
-        epoch, position = divmod(self.issued + self.skipped, len(self._rows))
+        epoch, position = divmod(self.issued + self.skipped, len(self.rows))
         if self._seed is not None and epoch != self._order[0]:
             first, *others = self._seed
-            self._order = (epoch, np.random.default_rng([first, epoch, *others]).permutation(len(self._rows)))
+            self._order = (epoch, np.random.default_rng([first, epoch, *others]).permutation(len(self.rows)))
         self.issued += 1
         index = int(self._order[1][position])
-        return epoch, index, self._rows[index]
+        return epoch, index, self.rows[index]
 
 
 class PromptSource:
@@ -125,16 +119,16 @@ class PromptSource:
 
     @property
     def num_rows(self) -> int:
-        return sum(map(len, self._sources))
+        return sum(len(source.rows) for source in self._sources)
 
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
         """Count the distinct ``prompts`` that are also a row."""
         known = {tuple(prompt.input.token_ids) for prompt in prompts}
-        return len(known.intersection(tuple(row.prompt.token_ids) for source in self._sources for row in source))
+        return len(known.intersection(tuple(row.prompt.token_ids) for source in self._sources for row in source.rows))
 
     def longest(self, n: int) -> list[Sequence[int]]:
         """Return the token ids of the ``n`` longest prompts, or of all if there are fewer."""
-        return heapq.nlargest(n, (row.prompt.token_ids for source in self._sources for row in source), key=len)
+        return heapq.nlargest(n, (row.prompt.token_ids for source in self._sources for row in source.rows), key=len)
 
     def source_of(self, group_id: int) -> str | None:
         """Return the name of the source of an issued prompt; ``None`` without a mixture."""
@@ -181,7 +175,7 @@ class PromptSource:
             self._choose().issued += 1
         earlier = state.get("skipped", [0] * len(self._sources))  # older checkpoints have none
         for source, skipped in zip(self._sources, earlier, strict=not others):
-            source.skipped = -source.issued % len(source) if others else skipped
+            source.skipped = -source.issued % len(source.rows) if others else skipped
 
     def _choose(self) -> _Rows:
         total = len(self._issued) + 1

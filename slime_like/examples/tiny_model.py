@@ -6,7 +6,6 @@ learn to copy them from a calculator.
 """
 
 import contextlib
-import itertools
 import json
 import random
 import shutil
@@ -182,10 +181,9 @@ def make_calculator_data(
 
     Rows are ``{"prompt": "37*48=", "answer": "1776"}``. Training and held-out problems are disjoint as ordered pairs.
 
-    ``sft.jsonl`` demonstrates both turns of every training problem. In the first turn, the demonstration guesses a
-    number with probability ``guesses``, and otherwise calls the calculator (``[37*48]``). In the second turn, after the
-    calculator's reply, it repeats that reply. A model that imitates this can use the tool but mostly doesn't. Rewards
-    can change this habit.
+    ``sft.jsonl`` demonstrates both turns of every training problem. The first guesses a number with probability
+    ``guesses``, and otherwise calls the calculator (``[37*48]``). The second repeats the calculator's reply. A model
+    that imitates this can use the tool but mostly doesn't. Rewards can change this habit.
     """
     rng = random.Random(seed)
     train = _problems(directory, rng, range(10, 50), _product, num_train, num_eval)
@@ -198,7 +196,7 @@ def _problems(
     directory: Path, rng: random.Random, numbers: range, row: Callable[[int, int], dict[str, Any]], *sizes: int
 ) -> list[tuple[int, int]]:
     """Write ``train.jsonl`` and ``eval.jsonl`` of disjoint pairs, and return those of training."""
-    pairs = list(itertools.product(numbers, repeat=2))
+    pairs = [(a, b) for a in numbers for b in numbers]
     rng.shuffle(pairs)
     train, held_out = pairs[: sizes[0]], pairs[sizes[0] : sum(sizes)]
     directory.mkdir(parents=True, exist_ok=True)

@@ -85,22 +85,16 @@ def portable(error: BaseException) -> SlimeLikeError:
 
 
 def one_line(error: BaseException) -> str:
-    """Format the error on one line, with its type unless the error is from this package."""
-    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_error_text(error)}"
-    return " ".join(text.split())[:500]
+    """Format the error on one line, with its type unless it is from this package, without pydantic's count and URLs."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        places = (f"{'.'.join(map(str, detail['loc']))}: " * bool(detail["loc"]) for detail in details)
+        text = "; ".join(place + detail["msg"] for place, detail in zip(places, details, strict=True))
+    kind = "" if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{text}".split())[:500]
 
 
 def code_of(error: BaseException, other: str) -> str:
     """Return the error's code, or ``other`` for errors from outside this package."""
     return error.code if isinstance(error, SlimeLikeError) else other
-
-
-def _error_text(error: BaseException) -> str:
-    """Return an error's text. For pydantic errors, leave out the count and the URLs."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    places = (".".join(map(str, detail["loc"])) for detail in details)
-    return "; ".join(
-        f"{place}: {detail['msg']}" if place else detail["msg"] for place, detail in zip(places, details, strict=True)
-    )

@@ -17,10 +17,6 @@ class EngineFaults:
     def log(self) -> str:
         return f"its log is in {self.run_dir}/worker_logs"
 
-    @property
-    def likely_cause(self) -> str:
-        return f"{LIKELY_KILLER}, and {self.log}"
-
     def start_timeout(self, timeout_s: float) -> EngineError:
         problem = f"{self.name} did not start within rollout.start_timeout_s={timeout_s:g} s"
         return EngineError(problem, code="engine-start-timeout")
@@ -33,6 +29,5 @@ class EngineFaults:
 
     def died(self, when: str = "") -> EngineError:
         """Build the error of a dead process. ``when`` says when it died, if known ("during resume")."""
-        if when:
-            return EngineError(f"{self.name} died {when}", code="engine-died", remedy=self.likely_cause)
-        return EngineError("its process has died", code="engine-died", who=self.name, remedy=self.likely_cause)
+        problem, who = (f"{self.name} died {when}", "") if when else ("its process has died", self.name)
+        return EngineError(problem, code="engine-died", who=who, remedy=f"{LIKELY_KILLER}, and {self.log}")

@@ -25,17 +25,14 @@ class Tracker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.done = 0
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
 
     def advance(self, nbytes: int) -> None:
         """Count a finished tensor. Raises ``StoppedError`` after a failure of another job."""
         with self._lock:
             self.done += nbytes
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             raise StoppedError
-
-    def stop(self) -> None:
-        self._stopped.set()
 
 
 def run_jobs(
@@ -57,14 +54,11 @@ def run_jobs(
             while waiting:
                 done, waiting = wait(waiting, timeout=_LOOK_EVERY_S, return_when=FIRST_COMPLETED)
                 raise_if_interrupted()
-                failed = [future for future in done if future.exception() is not None]
-                for future in done - set(failed):
+                for future in sorted(done, key=lambda each: each.exception() is not None):  # failures last
                     finished(future.result())
-                for future in failed:
-                    future.result()
                 progress(tracker.done)
         except BaseException:
-            tracker.stop()
+            tracker.stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
             for future in waiting:  # keep jobs that finished meanwhile
                 if not future.cancelled() and future.exception() is None:

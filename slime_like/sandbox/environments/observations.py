@@ -78,11 +78,11 @@ class ObservationEncoder:
 
     def _rendered_forms(self) -> dict[tuple[str, bool], set[str]]:
         """Return the forms in which the chat template renders an observation, with the tokens that end a turn there."""
-        if self._tokenizer.chat_template is None:
-            raise _refusal("the tokenizer has no chat template")
         forms = dict[tuple[str, bool], set[str]]()
         problem = "the chat template renders no message of role tool or user after an assistant's turn"
-        for form in _FORMS:
+        if self._tokenizer.chat_template is None:
+            problem = "the tokenizer has no chat template"
+        for form in _FORMS if self._tokenizer.chat_template is not None else ():
             try:
                 last, end, rest = self._rendered(form, _PROBE)
             except TemplateFault as fault:
@@ -92,10 +92,6 @@ class ObservationEncoder:
                 header = self._special.match(rest)
                 forms[form] = {last, end} if end else {header[0]} if header else set()
         if not forms:
-            raise _refusal(problem)
+            remedy = f"set rollout.environment.template to text that contains {PLACE}"
+            raise ConfigError([f"rollout.environment.template=none: {problem}; {remedy}"])
         return forms
-
-
-def _refusal(problem: str) -> ConfigError:
-    remedy = f"set rollout.environment.template to text that contains {PLACE}"
-    return ConfigError([f"rollout.environment.template=none: {problem}; {remedy}"])
