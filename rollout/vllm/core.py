@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -169,7 +169,7 @@ class EngineCore:
         finally:
             self._built.set()
 
-    def _end_build(self, before: Collection[int]) -> None:
+    def _end_build(self, before: frozenset[int]) -> None:
         """End the core until the building thread, which waits for it and cannot be interrupted, gives up."""
         deadline = time.monotonic() + _BUILD_END_S
         while True:

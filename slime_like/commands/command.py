@@ -96,7 +96,11 @@ def at_least_one(text: str) -> int:
 
 def has_flag(flags: Sequence[str], name: str) -> bool:
     """Return whether the flags contain ``--name value`` or ``--name=value``."""
-    return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
+    return name in flag_names(flags)
+
+
+def flag_names(flags: Sequence[str]) -> list[str]:
+    return sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
 
 
 def temporary_run_dir(command: str) -> Path:

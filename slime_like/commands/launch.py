@@ -31,9 +31,7 @@ _OPTIONS = (
     option("--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of node 0's GCS (%(default)s)"),
     option("--token_file", type=Path, metavar="FILE", help="key shared by all nodes (default: next to run_dir)"),
     option("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)"),
-    option(
-        "--nodes_timeout_s", type=float, default=_GIVEN.nodes_timeout_s, metavar="S", help=f"{_TIME} all nodes to join"
-    ),
+    option("--nodes_timeout_s", type=float, default=_GIVEN.nodes_timeout_s, metavar="S", help=f"{_TIME} nodes to join"),
     option("--ray_timeout_s", type=float, default=_GIVEN.ray_timeout_s, metavar="S", help=f"{_TIME} Ray to start"),
     option("--silence_s", type=float, default=_GIVEN.silence_s, metavar="S", help=f"{_TIME} a node to answer"),
     option("--stop_s", type=float, default=_GIVEN.stop_s, metavar="S", help=f"{_TIME} training to stop"),

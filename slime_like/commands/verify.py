@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import RANKS, loading_needs
-from slime_like.commands.command import Command, has_flag, option, temporary_run_dir
+from slime_like.commands.command import Command, flag_names, has_flag, option, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -52,8 +52,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
 
 def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     """Return the configuration. The user's flags take precedence over those chosen here."""
-    names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
-    fixed = [name for name in names if name.startswith("trainer.parallel.") or name in _FIXED]
+    fixed = [name for name in flag_names(flags) if name.startswith("trainer.parallel.") or name in _FIXED]
     if fixed:
         problems = [f"--{name}: layouts are given by --layouts, the model by --model" for name in fixed]
         raise ConfigError(problems, code="flag-excluded")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slime_like.checks.definition import Needs
-from slime_like.commands.command import Command, has_flag, option, temporary_run_dir
+from slime_like.commands.command import Command, flag_names, has_flag, option, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -66,8 +66,7 @@ def _small_model(given: Path | None, directory: Path) -> Path:
 
 def _config(model: Path, flags: Sequence[str]) -> RunConfig:
     """Raise ``ConfigError`` for settings that are not the engine's."""
-    names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
-    if others := [name for name in names if not name.startswith("rollout.") and name not in ("run_dir", "model.dtype")]:
+    if others := [n for n in flag_names(flags) if not n.startswith("rollout.") and n not in ("run_dir", "model.dtype")]:
         problems = [f"--{name} is not an engine setting; give rollout.*, model.dtype or run_dir" for name in others]
         raise ConfigError(problems, code="flag-excluded")
     import torch

@@ -89,8 +89,8 @@ def one_line(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, ValidationError):
         details = error.errors(include_url=False, include_context=False, include_input=False)
-        places = (f"{'.'.join(map(str, detail['loc']))}: " * bool(detail["loc"]) for detail in details)
-        text = "; ".join(place + detail["msg"] for place, detail in zip(places, details, strict=True))
+        pairs = ((".".join(map(str, detail["loc"])), detail["msg"]) for detail in details)
+        text = "; ".join(f"{place}: {problem}" if place else problem for place, problem in pairs)
     kind = "" if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: "
     return " ".join(f"{kind}{text}".split())[:500]
 

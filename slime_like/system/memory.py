@@ -30,9 +30,8 @@ def keep_freed_memory() -> bool:
 def permanent_allocations() -> Iterator[None]:
     """Exempt objects created inside from garbage collection, for imports of large packages.
 
-    A trainer's packages create a million objects. Searching them for garbage takes a sixth of the import's time, and
-    later more time in every collection. The exemption ends with the process, since packages warn of objects that were
-    not freed.
+    Searching a trainer's million objects for garbage takes a sixth of the import's time, and later more time in every
+    collection. The exemption ends with the process, since packages warn of objects that were not freed.
     """
     was_on = gc.isenabled()
     gc.disable()
