@@ -22,7 +22,6 @@ _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "s
             "background"}  # fmt: skip
 """Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
 
-
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

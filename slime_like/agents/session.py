@@ -27,7 +27,6 @@ class SampleCall:
     """A request to the engine.
 
     Attributes:
-        number: index of the call in its session, from 0.
         turn: number of assistant turns in its history.
         repeat: number of earlier calls in the session with the same prompt.
         stop: texts that end the turn, besides the run's.

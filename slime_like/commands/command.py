@@ -26,7 +26,6 @@ class Command:
     """One row of the command table.
 
     Attributes:
-        name: one word, or a group and a word.
         run: receives the command's arguments and the flags of the configuration.
         usage: what follows the name and the paths; "" leaves the usage to argparse.
         paths: leading paths and their help, for a command that takes flags. Such flags take any number of values, so

@@ -55,15 +55,16 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
 
 def _require_possible(options: argparse.Namespace, data: DataConfig, rollout: RolloutConfig, longest: int) -> None:
     """Reject mean lengths above their limits."""
-    prompt = ("data.max_prompt_tokens", data.max_prompt_tokens)
-    response = ("rollout.max_new_tokens", rollout.max_new_tokens)
+    limits = {
+        "mean_prompt": ("data.max_prompt_tokens", data.max_prompt_tokens),
+        "mean_response": ("rollout.max_new_tokens", rollout.max_new_tokens),
+    }
     if rollout.agent.is_set:  # its rows contain a history
-        prompt = response = ("rollout.max_model_len", longest)
-    means = (("--mean_prompt", options.mean_prompt, *prompt), ("--mean_response", options.mean_response, *response))
+        limits = dict.fromkeys(limits, ("rollout.max_model_len", longest))
     problems = [
-        f"{option}={mean} is more than {field}={most}; give at most {most}"
-        for option, mean, field, most in means
-        if mean is not None and mean > most
+        f"--{name}={mean} is more than {field}={most}; give at most {most}"
+        for name, (field, most) in limits.items()
+        if (mean := getattr(options, name)) is not None and mean > most
     ]
     if problems:
         raise ConfigError(problems, code="options-conflict")

@@ -33,7 +33,6 @@ class EncodedRow:
         response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
         forks: indices in ``response_tokens`` at which another training row of the conversation begins.
-        has_tools: whether the prompt shows tools.
     """
 
     prompt: PromptInput

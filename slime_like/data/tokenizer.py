@@ -33,8 +33,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
 def _tokenizer_class(path: Path, code: str | None) -> Any:
     """Return the checkpoint's own class, or the generic one if the checkpoint names it.
 
-    ``AutoTokenizer`` finds all others, but imports every model and torch's compiler, which takes seconds. It ignores
-    the code of a checkpoint of a known family.
+    ``AutoTokenizer`` takes seconds to import, and ignores the code of a checkpoint of a known family.
     """
     if code is not None:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module

@@ -23,8 +23,7 @@ class WorkerKind:
     """Kind of a pool's workers: the module to run, its first message, and the names in messages.
 
     Attributes:
-        section: section of the configuration that holds the limits.
-        subject: setting that names the workers' code.
+        section, subject: section of the configuration with the limits, and setting that names the workers' code.
         repeats: whether an item may be sent a second time, because an unfinished first attempt has no effect.
     """
 
