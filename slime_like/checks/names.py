@@ -13,9 +13,15 @@ from slime_like.config.reading.parts import documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import DataConfig, EvaluationConfig
-from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
-from slime_like.plugins.resolve import CUSTOM, import_path_problem, resolve_callable
+from slime_like.plugins.resolve import (
+    BACKEND_GROUP,
+    CUSTOM,
+    ENGINE_GROUP,
+    import_path_problem,
+    installed_names,
+    resolve_callable,
+)
 from slime_like.sandbox.environments.observations import PLACE
 from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environments.worker import build_environment

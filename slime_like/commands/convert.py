@@ -14,8 +14,15 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.directories import directory_problem
 from slime_like.checks.earlier_run import checkpoint_problem
-from slime_like.commands.command import Command, at_least_one, given_path, has_flag, option, temporary_run_dir
-from slime_like.commands.weights_source import find_weights
+from slime_like.commands.command import (
+    Command,
+    at_least_one,
+    find_weights,
+    given_path,
+    has_flag,
+    option,
+    temporary_run_dir,
+)
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.load import load_config

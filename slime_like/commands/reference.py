@@ -12,8 +12,8 @@ from pathlib import Path
 from slime_like.config.reading.fields import Field, sections
 from slime_like.config.reading.parts import PartDocs, documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT
-from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
+from slime_like.plugins.resolve import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
 from slime_like.weights.transports import names

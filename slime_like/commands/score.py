@@ -6,9 +6,8 @@ from pathlib import Path
 
 from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.earlier_run import checkpoint_problem
-from slime_like.commands.command import Command, has_flag, option, output_problem, temporary_run_dir
+from slime_like.commands.command import Command, find_weights, has_flag, option, output_problem, temporary_run_dir
 from slime_like.commands.reference import fields_help
-from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.data.rows import SUFFIXES

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.commands.command import find_weights
 from slime_like.commands.root import run
-from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError, DataError
