@@ -194,9 +194,8 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     """Return the form that reads back a call as the chat template writes it.
 
     The checkpoint's own ``response_template`` is tried first. If no form fits, only thinking is read. ``setting`` is
-    ``auto``; ``none``, to read no calls; the name of a form; or a JSON file with a response template.
-
-    Raises ``ConfigError`` if the setting names no form, or a response template is malformed.
+    ``auto``; ``none``, to read no calls; the name of a form; or a JSON file with a response template. Raises
+    ``ConfigError`` if the setting names no form, or a response template is malformed.
     """
     forms, is_named, probes = _data()["forms"], setting not in ("auto", "none"), list(_probes(tokenizer))
     found = []

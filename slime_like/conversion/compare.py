@@ -28,7 +28,6 @@ def compare_sources(
     """List the differences by name. Values are compared if type and shape agree.
 
     Each worker holds one parameter of both sides in memory. ``report`` receives the bytes done and the bytes to do.
-
     Raises ``CheckpointError`` if a checkpoint is damaged.
     """
     differences = [Difference(name, "only in A") for name in a.tensors.keys() - b.tensors.keys()]

@@ -67,9 +67,8 @@ class Ledger:
     """Events of one run. May be used from several threads.
 
     A write-ahead log lets others read while the run writes. It needs memory shared between processes, so the ledger of
-    an active run can only be read on the same host. A file system that cannot map files is rejected.
-
-    Raises ``DataError`` if the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
+    an active run can only be read on the same host. A file system that cannot map files is rejected. Raises
+    ``DataError`` if the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
     """
 
     def __init__(self, path: Path) -> None:

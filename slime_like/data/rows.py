@@ -81,9 +81,8 @@ def _sentence(faults: Sequence[DataError]) -> str:
 def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
     """Yield the rows of a file, or of all files of a pattern or directory, in order. Empty lines are skipped.
 
-    ``bad`` collects lines that are not JSON objects. Without it, they raise, too.
-
-    Raises ``DataError`` if the file cannot be read, or a line is not a JSON object.
+    ``bad`` collects lines that are not JSON objects. Without it, they raise, too. Raises ``DataError`` if the file
+    cannot be read, or a line is not a JSON object.
     """
     if (files := data_files(path)) != [path]:
         for file in files:

@@ -59,9 +59,8 @@ def may_have_parameter(path: str, parameter: str) -> bool:
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     """Return the object registered as ``name``, or the one at ``package.module:name`` or ``path/to/file.py:name``.
 
-    ``known`` has objects, or their import paths. ``kind`` is for messages ("loss", "advantage estimator").
-
-    Raises ``ValueError`` if the name is unknown, or cannot be imported.
+    ``known`` has objects, or their import paths. ``kind`` is for messages ("loss", "advantage estimator"). Raises
+    ``ValueError`` if the name is unknown, or cannot be imported.
     """
     found = known.get(name, name)
     if not isinstance(found, str):

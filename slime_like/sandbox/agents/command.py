@@ -34,9 +34,8 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
     """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
 
     ``directory`` is new, for the program's files, its working directory and its home directory. Without
-    ``needs_result``, a missing result has reward 0.
-
-    Raises ``CommandFailed`` if it cannot be started, or it wrote no usable result.
+    ``needs_result``, a missing result has reward 0. Raises ``CommandFailed`` if it cannot be started, or it wrote no
+    usable result.
     """
     task_file, result_file = directory / "task.json", directory / "result.json"
     given = asdict(task)
