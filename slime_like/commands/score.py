@@ -10,21 +10,13 @@ from slime_like.commands.command import Command, find_weights, has_flag, option,
 from slime_like.commands.reference import fields_help
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError, Problem
 from slime_like.system.words import counted
 
 
 def _run(files: argparse.Namespace, flags: list[str]) -> int:
-    problems = []
-    if files.input.suffix not in SUFFIXES:
-        problems.append(f"--input={files.input} has an unknown type; give a {' or '.join(SUFFIXES)} file")
-    elif not files.input.is_file():
-        problems.append(f"--input={files.input} does not exist; give an existing file")
     if problem := output_problem(files.output, {"--input": [files.input]}):
-        problems.append(problem)
-    if problems:
-        raise ConfigError(problems, code="file-unusable")
+        raise ConfigError(problem, code="file-unusable")
     model, weights = find_weights(files.checkpoint, flags)
     config = _checked([*model, *flags], weights)
     from slime_like.score import score  # imports torch and Ray, so only after the checks

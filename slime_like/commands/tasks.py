@@ -9,7 +9,6 @@ from slime_like.errors import ConfigError
 from slime_like.system.disk import whole_file
 from slime_like.system.words import counted
 
-_TAGGED = "[{name: reasoning_gym}]"
 _NUMBER = r"[{name: reasoning_gym, options: {pattern: '-?\d+'}}]"
 
 
@@ -33,7 +32,7 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
-    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: {_TAGGED}")
+    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: [{{name: reasoning_gym}}]")
     if (different := len({json.dumps(json.loads(line)["prompt"]) for line in lines})) < given.count:
         print(f"different prompts: {different} of {given.count}")
     if given.plain:

@@ -7,7 +7,6 @@ from pickle import UnpicklingError
 
 import torch
 
-from slime_like.data.dump_names import rollouts_name
 from slime_like.errors import DataError
 from slime_like.trajectory import ScoredTrajectory
 
@@ -19,7 +18,7 @@ _FIELDS = tuple(field.name for field in fields(ScoredTrajectory) if field.init)
 
 
 def dump_path(directory: Path, step: int) -> Path:
-    return directory / rollouts_name(step)
+    return directory / f"step-{step:06d}.pt"
 
 
 def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:

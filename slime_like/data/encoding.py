@@ -35,20 +35,20 @@ class EncodedRow:
         forks: indices in ``response_tokens`` at which another training row of the conversation begins.
     """
 
-    prompt: PromptInput
+    input: PromptInput
     answer: str
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
     spans: tuple[tuple[int, int], ...] | None = None
     forks: tuple[int, ...] = ()
     messages: str | None = None
-    row: str | None = None
+    whole_row: str | None = None
     has_tools: bool = False
 
     @property
     def total_len(self) -> int:
         """Number of tokens of the longest training row."""
-        borders = pairwise((-len(self.prompt.token_ids), *self.forks, len(self.response_tokens or ())))
+        borders = pairwise((-len(self.input.token_ids), *self.forks, len(self.response_tokens or ())))
         return max(end - start for start, end in borders)
 
 
@@ -103,8 +103,8 @@ class RowEncoder:
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
-        given = (answer, response and array("i", response), self._environment(row))
-        return EncodedRow(PromptInput(array("i", tokens)), *given, messages=messages, row=whole, has_tools=bool(tools))
+        given = (PromptInput(array("i", tokens)), answer, response and array("i", response), self._environment(row))
+        return EncodedRow(*given, messages=messages, whole_row=whole, has_tools=bool(tools))
 
     def _read_prompt(self, row: Row) -> str | Messages:
         """Return the prompt: a text for the tokenizer, or messages for the chat template, the system prompt first."""

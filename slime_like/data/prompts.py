@@ -5,7 +5,7 @@ import heapq
 import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,11 @@ class PromptSource:
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
         """Count the distinct ``prompts`` that are also a row."""
         known = {tuple(prompt.input.token_ids) for prompt in prompts}
-        return len(known.intersection(tuple(row.prompt.token_ids) for source in self._sources for row in source.rows))
+        return len(known.intersection(tuple(row.input.token_ids) for source in self._sources for row in source.rows))
 
     def longest(self, n: int) -> list[Sequence[int]]:
         """Return the token ids of the ``n`` longest prompts, or of all if there are fewer."""
-        return heapq.nlargest(n, (row.prompt.token_ids for source in self._sources for row in source.rows), key=len)
+        return heapq.nlargest(n, (row.input.token_ids for source in self._sources for row in source.rows), key=len)
 
     def source_of(self, group_id: int) -> str | None:
         """Return the name of the source of an issued prompt; ``None`` without a mixture."""
@@ -186,19 +186,11 @@ class PromptSource:
 
     def _issue(self) -> Prompt:
         epoch, index, row = self._choose().next()
-        return Prompt(
-            input=row.prompt,
-            answer=row.answer,
-            group_id=len(self._issued) - 1,
-            epoch=epoch,
-            row=index,
-            response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
-            environment=row.environment,
-            spans=row.spans,
-            forks=row.forks or None,
-            messages=None if row.messages is None else json.loads(row.messages),
-            whole_row=row.row,
-        )
+        given = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "has_tools"}
+        given |= {"forks": row.forks or None, "messages": row.messages and json.loads(row.messages)}
+        if row.response_tokens is not None:
+            given["response_tokens"] = tuple(row.response_tokens)
+        return Prompt(group_id=len(self._issued) - 1, epoch=epoch, row=index, **given)
 
     def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:
         rows, bad, dropped = [], BadRows(), 0
@@ -206,7 +198,7 @@ class PromptSource:
             for row in read_rows(file, bad):
                 with bad.collect():
                     encoded = encoder.encode(row)
-                    if len(encoded.prompt.token_ids) > self._max_tokens:
+                    if len(encoded.input.token_ids) > self._max_tokens:
                         dropped += 1
                     elif encoded.response_tokens is not None and (problem := self._excess(encoded.total_len)):
                         raise row.fault("over-token-budget", problem)

@@ -29,7 +29,15 @@ def task_rows(
     Raises ``ConfigError`` if the library is not installed, or lacks the task or setting; the task's answer does not
     survive JSON; or almost every question is in ``other``.
     """
-    library = imported_library()
+    try:
+        import reasoning_gym as library
+        import reasoning_gym.factory
+        import reasoning_gym.utils
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reasoning-gym is not usable ({error}); install the extra tasks: pip install -e '.[tasks]' in the clone",
+            code="package-missing",
+        ) from error
     if task not in library.factory.DATASETS:
         known = ", ".join(sorted(library.factory.DATASETS))
         raise ConfigError(f"TASK={task} is unknown; use one of {known}", code="task-unknown")
@@ -55,21 +63,6 @@ def task_rows(
             _require_judged(library, row)
         prompt = [*request, {"role": "user", "content": entry["question"]}]
         yield {"prompt": prompt, "answer": json.dumps(row)}
-
-
-def imported_library() -> ModuleType:
-    """Import reasoning-gym. Raises ``ConfigError`` if it is not installed."""
-    try:
-        import reasoning_gym
-        import reasoning_gym.factory
-        import reasoning_gym.utils
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reasoning-gym is not usable ({error}); install the extra tasks: pip install -e '.[tasks]' in the clone",
-            code="package-missing",
-        ) from error
-    found: ModuleType = reasoning_gym
-    return found
 
 
 def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Messages between an engine's owner and the process it started, and the socket pair that carries them.
+"""Messages between an engine's owner and the process it started, the socket pair that carries them, and errors.
 
 Messages are pickled. This is safe because both processes run this package, and nothing else can reach the socket pair:
 it has no address.
@@ -11,12 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from slime_like import errors
-from slime_like.errors import ConfigError, EngineError, SlimeLikeError
+from slime_like.errors import LIKELY_KILLER, ConfigError, EngineError, SlimeLikeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +99,30 @@ def one_line(error: BaseException) -> str:
 def code_of(error: BaseException, other: str) -> str:
     """Return the error's code, or ``other`` for errors from outside this package."""
     return error.code if isinstance(error, SlimeLikeError) else other
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFaults:
+    """Errors of the engine ``name``. Its log is in ``run_dir``."""
+
+    name: str
+    run_dir: Path
+
+    @property
+    def log(self) -> str:
+        return f"its log is in {self.run_dir}/worker_logs"
+
+    def start_timeout(self, timeout_s: float) -> EngineError:
+        problem = f"{self.name} did not start within rollout.start_timeout_s={timeout_s:g} s"
+        return EngineError(problem, code="engine-start-timeout")
+
+    def start_failed(self, reason: str, remedy: str = "") -> EngineError:
+        return EngineError(f"{self.name} did not start: {reason}", code="engine-start-failed", remedy=remedy)
+
+    def not_running(self) -> EngineError:
+        return EngineError(f"{self.name} is not running", code="engine-not-running", remedy="call start first")
+
+    def died(self, when: str = "") -> EngineError:
+        """Build the error of a dead process. ``when`` says when it died, if known ("during resume")."""
+        problem, who = (f"{self.name} died {when}", "") if when else ("its process has died", self.name)
+        return EngineError(problem, code="engine-died", who=who, remedy=f"{LIKELY_KILLER}, and {self.log}")

@@ -5,6 +5,7 @@ import math
 import shutil
 import tempfile
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +51,14 @@ class NoOutcome(Exception):
 
 
 class SingleItems(WorkerPool):
-    """Pool whose workers take one item each. It fails if none of the first items has an outcome.
+    """Pool whose workers take one item each. It fails if none of the first items has an outcome, with ``code``."""
 
-    Args:
-        items: what messages call the items.
-        code: error code of that failure.
-    """
+    items: str
+    code: str
 
-    def __init__(
-        self,
-        kind: WorkerKind,
-        limits: EnvironmentConfig | AgentConfig,
-        logs: tuple[Path, str] | None,
-        *,
-        items: str,
-        code: str,
-    ) -> None:
-        super().__init__(kind, limits, logs)
-        self._budget = FailureBudget(_SUSPICIOUS_ITEMS)
-        self._items, self._code = items, code
+    @cached_property
+    def _budget(self) -> FailureBudget:
+        return FailureBudget(_SUSPICIOUS_ITEMS)
 
     async def ask_one(self, item: dict[str, Any]) -> dict[str, Any]:
         """Wait for a free worker and return its answer.
@@ -88,9 +78,9 @@ class SingleItems(WorkerPool):
             raise failed
         setting = {"timeout": "timeout_s", "cpu": "timeout_s", "memory": "memory_mb"}.get(failed.reason)
         failure = self._kind.error(
-            f"{self._kind.subject} failed in each of its first {self._budget.limit} {self._items}, most recently with "
+            f"{self._kind.subject} failed in each of its first {self._budget.limit} {self.items}, most recently with "
             f"{failed}",
-            code=self._code,
+            code=self.code,
             remedy="correct it" + (f", or raise {self._kind.section}.{setting}" if setting else ""),
         )
         self.fail(failure)
@@ -99,6 +89,8 @@ class SingleItems(WorkerPool):
 
 class AgentPool(SingleItems):
     """``config.workers`` processes that each run one agent at a time. ``needs_result``: a command must write one."""
+
+    items, code = "rollouts", "agent-fails"
 
     def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None, *, needs_result: bool = True) -> None:
         subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
@@ -110,7 +102,7 @@ class AgentPool(SingleItems):
             error=AgentFailure,
             repeats=False,  # turns that the first run sampled would get the second run's reward
         )
-        super().__init__(kind, config, logs, items="rollouts", code="agent-fails")
+        super().__init__(kind, config, logs)
 
     async def solve(self, task: AgentTask) -> AgentResult:
         """Wait for a free worker and run the agent. If the caller gives up, its process is killed with all children.
@@ -129,6 +121,8 @@ class AgentPool(SingleItems):
 class EnvironmentPool(SingleItems):
     """``config.workers`` processes that each run one step of a conversation at a time."""
 
+    items, code = "steps", "environment-fails"
+
     def __init__(self, config: EnvironmentConfig, logs: tuple[Path, str] | None = None) -> None:
         kind = WorkerKind(
             "slime_like.sandbox.environments.worker",
@@ -137,7 +131,7 @@ class EnvironmentPool(SingleItems):
             subject=f"rollout.environment.name={config.name}",
             error=EnvironmentFailure,
         )
-        super().__init__(kind, config, logs, items="steps", code="environment-fails")
+        super().__init__(kind, config, logs)
 
     @property
     def judges_cut_turns(self) -> bool:
