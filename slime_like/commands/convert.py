@@ -169,7 +169,7 @@ _WORKERS = option(
     metavar="N",
     help="threads; each holds one parameter in memory (default here: %(default)s)",
 )
-_FORCE = option("--force", action="store_true", help="replace an earlier conversion or model in OUT in the end")
+_FORCE = option("--force", action="store_true", help="replace a conversion or model in OUT by the complete new one")
 _SIZE = "largest data file, such as 500MB or 5GB (default: %(default)s)"
 _WRITING = (
     option("--dtype", choices=["auto", *_DTYPES], default="auto", help="type to write; auto: each tensor's own"),
