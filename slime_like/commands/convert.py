@@ -6,6 +6,7 @@ import argparse
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,7 @@ from slime_like.commands.command import (
     option,
     temporary_run_dir,
 )
-from slime_like.config import ModelConfig, RunConfig, TrainerConfig
+from slime_like.config import LoggingConfig, ModelConfig, RunConfig, TrainerConfig
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -31,7 +32,7 @@ from slime_like.models.converted import DESCRIPTION as CONVERTED
 from slime_like.system.words import counted
 
 if TYPE_CHECKING:
-    from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Converter, Report, TensorSource
+    from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 
 _DIFFERS = 1
 _SHOWN = 50
@@ -58,7 +59,10 @@ def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="flag-excluded")
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
-    return _converted(config, options, lambda converter, *rest: converter.to_checkpoint(options.out, *rest))
+    from slime_like.conversion.convert import converter_of
+
+    converter = converter_of(config.model, config.trainer)
+    return _converted(partial(converter.to_checkpoint, options.out), config.logging, options)
 
 
 def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -72,7 +76,10 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(differs, code="wrong-checkpoint")
     if options.merge and not config.model.lora.is_set:
         raise ConfigError("--merge: the checkpoint has no factors (model.lora); remove it", code="no-factors")
-    return _converted(config, options, lambda converter, *rest: converter.to_hugging_face(weights, options.out, *rest))
+    from slime_like.conversion.convert import converter_of
+
+    converter = converter_of(config.model, config.trainer)
+    return _converted(partial(converter.to_hugging_face, weights, options.out), config.logging, options)
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -143,17 +150,17 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
 
 
 def _converted(
-    config: RunConfig,
+    convert: Callable[[ConversionOptions, Report], ConversionSummary],
+    logging: LoggingConfig,
     options: argparse.Namespace,
-    convert: Callable[[Converter, ConversionOptions, Report], ConversionSummary],
 ) -> int:
-    from slime_like.conversion.convert import converter_of, reported
+    from slime_like.conversion.convert import reported
     from slime_like.interfaces.conversion import ConversionOptions
 
     merge = getattr(options, "merge", False)
     given = ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
-    with reported(config.logging, "MiB converted") as report:
-        summary = convert(converter_of(config.model, config.trainer), given, report)
+    with reported(logging, "MiB converted") as report:
+        summary = convert(given, report)
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
     tensors, files = counted(summary.tensors, "tensor"), counted(summary.files, "file")
     print(f"converted: {tensors}, {summary.nbytes / 1e6:.2f} MB, {files}{kept}")
@@ -170,10 +177,9 @@ _WORKERS = option(
     help="threads; each holds one parameter in memory (default here: %(default)s)",
 )
 _FORCE = option("--force", action="store_true", help="replace a conversion or model in OUT by the complete new one")
-_SIZE = "largest data file, such as 500MB or 5GB (default: %(default)s)"
 _WRITING = (
     option("--dtype", choices=["auto", *_DTYPES], default="auto", help="type to write; auto: each tensor's own"),
-    option("--max_shard_size", type=size_in_bytes, default="1GB", metavar="SIZE", help=_SIZE),
+    option("--max_shard_size", type=size_in_bytes, default="1GB", metavar="SIZE", help="largest file (%(default)s)"),
     option("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity"),
     _FORCE,
     _WORKERS,
@@ -217,9 +223,7 @@ COMMANDS = (
         "Write weights, configuration, tokenizer and chat template of a GGUF file. Quantized weights are\n"
         "dequantized, with the precision that quantization left.",
         (
-            option(
-                "file", type=given_path, metavar="FILE", help="of an architecture that transformers reads from GGUF"
-            ),
+            option("file", type=given_path, metavar="FILE", help="of an architecture that transformers reads"),
             option("out", type=given_path, metavar="OUT", help="directory to write"),
             option("--dtype", choices=_DTYPES, default="bfloat16", help="type to write (%(default)s)"),
             _FORCE,

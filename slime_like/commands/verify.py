@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 _FIXED = ("model.path", "trainer.optimizer.distributed", "trainer.optimizer.overlap")
 _DIFFERS = 1
-_MODEL = "Hugging Face directory that every node sees"
 _DEFAULT = f"those that fit of: {' '.join(DEFAULT_LAYOUTS)}"
-_BATCH = "rollouts of one step, written by debug.save_rollouts"
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
@@ -92,10 +90,12 @@ COMMAND = Command(
     "loss, every tensor's gradient, and the weights after training with one rank. Exit code 1: a layout\n"
     "differs; the first differing token, gradient and tensor are named.",
     (
-        option("--model", type=Path, metavar="DIR", help=f"{_MODEL} (default: a tiny Qwen3, on this machine only)"),
+        option(
+            "--model", type=Path, metavar="DIR", help="model on every node (default: a tiny Qwen3, on this machine)"
+        ),
         option("--layouts", nargs="+", metavar="NAME", help=f"such as tp2-sp-pp2 (default: {_DEFAULT})"),
         option("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: one rank)"),
-        option("--batch", type=Path, metavar="FILE", help=f"{_BATCH} (default: a synthetic batch)"),
+        option("--batch", type=Path, metavar="FILE", help="rollouts of debug.save_rollouts (default: synthetic ones)"),
     ),
     "[--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]",
     epilog="Every field of the configuration is a flag: see `slime-like train --help`. --cluster.address joins a\n"
