@@ -90,9 +90,7 @@ COMMAND = Command(
     "loss, every tensor's gradient, and the weights after training with one rank. Exit code 1: a layout\n"
     "differs; the first differing token, gradient and tensor are named.",
     (
-        option(
-            "--model", type=Path, metavar="DIR", help="model on every node (default: a tiny Qwen3, on this machine)"
-        ),
+        option("--model", type=Path, metavar="DIR", help="on every node (default: a tiny Qwen3, on this machine)"),
         option("--layouts", nargs="+", metavar="NAME", help=f"such as tp2-sp-pp2 (default: {_DEFAULT})"),
         option("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: one rank)"),
         option("--batch", type=Path, metavar="FILE", help="rollouts of debug.save_rollouts (default: synthetic ones)"),
