@@ -29,7 +29,6 @@ class SampleCall:
     Attributes:
         turn: number of assistant turns in its history.
         repeat: number of earlier calls in the session with the same prompt.
-        stop: texts that end the turn, besides the run's.
     """
 
     prompt: PromptInput

@@ -23,7 +23,6 @@ class WorkerKind:
     """Kind of a pool's workers: the module to run, its first message, and the names in messages.
 
     Attributes:
-        section, subject: section of the configuration with the limits, and setting that names the workers' code.
         repeats: whether an item may be sent a second time, because an unfinished first attempt has no effect.
     """
 
