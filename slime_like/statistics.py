@@ -61,3 +61,34 @@ class GRPOStats(TensorsAsArrays):
     router_load_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))
     metadata: dict[str, Any] | None = field(default=None)
+
+
+@dataclass(slots=True)
+class ValueStats(TensorsAsArrays):
+    """Metrics of a value model's optimizer step, over every rank. Means are over loss-carrying tokens.
+
+    Attributes:
+        loss: ``sum(token_weights * per_token_loss) / denominator``.
+        explained_variance: ``1 - Var(returns - values) / Var(returns)``; 0 if all returns are equal.
+        values, returns: means, before the update.
+        clipfrac: fraction of tokens whose clipped branch is the loss.
+        old_gap_max: largest |current - old| value, like ``GRPOStats.old_gap_max``.
+        grad_norm, learning_rate, num_tokens, moe_aux_loss, router_load_max, routing_disagreement: see ``GRPOStats``.
+    """
+
+    loss: Tensor
+    explained_variance: Tensor
+    values: Tensor
+    returns: Tensor
+    clipfrac: Tensor
+    old_gap_max: Tensor
+    grad_norm: Tensor
+    learning_rate: Tensor
+    num_tokens: Tensor
+    moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
+    router_load_max: Tensor = field(default_factory=lambda: torch.zeros(()))
+    routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+StepStats = GRPOStats | ValueStats
+"""Metrics of a policy's step, or of a value model's."""

@@ -20,13 +20,13 @@ from backends.fsdp.lora import add_factors
 from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups
-from slime_like.algorithms.head import fused_logprobs
+from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import ConfigError
-from slime_like.models.dimensions import HEADS, keeps_type
+from slime_like.models.dimensions import HEADS, VALUE_HEAD, keeps_type
 from slime_like.system.words import counted
 
-_PREFIX = "hugging_face."
+_PREFIX, _SCORE = "hugging_face.", VALUE_HEAD.partition(".")[0]
 _SAYS_NOTHING = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"})
 """Configuration settings that change no logprob."""
 
@@ -40,6 +40,7 @@ class LogprobModel(nn.Module):
         routed: what routers need in the next forward pass and its backward pass.
         routed_layers: layers whose routers follow it.
         chunk_tokens: tokens whose logits exist at the same time.
+        values: a value model, whose ``score`` takes the place of the logits' head.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
     """
 
@@ -56,6 +57,7 @@ class LogprobModel(nn.Module):
         self.routed: RoutedTokens | None = None
         follows = [experts.follow_routes(layer, index, lambda: self.routed) for index, layer in enumerate(self.layers)]
         self.routed_layers = [index for index, follow in enumerate(follows) if follow]
+        self.values = hasattr(hugging_face, _SCORE)
         self.output = Output.of(hugging_face.config)
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
@@ -97,7 +99,9 @@ class LogprobModel(nn.Module):
         return self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
-        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states."""
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, or (1, r) values."""
+        if self.values:
+            return values_of(selected, self.hugging_face.score.weight)
         hidden, weight = self.output.projection(self.hugging_face.get_output_embeddings(), selected)
         logprobs, entropy = fused_logprobs(
             hidden,
@@ -177,7 +181,7 @@ class LogprobModel(nn.Module):
                 module.set_is_last_backward(now)
 
 
-def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobModel:
+def build(config: RunConfig, groups: Groups, device: torch.device, values: bool = False) -> LogprobModel:
     """Build the model of ``config.model.path``, sharded over all ranks, without weights.
 
     No rank ever holds the whole model: it is created without memory, sharded, and then allocated. Master weights and
@@ -187,7 +191,8 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
         ConfigError: the model cannot be sharded, read or written.
     """
     with _parameters_on_meta():
-        model = _model(config.model, torch.float32, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
+        chunk, has_entropy = config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0
+        model = _model(config.model, torch.float32, chunk, has_entropy, values)
     _require_nothing_else(model.hugging_face)
     # Buffers follow from the configuration, except routers' biases, which are read from the checkpoint later.
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
@@ -201,24 +206,31 @@ def build(config: RunConfig, groups: Groups, device: torch.device) -> LogprobMod
 
 
 def meta_model(
-    settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None = None, entropy_gradient: bool = False
+    settings: ModelConfig,
+    dtype: torch.dtype,
+    chunk_tokens: int | None = None,
+    entropy_gradient: bool = False,
+    values: bool = False,
 ) -> LogprobModel:
     """Build the model of ``config.json`` as shapes only."""
     with torch.device("meta"):
-        return _model(settings, dtype, chunk_tokens, entropy_gradient)
+        return _model(settings, dtype, chunk_tokens, entropy_gradient, values)
 
 
-def sharded_meta_model(config: RunConfig, groups: Groups) -> LogprobModel:
+def sharded_meta_model(config: RunConfig, groups: Groups, values: bool = False) -> LogprobModel:
     """Build the model of ``build`` as sharded shapes only. Offloaded state stays with everything else."""
     optimizer = config.trainer.optimizer.model_copy(update={"offload": False})
     trainer = config.trainer.model_copy(update={"optimizer": optimizer})
-    model = meta_model(config.model, torch.float32, config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0)
+    chunk, has_entropy = trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0
+    model = meta_model(config.model, torch.float32, chunk, has_entropy, values)
     recompute_layers(model, trainer)
     _shard(model, getattr(torch, config.model.dtype), trainer, groups)
     return model
 
 
-def _model(settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, entropy_gradient: bool) -> LogprobModel:
+def _model(
+    settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, entropy_gradient: bool, values: bool
+) -> LogprobModel:
     """Create the model with transformers from ``config.json``, on the context's device."""
     AttentionInterface.register(attention.NAME, attention.forward)
     ExpertsInterface.register(experts.NAME, experts.forward)
@@ -246,6 +258,9 @@ def _model(settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, 
         raise ConfigError(
             f"model.path={path}: {type(hugging_face).__name__} has no part without its head; use another model"
         )
+    if values:
+        hugging_face.score = nn.Linear(hugging_face.config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
+        hugging_face.set_output_embeddings(nn.Identity())
     names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
     model = LogprobModel(hugging_face, names, chunk_tokens, entropy_gradient)
     add_factors(settings, model)

@@ -22,7 +22,7 @@ from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
-from slime_like.statistics import GRPOStats
+from slime_like.statistics import StepStats
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -63,7 +63,7 @@ class FsdpTrainer(TrainerBase):
         on_cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
-        self.model = build(self.config, self.groups, self.device)
+        self.model = build(self.config, self.groups, self.device, self.dimensions.values)
         if self._replays != "none" and self.model.routed_layers != list(self.dimensions.expert_layers):
             raise ConfigError(
                 f"algorithm.routing_replay={self.config.algorithm.routing_replay} does not support the routers of "
@@ -128,7 +128,7 @@ class FsdpTrainer(TrainerBase):
         """Divide gradients, which are already summed over all ranks."""
         self.optimizer.scale(1.0 / denominator)
 
-    def finish_step(self, denominator: float) -> GRPOStats | None:
+    def finish_step(self, denominator: float) -> StepStats | None:
         stats = super().finish_step(denominator)
         with self._phase("finish_step"):
             self.optimizer.zero_gradients()

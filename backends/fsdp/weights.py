@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from backends.common.hugging_face.files import HfCheckpoint, Shape
+from backends.common.hugging_face.files import HfCheckpoint, Shape, ValueModel
 from backends.common.process.agreement import together
 from backends.common.trainer.lora import Initial
 from backends.fsdp.model import LogprobModel
@@ -47,9 +47,9 @@ def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) 
 
 
 def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
-    checkpoint = HfCheckpoint(directory)
+    checkpoint = (ValueModel if model.values else HfCheckpoint)(directory)
     expected = checkpoint_shapes(model)
-    dimensions, tied = ModelDimensions.from_checkpoint(directory), model.tied_names()
+    dimensions, tied = ModelDimensions.from_checkpoint(directory, model.values), model.tied_names()
     checkpoint.require(expected, tied | {name for name in checkpoint.shapes() if dimensions.is_draft(name)})
     if dist.get_rank() == 0 and EMBEDDING in expected:  # only this rank reads more than its part
         checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from backends.common.step.packs import ResponseRows
 from backends.megatron.attention import PackedLayout
-from slime_like.algorithms.head import fused_logprobs
+from slime_like.algorithms.head import fused_logprobs, values_of
 
 
 class ScoredLayer(TransformerLayer):
@@ -47,13 +48,20 @@ class LogprobModel(GPTModel):
         true_vocab_size: the vocabulary without padding.
         chunk_tokens: tokens whose logits exist at the same time.
         entropy_gradient: the loss has an entropy term.
+        score: the head of a value model, on the last stage; the same on every rank.
         gather_weight: called before the output weight is read, which may still be arriving from other ranks.
     """
 
     true_vocab_size: int
     chunk_tokens: int | None
     entropy_gradient: bool
+    score: torch.nn.Linear | None
     gather_weight: Callable[[], None] | None = None
+
+    def sharded_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        # Megatron's own method looks for the output layer.
+        owner = LogprobModel if self.score is None else LanguageModule
+        return super(owner, self).sharded_state_dict(*arguments, **options)
 
     def _postprocess(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any
@@ -73,10 +81,12 @@ class LogprobModel(GPTModel):
         return self.outputs(responses.spread(selected), responses)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
-        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states."""
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, or (1, r) values."""
         if self.gather_weight is not None:
             self.gather_weight()
         weight = self.output_weight()
+        if self.score is not None:
+            return values_of(selected, weight)
         group = self.pg_collection.tp
         logprobs, entropy = fused_logprobs(
             selected,
@@ -95,7 +105,9 @@ class LogprobModel(GPTModel):
         return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
 
     def output_weight(self) -> Tensor:
-        """Return (V_local, H), the head's weight or the embedding's."""
+        """Return (V_local, H), the head's weight or the embedding's, or a value head's (1, H)."""
+        if self.score is not None:
+            return self.score.weight
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight

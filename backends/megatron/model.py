@@ -19,7 +19,7 @@ from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import Layers, block_spec
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import ModelConfig, ParallelConfig, RunConfig, TrainerConfig
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times the tensor-parallel size, like in Megatron's tools."""
@@ -220,6 +220,10 @@ def _build(
             from backends.megatron.transformer_engine import add_weight_gradients_in_float32
 
             add_weight_gradients_in_float32(model)
+        model.score = None
+        if dimensions.values and model.post_process:
+            model.output_layer = None
+            model.score = torch.nn.Linear(dimensions.hidden_size, 1, bias=False, dtype=transformer.params_dtype)
         model.true_vocab_size = dimensions.vocab_size
         model.chunk_tokens = trainer.head_chunk_tokens
         model.entropy_gradient = entropy_gradient
@@ -227,7 +231,7 @@ def _build(
         add_factors(settings, model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "word_embeddings" in name or "output_layer" in name:
+                if "word_embeddings" in name or "output_layer" in name or name == VALUE_HEAD:
                     parameter.zero_()
         chunks.append(model)
     return chunks

@@ -12,7 +12,7 @@ from slime_like.config.roles import POLICY
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket, WeightExport
 from slime_like.plugins.resolve import BACKEND_GROUP, load_installed
-from slime_like.statistics import GRPOStats
+from slime_like.statistics import StepStats
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -59,8 +59,10 @@ class Planner(Protocol):
     def rank_kinds(self, trainer: TrainerConfig) -> list[RankKind]:
         """Group the layout's ranks by contents and work. Every rank belongs to one kind."""
 
-    def estimate(self, config: RunConfig, rank: int) -> RankEstimate:
-        """Estimate memory, work and traffic of one rank. Needs only ``config.json`` of ``config.model.path``.
+    def estimate(self, config: RunConfig, rank: int, role: str = POLICY) -> RankEstimate:
+        """Estimate memory, work and traffic of one rank, whose modules hold ``role``.
+
+        Needs only ``config.json`` of ``config.model.path``.
 
         Parameters, gradients and optimizer state are exact.
         """
@@ -124,7 +126,7 @@ class TrainerBackend(Protocol):
         pack without old logprobs receives this pass's logprobs.
         """
 
-    def finish_step(self, denominator: float) -> GRPOStats | None:
+    def finish_step(self, denominator: float) -> StepStats | None:
         """Reduce gradients, scale by ``1 / denominator``, clip, step the optimizer and the schedule.
 
         Returns the step's metrics on the ranks of the last pipeline stage, ``None`` elsewhere.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,7 +22,11 @@ EMBEDDING = "model.embed_tokens.weight"
 HEADS = ("lm_head.weight", "embed_out.weight")
 """Names of output projections. A tied one may be stored anyway."""
 
+VALUE_HEAD = "score.weight"
+"""Name of a value model's head, as in transformers' models for classification."""
+
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+_CLASSIFIER = re.compile("For(Sequence|Token)Classification$")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -150,6 +154,7 @@ class ModelDimensions:
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
         moe_scaling: factor of the chosen experts' weights.
         draft_layers: layers for multi-token prediction that may be stored after the model's layers, and are not read.
+        values: a linear map from hidden states to one number, ``VALUE_HEAD``, takes the place of the logits.
         counted: parameters in total, and in the matrix products that one token goes through. Planning counts them on
             the model itself for foreign models.
     """
@@ -182,6 +187,7 @@ class ModelDimensions:
     moe_top_groups: int = 1
     moe_scaling: float = 1.0
     draft_layers: int = 0
+    values: bool = False
     counted: tuple[int, int] | None = None
 
     @property
@@ -212,7 +218,7 @@ class ModelDimensions:
         if self.counted is not None:
             return self.counted[1]
         layers = self.attention.matrices(self) + self.mlp_parameters(self.moe_top_k)
-        return layers + self.vocab_size * self.hidden_size
+        return layers + self.hidden_size * (1 if self.values else self.vocab_size)
 
     def is_draft(self, name: str) -> bool:
         """Return whether the Hugging Face tensor belongs to a layer for multi-token prediction."""
@@ -232,12 +238,16 @@ class ModelDimensions:
         attention = self.attention.matrices(self) + self.attention.vectors(self)
         norms = 2 * self.num_layers * self.hidden_size
         routing_biases = len(self.expert_layers) * self.num_experts * self.moe_sigmoid
-        outer = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2) + self.hidden_size
+        head = 1 if self.values else 0 if self.tied_embeddings else self.vocab_size
+        outer = self.hidden_size * (self.vocab_size + head + 1)
         return attention + norms + self.mlp_parameters(self.num_experts) + routing_biases + outer
 
     @classmethod
-    def from_checkpoint(cls, directory: Path) -> Self:
+    def from_checkpoint(cls, directory: Path, values: bool = False) -> Self:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.
+
+        Args:
+            values: describe the value model that is made of it. The checkpoint may be of one.
 
         Raises:
             ConfigError: file missing, not JSON, not a causal language model, or sizes missing or wrong.
@@ -245,7 +255,12 @@ class ModelDimensions:
         path = Path(directory) / "config.json"
         if not path.is_file():
             raise ConfigError(f"model.path={directory}{_what_instead(Path(directory))}")
-        return cls._from_raw(config_json.read_object(path), path)
+        raw = config_json.read_object(path)
+        if not values:
+            return cls._from_raw(raw, path)
+        if isinstance(architectures := raw.get("architectures"), list):
+            raw["architectures"] = [_CLASSIFIER.sub(_CAUSAL[0], str(name)) for name in architectures]
+        return replace(cls._from_raw(raw, path), values=True, tied_embeddings=False)
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any], path: Path) -> Self:

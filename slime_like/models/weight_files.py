@@ -3,11 +3,12 @@
 import json
 import re
 import zlib
+from collections.abc import Container
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -63,6 +64,11 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     shapes = header_shapes(directory)
     dimensions = ModelDimensions.from_checkpoint(directory)
     return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+
+
+def value_head_of(names: Container[str]) -> str | None:
+    """Return the name of a value head's weight among a model's tensors; ``None`` if it has none."""
+    return next((name for name in (VALUE_HEAD, "v_head.summary.weight") if name in names), None)
 
 
 def fingerprint(directory: Path) -> int | None:

@@ -110,6 +110,9 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
 def _outer(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
     if name == "decoder.final_layernorm.weight":
         return {"model.norm.weight": parts[0]}
+    if name == "score.weight":
+        assert all(torch.equal(part, parts[0]) for part in parts[1:]), "value heads differ between tensor ranks"
+        return {name: parts[0]}
     rows = torch.cat(parts)
     assert not rows[dimensions.vocab_size :].any(), f"padding rows of {name} are not zero"
     tied_or_input = dimensions.tied_embeddings or "embedding" in name

@@ -41,8 +41,10 @@ class Reference:
     arXiv:2412.19437, eqs. 17 to 20).
     """
 
+    auto: Any = AutoModelForCausalLM
+
     def __init__(self, checkpoint: Path, algorithm: AlgorithmConfig) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
+        self.model = self.auto.from_pretrained(
             checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         self.algorithm = algorithm

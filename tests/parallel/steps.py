@@ -178,7 +178,7 @@ def train_windows(trainer: Trainer, packs: list[PackedTrajectory], denominator: 
     """
     trainer.begin_step(denominator, real_tokens(packs))
     trainer.accumulate(packs[:1], last=len(packs) == 1)
-    if isinstance(trainer, FsdpTrainer):
+    if isinstance(trainer, FsdpTrainer) and trainer.state.frozen:
         trainer.score(packs[1:], "reference")
     if packs[1:]:
         trainer.accumulate(packs[1:], last=True)

@@ -1,6 +1,7 @@
 """Writing of a complete Hugging Face directory: files of tensors, then index, configuration and tokenizer."""
 
 import json
+import re
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from backends.common.process.agreement import listed, together
 from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
+from slime_like.models.dimensions import VALUE_HEAD
 from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.weight_files import INDEX
 from slime_like.system.disk import refusal, replace_directory, sync
@@ -115,7 +117,7 @@ def _finish(
             raise CheckpointError(problem, code="tensors-not-written", who=str(directory))
         if lora is None:
             write_index(partial, weight_map, total)
-            copy_companions(source_dir, partial, dtype)
+            copy_companions(source_dir, partial, dtype, VALUE_HEAD in weight_map)
         else:
             _join(partial, ADAPTER_FILE)
             write_adapter_settings(partial, lora, source_dir, weight_map)
@@ -173,7 +175,7 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> N
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None:
+def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype, values: bool = False) -> None:
     """Copy configuration and tokenizer. The copied configuration names the weights' type, but neither quantization nor
     layers that are not written.
 
@@ -192,6 +194,10 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype) -> None
     config.pop(_QUANTISATION, None)
     if _DRAFT_LAYERS in config:
         config[_DRAFT_LAYERS] = 0
+    if values:
+        family = re.sub("For[A-Z][A-Za-z]*$|LMHeadModel$", "", config["architectures"][0])
+        config |= {"architectures": [f"{family}ForSequenceClassification"], "tie_word_embeddings": False}
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

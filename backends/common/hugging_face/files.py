@@ -12,7 +12,8 @@ from torch import Tensor
 from backends.common.process.agreement import listed, listed_by_kind
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.errors import CheckpointError
-from slime_like.models.weight_files import WeightFilesError, weight_files
+from slime_like.models.dimensions import HEADS, VALUE_HEAD
+from slime_like.models.weight_files import WeightFilesError, value_head_of, weight_files
 
 Shape = tuple[int, ...]
 
@@ -167,6 +168,50 @@ class Adapter(HfCheckpoint):
         # Training states contain the adapter's name, which PEFT's own files leave out.
         self._slices = {name.replace(".default.", "."): part for name, part in self._slices.items()}
         self.require(expected, set())
+
+
+class ValueModel(HfCheckpoint):
+    """A checkpoint read as a value model: without an output projection, and with the head 0 if none is stored.
+
+    Raises:
+        CheckpointError: the head has a bias other than 0.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        stored = value_head_of(self._slices)
+        bias = self._slices.pop((stored or "").replace("weight", "bias"), None)
+        if bias is not None and bool(bias[...].any()):
+            raise CheckpointError(
+                "its value head has a bias, which the critic's head lacks",
+                code="value-head-with-bias",
+                who=str(directory),
+                remedy="use one without, or remove the head to begin at 0",
+            )
+        head = self._slices.pop(stored, None)
+        self._slices = {name: part for name, part in self._slices.items() if name not in HEADS}
+        if head is not None:
+            self._slices[VALUE_HEAD] = head
+
+    def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
+        self._slices.setdefault(VALUE_HEAD, _Zeros(torch.zeros(expected[VALUE_HEAD])))
+        super().require(expected, ignored)
+
+
+class _Zeros:
+    """A tensor of zeros, read like a stored one."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def get_shape(self) -> list[int]:
+        return list(self._values.shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._values[index]
 
 
 def is_not_finite(values: Tensor) -> bool:

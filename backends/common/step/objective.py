@@ -22,7 +22,7 @@ from slime_like.trajectory import PackedTrajectory
 class Objective:
     """The configured loss of a policy, and the source of its old logprobs."""
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, critic: object = None) -> None:
         self._loss = configured_loss(algorithm)
         self._freezes = not (algorithm.supervised or algorithm.scores_policy)
 

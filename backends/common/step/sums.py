@@ -11,7 +11,7 @@ from torch import Tensor
 from backends.common.process.agreement import rank_error
 from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
-from slime_like.algorithms.losses.sums import LossSums
+from slime_like.algorithms.losses.sums import Sums
 from slime_like.errors import TrainerError
 
 
@@ -31,11 +31,11 @@ class StepSums:
     denominator: float | None = None
     balance: Balance = NO_BALANCE
     replay: Replay | None = None
-    sums: LossSums | None = None
+    sums: Sums | None = None
     losses: list[Tensor] = field(default_factory=list)
     complete: bool = False
 
-    def add(self, loss: Tensor, sums: LossSums) -> None:
+    def add(self, loss: Tensor, sums: Sums) -> None:
         """Add one micro-batch."""
         self.losses.append(loss.detach())
         self.sums = sums if self.sums is None else self.sums.add(sums)
@@ -97,11 +97,11 @@ def require_finite_norm(norm: float) -> None:
         )
 
 
-def reduced_over_data(sums: LossSums, replicas: dist.ProcessGroup) -> LossSums:
+def reduced_over_data(sums: Sums, replicas: dist.ProcessGroup) -> Sums:
     """Sum over data-parallel replicas. One replica's context ranks hold the same metrics and count once."""
     if replicas.size() == 1:
         return sums
     totals, maxima = sums.to_vectors()
     dist.all_reduce(totals, group=replicas)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=replicas)
-    return LossSums.from_vectors(totals, maxima)
+    return sums.from_vectors(totals, maxima)

@@ -37,7 +37,7 @@ from slime_like.interfaces import (
     WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.statistics import GRPOStats
+from slime_like.statistics import StepStats
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -75,7 +75,7 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
-        self._objective = objective_of(self._role.head)(config.algorithm)
+        self._objective = objective_of(self._role.head)(config.algorithm, config.critic)
         self._step, self._trial = StepSums(), contextlib.ExitStack()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -153,7 +153,7 @@ class TrainerBase(TrainerBackend):
         with self._phase("setup"):
             self._open()
             self._load_start()
-            for role in self.config.roles.held:
+            for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
             self.optimizer = self._prepare_training()
         return self.coordinates
@@ -176,7 +176,7 @@ class TrainerBase(TrainerBackend):
         if on_cuda:
             use_expandable_segments(mapped, os.environ)
         prepare_processor(self.config.trainer, self.placement)
-        self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path)
+        self.dimensions = ModelDimensions.from_checkpoint(self.config.model.path, self._role.head == "value")
         self._build()
 
     def _load_start(self, checkpoint: Path | None = None) -> None:
@@ -229,7 +229,7 @@ class TrainerBase(TrainerBackend):
             self._step = StepSums(denominator, Balance(loss, loads))
             self._step.replay = Replay.in_training(self._replays, self.dimensions)
 
-    def finish_step(self, denominator: float) -> GRPOStats | None:
+    def finish_step(self, denominator: float) -> StepStats | None:
         self._step.require_denominator(denominator)
         with self._phase("finish_step"):
             require_finite_losses(self._step, self.device)
@@ -241,7 +241,7 @@ class TrainerBase(TrainerBackend):
                 self._step.balance.loads.move(self._router_biases())
             return self._statistics(denominator, norm)
 
-    def _statistics(self, denominator: float, norm: float) -> GRPOStats | None:
+    def _statistics(self, denominator: float, norm: float) -> StepStats | None:
         figures = self._step.router_figures(len(self.dimensions.expert_layers), self.device)
         if self._step.sums is None:
             return None

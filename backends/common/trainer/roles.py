@@ -7,18 +7,22 @@ from torch import Tensor
 
 from slime_like.config import AlgorithmConfig
 from slime_like.config.roles import ModelRole
+from slime_like.config.sections import CriticConfig
 from slime_like.interfaces import Scores
 from slime_like.plugins.resolve import resolve
 
-OBJECTIVES = {"logprob": "backends.common.step.objective:Objective"}
+OBJECTIVES = {
+    "logprob": "backends.common.step.objective:Objective",
+    "value": "backends.common.step.value_objective:ValueObjective",
+}
 """Objective of a trained role, by the name of its head. Its ``add`` method gets the head's outputs in order."""
 
 ADDED = "added"
 
 
-def objective_of(head: str) -> Callable[[AlgorithmConfig], Any]:
+def objective_of(head: str) -> Callable[[AlgorithmConfig, CriticConfig], Any]:
     """Return the class of the objective of a role with this head."""
-    found: Callable[[AlgorithmConfig], Any] = resolve("head", head, OBJECTIVES)
+    found: Callable[[AlgorithmConfig, CriticConfig], Any] = resolve("head", head, OBJECTIVES)
     return found
 
 

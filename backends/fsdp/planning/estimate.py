@@ -15,6 +15,7 @@ from backends.fsdp.model import sharded_meta_model
 from backends.fsdp.parallel import Groups, shard_of
 from backends.fsdp.planning.sharded_shapes import GATHERED, GRADIENTS, ShardedShapes
 from slime_like.config import RunConfig, TrainerConfig
+from slime_like.config.roles import POLICY, ModelRole
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.trajectory import PackedTrajectory
 
@@ -27,10 +28,10 @@ def rank_kinds(trainer: TrainerConfig) -> list[RankKind]:
     return [RankKind("all ranks", tuple(ranks))]
 
 
-def estimate(config: RunConfig, rank: int) -> RankEstimate:
+def estimate(config: RunConfig, rank: int, role: str = POLICY) -> RankEstimate:
     """See ``slime_like.interfaces.Planner.estimate``."""
     with fake_world(rank, config.trainer.parallel.world_size, parallel.leave):
-        return _Rank(config, parallel.build_groups(config.trainer)).estimate(rank)
+        return _Rank(config, parallel.build_groups(config.trainer), config.roles[role]).estimate(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,12 @@ class _Followed:
 class _Rank:
     """This process acting as one rank, on shapes."""
 
-    def __init__(self, config: RunConfig, groups: Groups) -> None:
+    def __init__(self, config: RunConfig, groups: Groups, role: ModelRole) -> None:
+        self._held = config.roles.held if role.name == POLICY else []
         self._config, self._groups = config, groups
         self._trace = Trace()
-        self._shapes = ShardedShapes(sharded_meta_model(config, groups), self._trace, config.trainer.optimizer.offload)
+        model = sharded_meta_model(config, groups, role.head == "value")
+        self._shapes = ShardedShapes(model, self._trace, config.trainer.optimizer.offload)
         self._model = self._shapes.model
 
     def estimate(self, rank: int) -> RankEstimate:
@@ -137,7 +140,7 @@ class _Rank:
         state, on_host = sum(shard.nbytes for shard in shards), self._config.trainer.optimizer.offload
         trained = sum(each.nbytes for each in (shard_of(p) for p in self._model.parameters() if p.requires_grad))
         gradients = 0 if on_host else trained
-        same = [self._config.has_same_base(role) for role in self._config.roles.held]
+        same = [self._config.has_same_base(role) for role in self._held]
         gathered, head, whole = (worst.labelled.get(label, 0) for label in (GATHERED, HEAD, GRADIENTS))
         return TrainerMemory(
             parameters=sum(shard.numel() for shard in shards),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from backends.common.hugging_face.files import HfCheckpoint
+from backends.common.hugging_face.files import HfCheckpoint, ValueModel
 from backends.common.process.agreement import listed, together
 from backends.megatron.conversion.placement import Placement, place_parameters
 from backends.megatron.families import family_of
@@ -38,7 +38,7 @@ def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: 
 
 def open_checked(hf_dir: Path, dimensions: ModelDimensions, compares_copies: bool) -> HfCheckpoint:
     """Open a checkpoint that must have exactly the model's tensors. Comparing copies reads whole tensors."""
-    checkpoint = HfCheckpoint(hf_dir)
+    checkpoint = (ValueModel if dimensions.values else HfCheckpoint)(hf_dir)
     ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
     checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
     if compares_copies:

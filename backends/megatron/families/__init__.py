@@ -11,13 +11,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from backends.megatron.attention import PackedCoreAttention
 from backends.megatron.families.blocks import ATTENTION, NORMS, OUTER, QK_NORM, QKV_BIAS, feed_forward
-from backends.megatron.families.rules import EMBEDDING, OUTPUT_LAYER, Rule
-from backends.megatron.families.transforms import Shape, Vocabulary
+from backends.megatron.families.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule
+from backends.megatron.families.transforms import Replicated, Shape, Vocabulary
 from backends.megatron.norm import RMSNorm
 from slime_like.errors import CheckpointError
-from slime_like.models.dimensions import FAMILIES, ModelDimensions
+from slime_like.models.dimensions import FAMILIES, VALUE_HEAD, ModelDimensions
 
 TIED_OUTPUT = Rule(OUTPUT_LAYER, Vocabulary(), (EMBEDDING,), exported=False)
+VALUES = Rule(VALUE_HEAD, Replicated(), (HfTensor(VALUE_HEAD, (1, "hidden")),))
 
 
 class MegatronFamily:
@@ -53,9 +54,10 @@ class MegatronFamily:
     def rules_for(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
         """Return the rules of one model. A tied head is read from the embedding and never exported."""
         rules = (rule for rule in self.rules(dimensions) if any(True for _ in rule.instances(dimensions)))
-        if not dimensions.tied_embeddings:
+        if not (dimensions.tied_embeddings or dimensions.values):
             return tuple(rules)
-        return tuple(TIED_OUTPUT if rule.megatron == OUTPUT_LAYER else rule for rule in rules)
+        output = VALUES if dimensions.values else TIED_OUTPUT
+        return tuple(output if rule.megatron == OUTPUT_LAYER else rule for rule in rules)
 
     def hf_shapes(self, dimensions: ModelDimensions) -> dict[str, Shape]:
         """Return the name and shape of every Hugging Face tensor of the model."""

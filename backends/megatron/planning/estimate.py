@@ -21,6 +21,7 @@ from backends.megatron.parallel import alone_as
 from backends.megatron.planning.in_flight import WindowPeak, window_peak
 from backends.megatron.planning.passes import ChunkPasses, Passes
 from slime_like.config import RunConfig, TrainerConfig
+from slime_like.config.roles import POLICY, ModelRole
 from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
 
@@ -53,21 +54,22 @@ def planned_attention(trainer: TrainerConfig) -> Attention:
     return "ring" if asked == "auto" or asked == "transformer_engine" else asked
 
 
-def estimate(config: RunConfig, rank: int) -> RankEstimate:
+def estimate(config: RunConfig, rank: int, role: str = POLICY) -> RankEstimate:
     """See ``slime_like.interfaces.Planner.estimate``."""
     trainer = config.trainer.model_copy(update={"attention": planned_attention(config.trainer)})
     local = config.model_copy(update={"trainer": trainer})
     with alone_as(trainer, rank, on_meta=True):
-        return _Rank(local).estimate(rank)
+        return _Rank(local, local.roles[role]).estimate(rank)
 
 
 class _Rank:
     """This process acting as one rank, on shapes."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, role: ModelRole) -> None:
+        self._held = config.roles.held if role.name == POLICY else []
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
+        self._dimensions = ModelDimensions.from_checkpoint(config.model.path, role.head == "value")
         self._chunks = build_meta_chunks(
             config.model, config.trainer, self._dimensions, config.algorithm.entropy_coef > 0
         )
@@ -107,7 +109,7 @@ class _Rank:
         """Sum up the memory. ``per_pack[worst]`` needs most in training; another pack may in scoring."""
         passes = per_pack[worst]
         held = _holdings_of(self._chunks, self._wrapped, self._optimizer)
-        same = [self._config.has_same_base(role) for role in self._config.roles.held]
+        same = [self._config.has_same_base(role) for role in self._held]
         return TrainerMemory(
             **held,
             activation_bytes=peak.nbytes - peak.head,

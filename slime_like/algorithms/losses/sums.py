@@ -2,20 +2,56 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from slime_like.statistics import GRPOStats
+from slime_like.statistics import GRPOStats, ValueStats
 
 _TINY = torch.finfo(torch.float64).tiny
-_MAXIMA = ("old_gap_max", "engine_gap_max")
+_LEAST_VARIANCE = 1e-12
+"""Below it, returns are equal up to rounding, and no variance can be explained."""
 
 
 @dataclass(slots=True)
-class LossSums:
-    """Metric sums, as detached float64 scalars.
+class Sums:
+    """Metric sums, as detached float64 scalars. Subclasses name some of them as maxima instead."""
+
+    _maxima: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def zeros(cls, device: torch.device | str = "cpu") -> Self:
+        """Return all zeros."""
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
+
+    def add(self, other: Self) -> Self:
+        """Return the sums of both, with the maxima of both."""
+        sums, maxima = self.to_vectors()
+        other_sums, other_maxima = other.to_vectors()
+        return self.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))
+
+    def to_vectors(self) -> tuple[Tensor, Tensor]:
+        """Return two float64 vectors, one to all-reduce with a sum and one with a maximum."""
+        return (
+            torch.stack([getattr(self, name) for name in self._sums()]),
+            torch.stack([getattr(self, name) for name in self._maxima]),
+        )
+
+    @classmethod
+    def from_vectors(cls, sums: Tensor, maxima: Tensor) -> Self:
+        """Return the sums that ``to_vectors`` made these vectors of."""
+        names = (*cls._sums(), *cls._maxima)
+        return cls(**dict(zip(names, (*sums.unbind(), *maxima.unbind()), strict=True)))
+
+    @classmethod
+    def _sums(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.name not in cls._maxima]
+
+
+@dataclass(slots=True)
+class LossSums(Sums):
+    """Sums of a policy's step.
 
     Attributes:
         loss, policy_loss, kl_loss: weighted sums; divided by the step's denominator, the means of ``GRPOStats``.
@@ -45,29 +81,7 @@ class LossSums:
     old_gap_max: Tensor
     engine_gap_max: Tensor
 
-    @classmethod
-    def zeros(cls, device: torch.device | str = "cpu") -> Self:
-        """Return all zeros."""
-        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
-
-    def add(self, other: Self) -> Self:
-        """Return the sums of both, with the maxima of both."""
-        sums, maxima = self.to_vectors()
-        other_sums, other_maxima = other.to_vectors()
-        return self.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))
-
-    def to_vectors(self) -> tuple[Tensor, Tensor]:
-        """Return two float64 vectors, one to all-reduce with a sum and one with a maximum."""
-        return (
-            torch.stack([getattr(self, name) for name in _sum_names()]),
-            torch.stack([getattr(self, name) for name in _MAXIMA]),
-        )
-
-    @classmethod
-    def from_vectors(cls, sums: Tensor, maxima: Tensor) -> Self:
-        """Return the sums that ``to_vectors`` made these vectors of."""
-        values = dict(zip(_sum_names(), sums.unbind(), strict=True))
-        return cls(**values, **dict(zip(_MAXIMA, maxima.unbind(), strict=True)))
+    _maxima = ("old_gap_max", "engine_gap_max")
 
     def to_stats(self, denominator: float, grad_norm: Tensor | float, learning_rate: float) -> GRPOStats:
         """Divide weighted sums by ``denominator`` and token sums by the number of loss-carrying tokens.
@@ -83,10 +97,7 @@ class LossSums:
         Raises:
             ValueError: the denominator isn't positive and finite.
         """
-        if not 0 < denominator < math.inf:
-            raise ValueError(
-                f"denominator={denominator}: not positive and finite; use the result of `step_denominator`"
-            )
+        _require_positive(denominator)
         tokens = self.num_tokens.clamp_min(1)
         return GRPOStats(
             loss=self.loss / denominator,
@@ -121,5 +132,48 @@ class LossOutput:
     sums: LossSums
 
 
-def _sum_names() -> list[str]:
-    return [field.name for field in fields(LossSums) if field.name not in _MAXIMA]
+@dataclass(slots=True)
+class ValueSums(Sums):
+    """Sums of a value model's step.
+
+    Attributes:
+        loss: weighted sum.
+        value, returns, squared_returns, error, squared_error, clipped, num_tokens: sums over loss-carrying tokens;
+            ``error`` is the return minus the value.
+        old_gap_max: maximum over loss-carrying tokens.
+    """
+
+    loss: Tensor
+    value: Tensor
+    returns: Tensor
+    squared_returns: Tensor
+    error: Tensor
+    squared_error: Tensor
+    clipped: Tensor
+    num_tokens: Tensor
+    old_gap_max: Tensor
+
+    _maxima = ("old_gap_max",)
+
+    def to_stats(self, denominator: float, grad_norm: Tensor | float, learning_rate: float) -> ValueStats:
+        """Divide sums like ``LossSums.to_stats``. Raises ValueError: the denominator isn't positive and finite."""
+        _require_positive(denominator)
+        tokens = self.num_tokens.clamp_min(1)
+        of_returns = self.squared_returns / tokens - (self.returns / tokens).square()
+        unexplained = self.squared_error / tokens - (self.error / tokens).square()
+        return ValueStats(
+            loss=self.loss / denominator,
+            explained_variance=torch.where(of_returns > _LEAST_VARIANCE, 1 - unexplained / of_returns, 0.0),
+            values=self.value / tokens,
+            returns=self.returns / tokens,
+            clipfrac=self.clipped / tokens,
+            old_gap_max=self.old_gap_max,
+            grad_norm=torch.as_tensor(grad_norm, dtype=torch.float64),
+            learning_rate=torch.tensor(learning_rate, dtype=torch.float64),
+            num_tokens=self.num_tokens,
+        )
+
+
+def _require_positive(denominator: float) -> None:
+    if not 0 < denominator < math.inf:
+        raise ValueError(f"denominator={denominator}: not positive and finite; use the result of `step_denominator`")

@@ -5,15 +5,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.losses.sums import ValueSums
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 
 @dataclass(slots=True)
 class ValueOutput:
-    """``loss``: scalar with graph, the weighted sum. ``clipped``: loss-carrying tokens whose clipped branch won."""
+    """``loss``: scalar with graph, the weighted sum. ``clipped``: loss-carrying tokens whose clipped branch won.
+    ``sums``: detached metrics."""
 
     loss: Tensor
     clipped: Tensor
+    sums: ValueSums
 
 
 def value_loss(
@@ -37,7 +40,7 @@ def value_loss(
         clip: largest change of a value that lowers the loss; ``None`` for no bound.
 
     Returns:
-        The loss and the number of clipped tokens. Values on masked tokens (inf and nan too) have no effect.
+        The loss, the number of clipped tokens, and metrics. Values on masked tokens (inf and nan too) have no effect.
 
     Raises:
         ValueError: shapes differ, or the mask isn't bool.
@@ -55,4 +58,18 @@ def value_loss(
         bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
         won = (bounded > error) & loss_mask
         error = torch.maximum(error, bounded)
-    return ValueOutput((0.5 * error * token_weights).sum(), won.sum())
+    loss = (0.5 * error * token_weights).sum()
+    return ValueOutput(loss, won.sum(), _sums(loss, values, old_values, returns, won, loss_mask))
+
+
+@torch.no_grad()
+def _sums(
+    loss: Tensor, values: Tensor, old_values: Tensor, returns: Tensor, won: Tensor, loss_mask: Tensor
+) -> ValueSums:
+    """Add up masked inputs."""
+    error = returns.double() - values.double()
+    summed = values, returns, returns.double().square(), error, error.square(), won, loss_mask
+    gaps = (values - old_values).abs().double()
+    return ValueSums(
+        loss.detach().double(), *(each.double().sum() for each in summed), gaps.amax() if len(gaps) else gaps.sum()
+    )
