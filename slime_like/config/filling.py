@@ -16,7 +16,7 @@ FILLING = (REPLICAS, ENGINES)
 
 @dataclass(frozen=True, slots=True)
 class GpusNeeded:
-    """GPUs of trainer ranks, of engines that do not share them, and of roles' workers."""
+    """GPUs of trainer ranks, of engines that do not share them, and of other roles' ranks."""
 
     trainers: int
     engines: int
@@ -31,7 +31,7 @@ class GpusNeeded:
         return -(-self.total // gpus_per_node)
 
     def __str__(self) -> str:
-        workers = ((count, f"{role} workers") for role, count in self.workers.items())
+        workers = ((count, f"{role} ranks") for role, count in self.workers.items())
         parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), *workers)
         named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
         return f"{counted(self.total, 'GPU')} ({named})"
@@ -40,7 +40,7 @@ class GpusNeeded:
 def gpus_needed(config: RunConfig) -> GpusNeeded:
     """Count the GPUs that a training run uses."""
     engines = config.rollout.num_engines * config.rollout.ranks if config.has_own_engines else 0
-    workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.with_workers}
+    workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.placed}
     return GpusNeeded(config.trainer.parallel.world_size, engines, workers)
 
 

@@ -102,6 +102,7 @@ class RunConfig(Section):
             return []
         layout = self.critic.parallel or self.trainer.parallel
         options: dict[str, Any] = {"trained": True, "scores": True, "head": "value", "placement": "ranks"}
+        options["workers"] = int(self.critic.placement == "separate")
         return [ModelRole(name=CRITIC, path=self.critic.path, fields=("values",), parallel=layout, **options)]
 
     def for_critic(self) -> Self:
@@ -191,8 +192,7 @@ class RunConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._trainer_conflicts()
-        if not self.algorithm.needs_critic and (changed := self.critic.changed):
-            yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
+        yield from self._critic_conflicts()
         if self.supervised:
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
@@ -205,6 +205,25 @@ class RunConfig(Section):
             yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:
             yield from self._agent_conflicts()
+
+    def _critic_conflicts(self) -> Iterator[str]:
+        critic, trainer = self.critic, self.trainer
+        if not self.algorithm.needs_critic:
+            if changed := critic.changed:
+                yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
+            return
+        if critic.parallel is not None:
+            yield from (f"critic.{text}" for text in trainer.layout_conflicts(critic.parallel))
+            ranks, policy = critic.parallel.world_size, trainer.parallel.world_size
+            if critic.placement == "shared" and ranks > policy:
+                yield (
+                    f"critic.placement=shared: critic.parallel has {ranks} ranks, and trainer.parallel {policy}; use "
+                    "at most as many, or placement: separate"
+                )
+        if critic.warmup_steps >= self.steps:
+            yield f"critic.warmup_steps={critic.warmup_steps} leaves no step to train the policy; use fewer than steps"
+        if critic.optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
+            yield "critic.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
 
     def _sampling_conflicts(self) -> Iterator[str]:
         rollout, algorithm = self.rollout, self.algorithm

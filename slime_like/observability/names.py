@@ -19,7 +19,7 @@ from slime_like.observability.records import (
 )
 
 if TYPE_CHECKING:
-    from slime_like.statistics import GRPOStats
+    from slime_like.statistics import StepStats
 
 STEP_TIME = "train_actor_performance/total_step_time (s)"
 REWARD = "ref_actor_rewards/total_reward_mean"
@@ -54,7 +54,7 @@ def phase_seconds(phase: str) -> str:
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
     """Return the metrics of one training step by name. Seconds are wall time, shares are percent."""
-    metrics = {**update_metrics(record.updates), **record.penalties}
+    metrics = {**update_metrics(record.updates), **update_metrics(record.critic, "train_critic"), **record.penalties}
     metrics["train_actor_training/response_lengths"] = float(np.mean(record.response_lengths))
     metrics |= _performance(record)
     metrics |= {phase_seconds(phase): value for phase, value in record.times.seconds.items()}
@@ -78,19 +78,22 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     return metrics
 
 
-def update_metrics(updates: Sequence[GRPOStats]) -> dict[str, float]:
-    """Return means over a training step's optimizer steps, with four exceptions.
+def update_metrics(updates: Sequence[StepStats], prefix: str = "train_actor_training") -> dict[str, float]:
+    """Return means over a training step's optimizer steps, with four exceptions; nothing if there are none.
 
     ``old_gap_max`` is from the first optimizer step, because later ones differ from the old policy by design.
     ``engine_gap_max`` is the largest, ``learning_rate`` the last, and ``num_tokens`` the sum.
     """
+    if not updates:
+        return {}
     means = [each.name for each in fields(updates[0]) if each.name not in _NOT_MEANS]
     figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in means}
     figures["old_gap_max"] = float(updates[0].old_gap_max)
-    figures["engine_gap_max"] = float(np.max([float(update.engine_gap_max) for update in updates]))
+    if gaps := [float(gap) for update in updates if (gap := getattr(update, "engine_gap_max", None)) is not None]:
+        figures["engine_gap_max"] = max(gaps)
     figures["learning_rate"] = float(updates[-1].learning_rate)
     figures["num_tokens"] = sum(float(update.num_tokens) for update in updates)
-    return {f"train_actor_training/{name}": value for name, value in figures.items()}
+    return {f"{prefix}/{name}": value for name, value in figures.items()}
 
 
 def reward_metrics(record: RewardRecord) -> dict[str, float]:

@@ -42,6 +42,7 @@ ADVANTAGES: Mapping[str, str] = {
     "gdpo": f"{_ALGORITHMS}.estimators.batch:gdpo",
     "turn_rloo": f"{_ALGORITHMS}.estimators.turns:turn_rloo",
     "turn_index_mean": f"{_ALGORITHMS}.estimators.turns:turn_index_mean",
+    "gae": f"{_ALGORITHMS}.estimators.values:gae",
     "pass_through": f"{_ALGORITHMS}.estimators.group:pass_through",
 }
 """Advantage estimators, ``algorithm.advantage``."""
@@ -52,7 +53,7 @@ GROUP_ADVANTAGES = (
 )  # fmt: skip
 """Estimators that compare the samples of a group. With groups of one, every advantage is 0."""
 
-BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo")
+BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo", "gae")
 """Estimators that need the whole batch before the first advantage is known."""
 
 REDUCTIONS: Mapping[str, str] = {
