@@ -74,7 +74,7 @@ def valued_sequences() -> list[ScoredTrajectory]:
     return sequences
 
 
-def value_case(family: str, directory: Path, layers: int = 2) -> Case:
+def value_case(family: str, directory: Path, steps: int = STEPS, layers: int = 2) -> Case:
     """Save a value model of ``family`` in ``directory`` and compute the float64 reference's step and updates."""
     checkpoint, sequences = save_values(family, directory, layers), valued_sequences()
     algorithm = {"moe_aux_loss_coef": BALANCE.get(family, 0.0)}
@@ -83,7 +83,7 @@ def value_case(family: str, directory: Path, layers: int = 2) -> Case:
     denominator = samples_with_loss(sequences)
     expected = reference.step(sequences, denominator)
     updated = adamw_steps(
-        reference, sequences, denominator, STEPS, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
+        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
     )
     return Case(checkpoint, sequences, expected, algorithm, updated, initial)
 
