@@ -193,6 +193,8 @@ class RunConfig(Section):
         yield from self._trainer_conflicts()
         if not self.algorithm.needs_critic and (changed := self.critic.changed):
             yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
+        if self._critic and self.for_critic().model.weights is not None:
+            yield f"model.weights={self.model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
         if self.supervised:
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"

@@ -14,13 +14,14 @@ from transformers import AutoModelForSequenceClassification
 
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
+from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement, Scores
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel.parity import Settings, samples_with_loss
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import assert_close, exported_from, running, same_bits, take_step
-from tests.parallel.tiny import save_checkpoint
+from tests.parallel.tiny import save_checkpoint, scored_sequences
 from tests.parallel.values import as_critic, value_config, valued_sequences
 
 LAYOUTS: dict[str, list[Settings]] = {
@@ -53,6 +54,7 @@ def _train(placement: RankPlacement, config: RunConfig, root: Path, loads: bool)
 
     with running(as_critic(placement), config) as trainer:
         note(trainer)
+        assert not trainer.state.frozen, "the policy's ranks hold the reference"
         if loads:
             _steps(trainer, 1)  # its state must not survive
             trainer.load(root / "checkpoint")
@@ -65,6 +67,10 @@ def _train(placement: RankPlacement, config: RunConfig, root: Path, loads: bool)
         trainer.onload()
         _steps(trainer, 1)
         note(trainer)
+        if not loads:
+            with pytest.raises(TrainerError) as caught:
+                take_step(trainer, [pack_sequences(scored_sequences([(3, 4)]))], 1.0)
+            assert caught.value.code == "no-returns"
     return record
 
 
@@ -80,7 +86,7 @@ def _weights(records: list[Record], index: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_a_critic_continues_from_its_checkpoint(family: str, backend: str, tmp_path: Path) -> None:
     model = save_checkpoint(family, tmp_path / "model", layers=2)
-    configs = [value_config(model, tmp_path, layout) for layout in LAYOUTS[backend]]
+    configs = [value_config(model, tmp_path, layout, kl={"coef": 0.1}) for layout in LAYOUTS[backend]]
     tasks = [(configs[0], tmp_path, False), *((config, tmp_path, True) for config in configs)]
     wrote, same, other = (list(records) for records in run_each(_train, 2, tmp_path / "ranks", tasks))
     assert not _values(wrote, 0).any() and not _weights(wrote, 0)[VALUE_HEAD].any()

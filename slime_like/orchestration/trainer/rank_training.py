@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from slime_like.algorithms.packing.fields import RESPONSE_FIELDS
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_response_logprobs
 from slime_like.config.roles import ModelRole
 from slime_like.interfaces import RankCoordinates, Scores, TrainerBackend
-from slime_like.statistics import GRPOStats
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 
 Minibatch = list[PackedTrajectory]
@@ -29,7 +29,7 @@ class StreamedStep:
         scoring_s: seconds of ``busy_s`` spent on scores, by frozen role.
     """
 
-    stats: GRPOStats | None
+    stats: Any
     busy_s: float
     scoring_s: Mapping[str, float]
 
@@ -75,8 +75,8 @@ class RankTraining:
             if pack.advantages is not None:
                 pack.advantages = (pack.advantages.double() / divisor).float()
 
-    def train_minibatch(self, index: int, denominator: float) -> GRPOStats | None:
-        """Run one optimizer step on minibatch ``index`` of the loaded batch."""
+    def train_minibatch(self, index: int, denominator: float) -> Any:
+        """Run one optimizer step on minibatch ``index`` of the loaded batch; return its metrics."""
         self.accumulate_minibatch(index, denominator)
         return self._backend.finish_step(denominator)
 
