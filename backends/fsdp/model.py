@@ -19,7 +19,7 @@ from backends.fsdp import attention, experts
 from backends.fsdp.lora import add_factors
 from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
-from backends.fsdp.parallel import Groups
+from backends.fsdp.parallel import Groups, shard_of
 from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import ConfigError
@@ -69,13 +69,16 @@ class LogprobModel(nn.Module):
         return layers
 
     def forward(self, tokens: Tensor, *part: Any) -> Tensor:
-        """Return ``score_part`` of one rank's part of a pack or, given only ``tokens``, the model's (T, V) logits.
+        """Return ``score_part`` of one rank's part of a pack or, given only ``tokens``, the model's logits or values.
 
         FSDP gathers the root's weights only around this method.
         """
         if part:
             return self.score_part(tokens, *part)
         self.routed = None
+        if self.values:
+            output = self.hugging_face.base_model(input_ids=tokens[None], use_cache=False)
+            return values_of(output.last_hidden_state[0], self.hugging_face.score.weight).T
         logits: Tensor = self.hugging_face(input_ids=tokens[None], use_cache=False).logits[0]
         return logits
 
@@ -148,7 +151,7 @@ class LogprobModel(nn.Module):
         return found
 
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """Compute one sequence's (T, V) logits with transformers' attention, masks and experts. Collective."""
+        """Compute (T, V) logits or (T, 1) values of a sequence with transformers' attention and experts. Collective."""
         self.hugging_face.set_attn_implementation("eager")
         self.hugging_face.set_experts_implementation("eager")
         try:
@@ -157,6 +160,19 @@ class LogprobModel(nn.Module):
         finally:
             self.hugging_face.set_attn_implementation(attention.NAME)
             self.hugging_face.set_experts_implementation(experts.NAME)
+
+    @contextlib.contextmanager
+    def even_head(self) -> Iterator[None]:
+        """Inside, a value model's head weighs all hidden units alike, so that its values tell of them."""
+        if not self.values:
+            yield
+            return
+        head = shard_of(self.hugging_face.score.weight).detach()
+        before = head.clone()
+        head.fill_(self.hugging_face.score.in_features**-0.5)
+        yield
+        self.shard_weights()
+        head.copy_(before)
 
     def tied_names(self) -> set[str]:
         """Return names of parameters that share another one's memory. A checkpoint may have them, but needn't."""

@@ -23,10 +23,10 @@ LENGTHS = ((3, 14), (1, 6), (9, 8))
 """Numbers of prompt and response tokens."""
 
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
-"""Largest mean difference of logprobs (nats). In 16 bits, equivalent computations differ by a few hundredths."""
+"""Largest mean difference of logprobs (nats) or values. In 16 bits, equal computations differ by a few hundredths."""
 
 LEAKS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
-"""Largest difference of any logprob (nats) between two packs of equal shapes that differ in another sequence."""
+"""Largest difference of any logprob (nats) or value between packs of equal shapes that differ in another sequence."""
 
 
 @torch.no_grad()
@@ -40,30 +40,33 @@ def require_own_forward(
     """Reject a model if ``score`` and transformers compute different results. Collective.
 
     Raises:
-        ConfigError: the logprobs differ, or a sequence of a pack affects the next one.
+        ConfigError: the logprobs or values differ, or a sequence of a pack affects the next one.
     """
     path, dtype = settings.path, getattr(torch, settings.dtype)
+    what, unit = ("values", "") if model.values else ("logprobs", " nats")
     pack, changed = (_probe(dimensions, seed) for seed in (0, 1))
     ours, others = (logprobs.double() for logprobs, *_ in score([pack, changed]))
     gap = float((ours - others)[int(pack.response_lens[0]) :].abs().max())
     if not gap <= LEAKS[dtype]:  # also rejects NaN
         raise ConfigError(
-            f"model.path={path}: in its layers a sequence affects the next one in a micro-batch (logprobs change "
-            f"by {gap:.3g} nats), for example through convolutions or recurrences over tokens, which "
+            f"model.path={path}: in its layers a sequence affects the next one in a micro-batch ({what} change "
+            f"by {gap:.3g}{unit}), for example through convolutions or recurrences over tokens, which "
             "trainer.backend=fsdp does not stop at boundaries; use another model"
         )
     expected = []
     for index, (prompt, response) in enumerate(zip(pack.prompt_lens, pack.response_lens, strict=True)):
         start = int(pack.cu_seqlens[index])
         tokens = pack.tokens[start : start + int(prompt + response)].to(device)
-        logprobs = model.own_logits(tokens).float().log_softmax(dim=-1)[int(prompt) - 1 : -1]
-        expected.append(logprobs.gather(1, tokens[int(prompt) :, None]).squeeze(1))
+        outputs, chosen = model.own_logits(tokens).float(), torch.zeros_like(tokens)
+        if not model.values:
+            outputs, chosen = outputs.log_softmax(dim=-1), tokens
+        expected.append(outputs[int(prompt) - 1 : -1].gather(1, chosen[int(prompt) :, None]).squeeze(1))
     model.shard_weights()
     gap = float((ours - torch.cat(expected).double()).abs().mean())
     if not gap <= BOUNDS[dtype]:
         raise ConfigError(
-            f"model.path={path}: trainer.backend=fsdp computes logprobs that differ from those of transformers' own "
-            f"forward pass by {gap:.3g} nats on average (allowed: {BOUNDS[dtype]:g}); its attention or head does "
+            f"model.path={path}: trainer.backend=fsdp computes {what} that differ from those of transformers' own "
+            f"forward pass by {gap:.3g}{unit} on average (allowed: {BOUNDS[dtype]:g}); its attention or head does "
             "not support packs, so use another model"
         )
 

@@ -83,9 +83,8 @@ class FsdpTrainer(TrainerBase):
         self.model.requires_grad_(False)
 
     def _require_own_forward(self) -> None:
-        if self._role.head == "logprob":
-            with self.state.without_factors():  # transformers' experts have none
-                require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
+        with self.state.without_factors(), self.model.even_head():  # transformers' experts have none
+            require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

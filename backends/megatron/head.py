@@ -59,9 +59,10 @@ class LogprobModel(GPTModel):
     gather_weight: Callable[[], None] | None = None
 
     def sharded_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        # Megatron's own method looks for the output layer.
-        owner = LogprobModel if self.score is None else LanguageModule
-        return super(owner, self).sharded_state_dict(*arguments, **options)
+        if self.score is None:
+            return super().sharded_state_dict(*arguments, **options)
+        # Megatron's language model looks for the output layer.
+        return super(LanguageModule, self).sharded_state_dict(*arguments, **options)
 
     def _postprocess(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any

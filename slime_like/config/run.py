@@ -212,6 +212,8 @@ class RunConfig(Section):
             if changed := critic.changed:
                 yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
             return
+        if self.for_critic().model.weights is not None:
+            yield f"model.weights={self.model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
         if critic.parallel is not None:
             yield from (f"critic.{text}" for text in trainer.layout_conflicts(critic.parallel))
             ranks, policy = critic.parallel.world_size, trainer.parallel.world_size

@@ -24,6 +24,7 @@ from tests.parallel.parity import PACKS, make_case
 from tests.parallel.ranks import run_each
 from tests.parallel.test_fsdp_parity import check_case, run_cases
 from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint, tiny_config
+from tests.parallel.values import as_critic, value_config
 
 REFUSED = {
     "Gemma2Config": "asks for softcap in attention",
@@ -55,6 +56,27 @@ def test_models_that_do_not_support_packs_are_rejected_by_name(tmp_path: Path) -
     messages = run_each(_refusal, 1, tmp_path / "ranks", [(config, wide) for config in configs])
     for (name, sentence), (message,) in zip(REFUSED.items(), messages, strict=True):
         assert sentence in message, f"{name}: {message}"
+
+
+def test_critics_of_other_families_start_unless_they_do_not_support_packs(tmp_path: Path) -> None:
+    """The check at the start gives the head weights for a moment; it begins at 0, without a bias of the logits."""
+    kinds = [save_checkpoint(family, tmp_path / family) for family in ("gemma3_text", "phi", "cohere")]
+    models = [*kinds, _checkpoint("Lfm2Config", tmp_path / "lfm2")]
+    tasks = [(value_config(model, tmp_path, {"backend": "fsdp"}, "bfloat16"),) for model in models]
+    *found, (refused,) = run_each(_start_of_a_critic, 1, tmp_path / "ranks", tasks)
+    assert found == [("started with 0.0",)] * len(kinds)
+    assert "a sequence affects the next one in a micro-batch (values change by" in refused
+
+
+def _start_of_a_critic(placement: RankPlacement, config: RunConfig) -> str:
+    trainer = FsdpTrainer(config, as_critic(placement))
+    try:
+        trainer.setup()
+        return f"started with {float(trainer.model.hugging_face.score.weight.full_tensor().detach().abs().max())}"
+    except ConfigError as error:
+        return str(error)
+    finally:
+        trainer.shutdown()
 
 
 def test_a_buffer_of_the_checkpoint_is_rejected_by_name() -> None:

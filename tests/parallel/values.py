@@ -74,16 +74,21 @@ def valued_sequences() -> list[ScoredTrajectory]:
     return sequences
 
 
-def value_case(family: str, directory: Path, layers: int = 2) -> Case:
-    """Save a value model of ``family`` in ``directory`` and compute the float64 reference's step and updates."""
+def value_case(family: str, directory: Path, steps: int = STEPS, layers: int = 2, rounded: bool = False) -> Case:
+    """Save a value model of ``family`` in ``directory`` and compute the float64 reference's step and updates.
+
+    Its weights are ``rounded`` to bfloat16 if asked for.
+    """
     checkpoint, sequences = save_values(family, directory, layers), valued_sequences()
     algorithm = {"moe_aux_loss_coef": BALANCE.get(family, 0.0)}
     reference = ValueReference(checkpoint, value_config(checkpoint, directory, {}, **algorithm).algorithm)
+    if rounded:
+        reference.round_weights()
     initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
     denominator = samples_with_loss(sequences)
     expected = reference.step(sequences, denominator)
     updated = adamw_steps(
-        reference, sequences, denominator, STEPS, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
+        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
     )
     return Case(checkpoint, sequences, expected, algorithm, updated, initial)
 

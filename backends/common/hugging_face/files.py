@@ -179,8 +179,8 @@ class ValueModel(HfCheckpoint):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        stored = value_head_of(self._slices)
-        bias = self._slices.pop((stored or "").replace("weight", "bias"), None)
+        head = value_head_of(self._slices) or VALUE_HEAD
+        bias = self._slices.pop(f"{head.removesuffix('weight')}bias", None)
         if bias is not None and bool(bias[...].any()):
             raise CheckpointError(
                 "its value head has a bias, which the critic's head lacks",
@@ -188,10 +188,9 @@ class ValueModel(HfCheckpoint):
                 who=str(directory),
                 remedy="use one without, or remove the head to begin at 0",
             )
-        head = self._slices.pop(stored, None)
-        self._slices = {name: part for name, part in self._slices.items() if name not in HEADS}
-        if head is not None:
-            self._slices[VALUE_HEAD] = head
+        renamed = {VALUE_HEAD if name == head else name: part for name, part in self._slices.items()}
+        logits = tuple(name.removesuffix("weight") for name in HEADS)
+        self._slices = {name: part for name, part in renamed.items() if not name.startswith(logits)}
 
     def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
         self._slices.setdefault(VALUE_HEAD, _Zeros(torch.zeros(expected[VALUE_HEAD])))

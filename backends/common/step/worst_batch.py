@@ -26,6 +26,8 @@ def worst_packs(config: RunConfig, layout: Layout) -> list[PackedTrajectory]:
     if config.trainer.share_prefixes and not config.supervised:
         samples = config.rollout.samples_per_prompt
         packs.append(_filled_with_groups(budget, config.data.max_prompt_tokens, response, samples, width))
+    for pack in packs if config.algorithm.needs_critic else ():
+        pack.values, pack.returns = torch.zeros(2, len(pack.targets)).unbind()
     return packs
 
 

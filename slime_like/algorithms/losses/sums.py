@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from slime_like.statistics import GRPOStats, ValueStats
+from slime_like.statistics import GRPOStats, StepStats, ValueStats
 
 _TINY = torch.finfo(torch.float64).tiny
 _LEAST_VARIANCE = 1e-12
@@ -43,6 +43,22 @@ class Sums:
         """Return the sums that ``to_vectors`` made these vectors of."""
         names = (*cls._sums(), *cls._maxima)
         return cls(**dict(zip(names, (*sums.unbind(), *maxima.unbind()), strict=True)))
+
+    def to_stats(self, denominator: float, grad_norm: Tensor | float, learning_rate: float) -> StepStats:
+        """Divide weighted sums by ``denominator`` and token sums by the number of loss-carrying tokens.
+
+        Args:
+            denominator: result of ``step_denominator`` for the step.
+            grad_norm: global gradient norm before clipping.
+            learning_rate: learning rate of the step.
+
+        Returns:
+            Float64 scalars; 0 for metrics that no micro-batch measured.
+
+        Raises:
+            ValueError: the denominator isn't positive and finite.
+        """
+        raise NotImplementedError
 
     @classmethod
     def _sums(cls) -> list[str]:
@@ -84,19 +100,6 @@ class LossSums(Sums):
     _maxima = ("old_gap_max", "engine_gap_max")
 
     def to_stats(self, denominator: float, grad_norm: Tensor | float, learning_rate: float) -> GRPOStats:
-        """Divide weighted sums by ``denominator`` and token sums by the number of loss-carrying tokens.
-
-        Args:
-            denominator: result of ``step_denominator`` for the step.
-            grad_norm: global gradient norm before clipping.
-            learning_rate: learning rate of the step.
-
-        Returns:
-            Float64 scalars; 0 for metrics that no micro-batch measured.
-
-        Raises:
-            ValueError: the denominator isn't positive and finite.
-        """
         _require_positive(denominator)
         tokens = self.num_tokens.clamp_min(1)
         return GRPOStats(
@@ -156,7 +159,6 @@ class ValueSums(Sums):
     _maxima = ("old_gap_max",)
 
     def to_stats(self, denominator: float, grad_norm: Tensor | float, learning_rate: float) -> ValueStats:
-        """Divide sums like ``LossSums.to_stats``. Raises ValueError: the denominator isn't positive and finite."""
         _require_positive(denominator)
         tokens = self.num_tokens.clamp_min(1)
         of_returns = self.squared_returns / tokens - (self.returns / tokens).square()

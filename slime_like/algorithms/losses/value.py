@@ -55,8 +55,9 @@ def value_loss(
     error = (values - returns).square()
     won = torch.zeros_like(loss_mask)
     if clip is not None:
-        bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-        won = (bounded > error) & loss_mask
+        change = values - old_values
+        bounded = (old_values + change.clamp(-clip, clip) - returns).square()
+        won = (bounded > error) & (change.abs() > clip) & loss_mask  # otherwise they differ only by rounding
         error = torch.maximum(error, bounded)
     loss = (0.5 * error * token_weights).sum()
     return ValueOutput(loss, won.sum(), _sums(loss, values, old_values, returns, won, loss_mask))
@@ -68,8 +69,6 @@ def _sums(
 ) -> ValueSums:
     """Add up masked inputs."""
     error = returns.double() - values.double()
-    summed = values, returns, returns.double().square(), error, error.square(), won, loss_mask
-    gaps = (values - old_values).abs().double()
-    return ValueSums(
-        loss.detach().double(), *(each.double().sum() for each in summed), gaps.amax() if len(gaps) else gaps.sum()
-    )
+    gap = torch.cat([values - old_values, values.new_zeros(1)]).abs().amax()
+    entries = loss, values, returns, returns.double().square(), error, error.square(), won, loss_mask, gap
+    return ValueSums(*[each.detach().double().sum() for each in entries])

@@ -303,3 +303,41 @@ def test_a_masked_value_has_no_effect() -> None:
     assert torch.equal(found.loss, expected.loss) and torch.equal(found.clipped, expected.clipped)
     (gradient,) = torch.autograd.grad(found.loss, dirty)
     assert bool(torch.isfinite(gradient[0]).all()) and gradient[0, 1] == 0
+
+
+def test_changes_of_values_within_the_clip_are_not_counted_as_clipped() -> None:
+    """In float32, an old value plus a change is often not the new value."""
+    values, old, returns = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).tanh() * 0.14
+    assert bool((old + (values - old) != values).any())
+    mask, weights = torch.ones(4096, dtype=torch.bool), torch.ones(4096)
+    assert value_loss(values, old, returns, mask, weights, clip=0.3).clipped.item() == 0
+
+
+def test_metrics_of_a_step_of_values() -> None:
+    """Sums of two micro-batches give the metrics of both together; masked tokens and empty packs count nothing."""
+    g = torch.Generator().manual_seed(0)
+    values, old, returns, weights = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(4))
+    mask = torch.rand(40, generator=g) < 0.7
+    parts = [slice(0, 15), slice(15, 15), slice(15, 40)]
+    rows = values, old, returns, mask, weights
+    outputs = [value_loss(*(each[part] for each in rows), clip=0.2) for part in parts]
+    stats = outputs[0].sums.add(outputs[1].sums).add(outputs[2].sums).to_stats(4.0, 1.5, 0.1)
+    error, moved = (returns - values)[mask], (values - old)[mask]
+    wanted = {
+        "loss": sum(output.loss.item() for output in outputs) / 4,
+        "explained_variance": 1 - error.var(correction=0).item() / returns[mask].var(correction=0).item(),
+        "values": values[mask].mean().item(),
+        "returns": returns[mask].mean().item(),
+        "clipfrac": sum(output.clipped.item() for output in outputs) / int(mask.sum()),
+        "old_gap_max": moved.abs().max().item(),
+        "grad_norm": 1.5,
+        "learning_rate": 0.1,
+        "num_tokens": int(mask.sum()),
+    }
+    assert {name: float(getattr(stats, name)) for name in wanted} == pytest.approx(wanted)
+
+
+def test_equal_returns_have_no_variance_to_explain() -> None:
+    mask, weights = torch.ones(9, dtype=torch.bool), torch.ones(9)
+    sums = value_loss(torch.randn(9), torch.zeros(9), torch.full((9,), 0.1), mask, weights).sums
+    assert float(sums.to_stats(1.0, 0.0, 0.0).explained_variance) == 0.0

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backends.common.hugging_face import files
-from backends.common.hugging_face.files import HfCheckpoint
+from backends.common.hugging_face.files import HfCheckpoint, ValueModel
 from backends.megatron.families import family_of
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.models.dimensions import EMBEDDING, ModelDimensions
+from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
 from slime_like.models.weight_files import weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.support.rejections import Rejects
@@ -171,3 +171,51 @@ def test_a_stored_copy_of_a_tied_head_may_be_ignored_if_it_is_equal(
     save_file(tied, tmp_path / "model.safetensors")
     with HfCheckpoint(tmp_path) as checkpoint, rejects(CheckpointError, "tied-tensors-differ"):
         checkpoint.require_copies({"lm_head.weight"}, EMBEDDING)
+
+
+# --------------------------------------------------------------------------------------------------------- value models
+def _as_values(directory: Path) -> Tensor:
+    """Read a head like a critic does, with every check of names and shapes."""
+    model = ModelDimensions.from_checkpoint(directory, values=True)
+    with ValueModel(directory) as checkpoint:
+        checkpoint.require(family_of(model).hf_shapes(model), set())
+        return checkpoint.read(VALUE_HEAD, 0, 0, 1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_policy_without_a_value_head_becomes_a_critic_whose_head_is_0(family: str, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, family)
+    assert torch.equal(_as_values(tmp_path), torch.zeros(1, ModelDimensions.from_checkpoint(tmp_path).hidden_size))
+
+
+@pytest.mark.parametrize("name", [VALUE_HEAD, "v_head.summary.weight"])
+@pytest.mark.parametrize("bias", [None, 0.0, 0.5])
+def test_a_stored_value_head_is_read_unless_it_has_a_bias(
+    name: str, bias: float | None, file: Path, rejects: Rejects
+) -> None:
+    tensors = load_file(file)
+    head = torch.randn(1, len(tensors["model.norm.weight"]))
+    others = {} if bias is None else {name.replace("weight", "bias"): torch.tensor([bias])}
+    save_file({**tensors, name: head, **others}, file)
+    if bias:
+        with rejects(CheckpointError, "value-head-with-bias"):
+            _as_values(file.parent)
+        return
+    assert torch.equal(_as_values(file.parent), head)
+
+
+def test_a_classifier_of_several_classes_is_no_critic(file: Path, rejects: Rejects) -> None:
+    tensors = load_file(file)
+    save_file({**tensors, VALUE_HEAD: torch.zeros(2, len(tensors["model.norm.weight"]))}, file)
+    with rejects(CheckpointError, "tensors-do-not-fit"):
+        _as_values(file.parent)
+
+
+@pytest.mark.parametrize("kind", ["Sequence", "Token"])
+def test_a_classifier_is_read_only_as_a_critic(kind: str, file: Path) -> None:
+    config = file.parent / "config.json"
+    plain, settings = ModelDimensions.from_checkpoint(file.parent, values=True), json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"architectures": [f"Qwen3For{kind}Classification"]}))
+    assert ModelDimensions.from_checkpoint(file.parent, values=True) == plain
+    with pytest.raises(ConfigError, match="is not a causal language model"):
+        ModelDimensions.from_checkpoint(file.parent)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from slime_like.config import RunConfig
 from slime_like.config.roles import Roles
@@ -51,6 +52,13 @@ def test_where_every_model_scores(
     found = [[role.name for role in some] for some in (run.roles.held, run.roles.scoring, run.roles.with_workers)]
     assert found == [held, scoring, workers]
     assert [role.trained for role in run.roles.values()] == [name == "policy" for name in roles]
+
+
+def test_a_critic_needs_a_hugging_face_checkpoint_or_the_policys() -> None:
+    with pytest.raises(ValidationError, match=r"model\.weights=/runs/w has no value head"):
+        config(algorithm={"advantage": "gae"})
+    run = config(algorithm={"advantage": "gae"}, critic={"path": "/models/v"})
+    assert (run.for_critic().model.path, run.for_critic().model.weights) == (Path("/models/v"), None)
 
 
 def test_a_worker_holds_its_roles_weights_in_its_roles_layout() -> None:
