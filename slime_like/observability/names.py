@@ -19,7 +19,7 @@ from slime_like.observability.records import (
 )
 
 if TYPE_CHECKING:
-    from slime_like.statistics import GRPOStats
+    from slime_like.statistics import StepStats
 
 STEP_TIME = "train_actor_performance/total_step_time (s)"
 REWARD = "ref_actor_rewards/total_reward_mean"
@@ -78,8 +78,8 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     return metrics
 
 
-def update_metrics(updates: Sequence[GRPOStats]) -> dict[str, float]:
-    """Return means over a training step's optimizer steps, with four exceptions.
+def update_metrics(updates: Sequence[StepStats], section: str = "train_actor_training") -> dict[str, float]:
+    """Return means over a training step's optimizer steps, of the policy or the critic, with four exceptions.
 
     ``old_gap_max`` is from the first optimizer step, because later ones differ from the old policy by design.
     ``engine_gap_max`` is the largest, ``learning_rate`` the last, and ``num_tokens`` the sum.
@@ -87,10 +87,11 @@ def update_metrics(updates: Sequence[GRPOStats]) -> dict[str, float]:
     means = [each.name for each in fields(updates[0]) if each.name not in _NOT_MEANS]
     figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in means}
     figures["old_gap_max"] = float(updates[0].old_gap_max)
-    figures["engine_gap_max"] = float(np.max([float(update.engine_gap_max) for update in updates]))
+    for name in {"engine_gap_max"} & {each.name for each in fields(updates[0])}:
+        figures[name] = float(np.max([float(getattr(update, name)) for update in updates]))
     figures["learning_rate"] = float(updates[-1].learning_rate)
     figures["num_tokens"] = sum(float(update.num_tokens) for update in updates)
-    return {f"train_actor_training/{name}": value for name, value in figures.items()}
+    return {f"{section}/{name}": value for name, value in figures.items()}
 
 
 def reward_metrics(record: RewardRecord) -> dict[str, float]:
