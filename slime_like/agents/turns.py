@@ -59,22 +59,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A branch of the tree, from its root to a leaf.
-
-    Attributes:
-        turns: ``[start, end)`` of every sampled turn in the segment's ``token_ids``.
-    """
+    """A branch of the tree, from its root to a leaf, with ``[start, end)`` of every sampled turn in the segment."""
 
     segment: Segment
     turns: tuple[tuple[int, int], ...]
 
 
 class TurnTree:
-    """All turns of one rollout, in sampling order.
-
-    Args:
-        stops: tokens that end a turn, besides EOS; ``None`` if every special token does.
-    """
+    """All turns of one rollout, in sampling order. ``stops`` end a turn, besides EOS; ``None``: every special token."""
 
     def __init__(self, chat: ChatFormat, stops: Collection[int] | None = None) -> None:
         self._chat = chat
