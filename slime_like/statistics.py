@@ -73,7 +73,7 @@ class ValueStats(TensorsAsArrays):
         values, returns: means, before the update.
         clipfrac: fraction of tokens whose clipped branch is the loss.
         old_gap_max: largest |current - old| value, like ``GRPOStats.old_gap_max``.
-        grad_norm, learning_rate, num_tokens, moe_aux_loss, router_load_max, routing_disagreement: see ``GRPOStats``.
+        grad_norm, learning_rate, num_tokens, moe_aux_loss: see ``GRPOStats``.
     """
 
     loss: Tensor
@@ -86,8 +86,6 @@ class ValueStats(TensorsAsArrays):
     learning_rate: Tensor
     num_tokens: Tensor
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
-    router_load_max: Tensor = field(default_factory=lambda: torch.zeros(()))
-    routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))
 
 
 StepStats = GRPOStats | ValueStats

@@ -78,8 +78,9 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     return metrics
 
 
-def update_metrics(updates: Sequence[StepStats], prefix: str = "train_actor_training") -> dict[str, float]:
-    """Return means over a training step's optimizer steps, with four exceptions; nothing if there are none.
+def update_metrics(updates: Sequence[StepStats], section: str = "train_actor_training") -> dict[str, float]:
+    """Return means over a training step's optimizer steps, of the policy or the critic, with four exceptions;
+    nothing if there were none.
 
     ``old_gap_max`` is from the first optimizer step, because later ones differ from the old policy by design.
     ``engine_gap_max`` is the largest, ``learning_rate`` the last, and ``num_tokens`` the sum.
@@ -89,11 +90,11 @@ def update_metrics(updates: Sequence[StepStats], prefix: str = "train_actor_trai
     means = [each.name for each in fields(updates[0]) if each.name not in _NOT_MEANS]
     figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in means}
     figures["old_gap_max"] = float(updates[0].old_gap_max)
-    if gaps := [float(gap) for update in updates if (gap := getattr(update, "engine_gap_max", None)) is not None]:
-        figures["engine_gap_max"] = max(gaps)
+    for name in {"engine_gap_max"} & {each.name for each in fields(updates[0])}:
+        figures[name] = float(np.max([float(getattr(update, name)) for update in updates]))
     figures["learning_rate"] = float(updates[-1].learning_rate)
     figures["num_tokens"] = sum(float(update.num_tokens) for update in updates)
-    return {f"{prefix}/{name}": value for name, value in figures.items()}
+    return {f"{section}/{name}": value for name, value in figures.items()}
 
 
 def reward_metrics(record: RewardRecord) -> dict[str, float]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from backends.common.hugging_face.files import ValueModel
 from backends.common.step import value_objective
+from backends.fsdp import checkpoint
 from backends.megatron import head
 from backends.megatron.head import LogprobModel
 from backends.megatron.trainer import MegatronTrainer
@@ -20,9 +22,11 @@ from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import VALUE_HEAD
 from tests.mutation.test_trainer import logits_are_read_at_the_token_itself, loss_is_scaled_by_the_context_size, no_bug
 from tests.parallel.parity import Settings
-from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import RankResult
+from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.steps import RankResult, same_bits
+from tests.parallel.test_value_checkpoint import Record, life_of, weights_at
 from tests.parallel.test_values import check_all_gradients, check_values
+from tests.parallel.tiny import save_checkpoint
 from tests.parallel.values import train_critic, value_case, value_config
 
 SEQUENCE = {"tensor": 2, "sequence": True}
@@ -118,3 +122,25 @@ def test_parity_catches(
 def _train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
     bug()
     return train_critic(placement, *arguments)
+
+
+def the_head_is_in_no_checkpoint() -> None:
+    correct = checkpoint.model_state
+    checkpoint.model_state = lambda model: {
+        name: tensor for name, tensor in correct(model).items() if not name.endswith(VALUE_HEAD)
+    }
+
+
+def test_a_checkpoint_without_the_head_is_caught(tmp_path: Path) -> None:
+    """The other weights are restored, and the first difference is the head's."""
+    config = value_config(save_checkpoint("qwen2", tmp_path / "model", layers=1), tmp_path, {"backend": "fsdp"})
+    tasks = [(config, tmp_path, loads) for loads in (False, True)]
+    life = partial(_life_with, the_head_is_in_no_checkpoint)
+    wrote, loaded = (weights_at(list(records), 1) for records in run_each(life, 1, tmp_path / "ranks", tasks))
+    assert not torch.equal(loaded.pop(VALUE_HEAD), wrote.pop(VALUE_HEAD))
+    same_bits(loaded, wrote)
+
+
+def _life_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> Record:
+    bug()
+    return life_of(placement, *arguments)

@@ -45,7 +45,7 @@ def _steps(trainer: Any, count: int) -> None:
         take_step(trainer, [pack], samples_with_loss(sequences) * trainer.coordinates.data_size)
 
 
-def _train(placement: RankPlacement, config: RunConfig, root: Path, loads: bool) -> Record:
+def life_of(placement: RankPlacement, config: RunConfig, root: Path, loads: bool) -> Record:
     record = Record([], [])
 
     def note(trainer: Any) -> None:
@@ -78,7 +78,7 @@ def _values(records: list[Record], index: int) -> Tensor:
     return next(scores[0]["values"] for record in records if (scores := record.scores[index]) is not None)
 
 
-def _weights(records: list[Record], index: int) -> dict[str, Tensor]:
+def weights_at(records: list[Record], index: int) -> dict[str, Tensor]:
     return {name: tensor for record in records for name, tensor in record.weights[index].items()}
 
 
@@ -88,16 +88,16 @@ def test_a_critic_continues_from_its_checkpoint(family: str, backend: str, tmp_p
     model = save_checkpoint(family, tmp_path / "model", layers=2)
     configs = [value_config(model, tmp_path, layout, kl={"coef": 0.1}) for layout in LAYOUTS[backend]]
     tasks = [(configs[0], tmp_path, False), *((config, tmp_path, True) for config in configs)]
-    wrote, same, other = (list(records) for records in run_each(_train, 2, tmp_path / "ranks", tasks))
-    assert not _values(wrote, 0).any() and not _weights(wrote, 0)[VALUE_HEAD].any()
-    assert _weights(wrote, 0).keys() == _weights(wrote, 1).keys() and not _weights(wrote, 0).keys() & set(HEADS)
+    wrote, same, other = (list(records) for records in run_each(life_of, 2, tmp_path / "ranks", tasks))
+    assert not _values(wrote, 0).any() and not weights_at(wrote, 0)[VALUE_HEAD].any()
+    assert weights_at(wrote, 0).keys() == weights_at(wrote, 1).keys() and not weights_at(wrote, 0).keys() & set(HEADS)
     assert float(_values(wrote, 1).abs().mean()) > 0.01
     for index in (1, 2):
-        same_bits(_weights(same, index), _weights(wrote, index))
+        same_bits(weights_at(same, index), weights_at(wrote, index))
         assert torch.equal(_values(same, index), _values(wrote, index))
-    same_bits(_weights(other, 1), _weights(wrote, 1))
-    assert_close(_weights(other, 2), _weights(wrote, 2), 2e-5)
-    _read_by_transformers(tmp_path / "exported", _values(wrote, 1), _weights(wrote, 1))
+    same_bits(weights_at(other, 1), weights_at(wrote, 1))
+    assert_close(weights_at(other, 2), weights_at(wrote, 2), 2e-5)
+    _read_by_transformers(tmp_path / "exported", _values(wrote, 1), weights_at(wrote, 1))
 
 
 def _read_by_transformers(exported: Path, values: Tensor, weights: dict[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ from tests.parallel.parity import (
     Settings,
     check_changes,
     check_tensors,
+    layers_of,
 )
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import RankResult, by_stage, scored_packs
@@ -27,6 +28,7 @@ from tests.parallel.values import CLIP, train_critic, value_case, value_config
 LAYOUTS: dict[str, tuple[str, Settings]] = {
     "tp2-sp": ("qwen3", {"tensor": 2, "sequence": True}),
     "pp2-tied": ("qwen2", {"pipeline": 2}),
+    "pp2-interleaved": ("qwen2", {"pipeline": 2, "virtual_pipeline": 2, "distributed": True}),
     "cp2-distributed-overlap": ("qwen3", {"context": 2, "distributed": True, "overlap": True}),
     "dp2": ("qwen2", {"data": 2}),
     "ep2": ("qwen3_moe", {"data": 2, "expert": 2}),
@@ -38,13 +40,13 @@ LAYOUTS: dict[str, tuple[str, Settings]] = {
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return cache(lambda family: value_case(family, tmp_path_factory.mktemp(family)))
+    return cache(lambda family, layers: value_case(family, tmp_path_factory.mktemp(family), layers=layers))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_computes_the_reference(layout: str, case_of: Any, tmp_path: Path) -> None:
     family, settings = LAYOUTS[layout]
-    case = case_of(family)
+    case = case_of(family, layers_of(settings))
     config = value_config(case.checkpoint, tmp_path, settings, **case.algorithm)
     world = config.trainer.parallel.world_size
     results = run_ranks(train_critic, world, tmp_path / "ranks", config, case.packs(), case.denominator, STEPS)

@@ -30,11 +30,14 @@ from tests.parallel.tiny import save_checkpoint, scored_sequences
 CLIP = 0.3
 """Between the changes of the values, so that some tokens are clipped."""
 
+WIDE = 1e3
+
 
 class ValueReference(Reference):
     """A float64 value model with the clipped loss written out, token by token."""
 
     auto = AutoModelForSequenceClassification
+    clip = CLIP
 
     def score(self, sequence: ScoredTrajectory) -> tuple[Tensor, Tensor]:
         """Return the value before each response token, and zeros."""
@@ -50,7 +53,7 @@ class ValueReference(Reference):
         for now, old, wanted, counts in zip(
             logprobs, sequence.values.double(), sequence.returns.double(), sequence.loss_mask, strict=True
         ):
-            bounded = old + (now - old).clamp(-CLIP, CLIP)
+            bounded = old + (now - old).clamp(-self.clip, self.clip)
             total = total + 0.5 * torch.maximum((now - wanted) ** 2, (bounded - wanted) ** 2) * counts
         return sequence.token_weight * total
 
@@ -77,13 +80,14 @@ def valued_sequences() -> list[ScoredTrajectory]:
 def value_case(family: str, directory: Path, steps: int = STEPS, layers: int = 2, rounded: bool = False) -> Case:
     """Save a value model of ``family`` in ``directory`` and compute the float64 reference's step and updates.
 
-    Its weights are ``rounded`` to bfloat16 if asked for.
+    If ``rounded`` to bfloat16, nothing is clipped: rounding a value across the edge would change its gradient abruptly.
     """
     checkpoint, sequences = save_values(family, directory, layers), valued_sequences()
     algorithm = {"moe_aux_loss_coef": BALANCE.get(family, 0.0)}
     reference = ValueReference(checkpoint, value_config(checkpoint, directory, {}, **algorithm).algorithm)
     if rounded:
         reference.round_weights()
+        reference.clip = WIDE
     initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
     denominator = samples_with_loss(sequences)
     expected = reference.step(sequences, denominator)
@@ -99,7 +103,8 @@ def value_config(
     """Return the configuration of the critic's ranks."""
     algorithm = {"advantage": "gae", "kl": {"coef": 0.0}, "entropy_coef": 0.0, **algorithm}
     config = parity_config(checkpoint, run_dir, layout, dtype, **algorithm)
-    critic = config.critic.model_copy(update={"value_clip": CLIP, "optimizer": config.trainer.optimizer})
+    clip = CLIP if dtype == "float32" else WIDE
+    critic = config.critic.model_copy(update={"value_clip": clip, "optimizer": config.trainer.optimizer})
     return config.model_copy(update={"critic": critic}).for_critic()
 
 

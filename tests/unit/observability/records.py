@@ -1,13 +1,13 @@
 """Records with values that are easy to compute by hand."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, ScoringRecord, StepRecord
-from slime_like.statistics import GRPOStats
+from slime_like.statistics import GRPOStats, ValueStats
 
 
 def grpo_stats(**figures: float) -> GRPOStats:
@@ -17,6 +17,10 @@ def grpo_stats(**figures: float) -> GRPOStats:
     )  # fmt: skip
     values: dict[str, Any] = {name: torch.tensor(figures.get(name, 0.0), dtype=torch.float64) for name in names}
     return GRPOStats(**values)
+
+
+def value_stats(**figures: float) -> ValueStats:
+    return ValueStats(**{each.name: torch.tensor(figures.get(each.name, 0.0)) for each in fields(ValueStats)})
 
 
 def phase_times() -> PhaseTimes:

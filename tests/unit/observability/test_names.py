@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.observability.names import IDLE_TIME, evaluation_metrics, step_metrics, sync_metrics
+from slime_like.observability.names import (
+    IDLE_TIME,
+    evaluation_metrics,
+    step_metrics,
+    sync_metrics,
+    update_metrics,
+)
 from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import EvaluationRecord, SyncRecord
-from tests.unit.observability.records import mixed_record, phase_times, rl_record, sft_record
+from tests.unit.observability.records import mixed_record, phase_times, rl_record, sft_record, value_stats
 
 ZEROS = """
     policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
@@ -109,6 +115,17 @@ def test_metrics_of_a_supervised_step() -> None:
     }  # fmt: skip
 
 
+def test_metrics_of_a_critics_steps() -> None:
+    """Means over two optimizer steps, the first one's gap, the last one's rate, and all tokens."""
+    steps = [value_stats(loss=1.0, old_gap_max=0.1, learning_rate=0.3, num_tokens=5.0, explained_variance=0.5),
+             value_stats(loss=4.0, old_gap_max=0.7, learning_rate=0.2, num_tokens=6.0)]  # fmt: skip
+    expected = {"loss": 2.5, "old_gap_max": 0.1, "learning_rate": 0.2, "num_tokens": 11.0, "explained_variance": 0.25}
+    found = update_metrics(steps, "train_critic")
+    assert {name: value for name, value in found.items() if value} == pytest.approx(
+        {f"train_critic/{name}": value for name, value in expected.items()}
+    )
+
+
 def test_documentation_names_all_metrics() -> None:
     """``docs/metrics.md`` has a section per prefix. NAME and K are placeholders."""
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -121,7 +138,8 @@ def test_documentation_names_all_metrics() -> None:
     evaluation = EvaluationRecord(**means, num_responses=4, pass_at={2: 0.75})
     sync = SyncRecord(total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5)
     penalties = {f"train_actor_training/{name}" for name in ("kl_reward", "kl_reward_coef", "distillation_kl")}
-    logged = {*RL_FIGURES, *penalties, *evaluation_metrics(evaluation), *sync_metrics(sync)}
+    critic = update_metrics([value_stats()], "train_critic")
+    logged = {*RL_FIGURES, *critic, *penalties, *evaluation_metrics(evaluation), *sync_metrics(sync)}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
 
