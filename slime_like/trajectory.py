@@ -140,6 +140,7 @@ class UnscoredTrajectory(SampledFields):
         temperature: sampling temperature; all logprobs of this sequence are scored with it.
         finish_reason: "stop", "length", "abort" or "turns".
         conversation: turns of the conversation, if an environment took part.
+        greedy_reward: reward of the greedy response to the prompt, with all penalties, if the advantage needs it.
     """
 
     prompt_tokens: Tensor = field(metadata=_tensor(torch.int64, over="prompt"))
@@ -154,6 +155,7 @@ class UnscoredTrajectory(SampledFields):
     finish_reason: str = "stop"
     conversation: Conversation | None = None
     rollout_id: str = ""
+    greedy_reward: float | None = None
 
     def __post_init__(self) -> None:
         self.rollout_id = self.rollout_id or self.sequence_id
@@ -182,6 +184,7 @@ class GroupedUnscoredTrajectories:
     """All samples of one prompt: the unit for rewards and group advantages.
 
     ``trajectories`` holds the rows of its rollouts, one rollout after the other. ``total_tokens`` sums ``total_len``.
+    ``greedy`` holds the rows of a greedy rollout that is only rewarded.
     Reward functions get ``prompt_tokens``, since rows may have other prompts, and ``whole_row``, the prompt's row of
     the data as JSON, if one of them may read it.
     """
@@ -191,6 +194,7 @@ class GroupedUnscoredTrajectories:
     total_tokens: int
     prompt_tokens: Tensor
     whole_row: str | None = None
+    greedy: list[UnscoredTrajectory] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)

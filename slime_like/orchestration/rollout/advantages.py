@@ -78,7 +78,12 @@ class Advantages:
         """Return what estimators may need. Penalties are one more function."""
         weights = torch.tensor([function.weight for function in self._reward.functions], dtype=rewards.dtype)
         penalties = (totals - rewards @ weights)[:, None]
-        return {
+        greedy = [rollout.last.greedy_reward for rollout in rollouts]
+        sampled = [(row.logprobs, row.loss_mask) for rollout in rollouts for row in rollout.rows]
+        given = {} if None in greedy else {"greedy": torch.tensor(greedy)}
+        if "logprobs" in configured_estimator(self._algorithm.advantage.name).needs:
+            given["logprobs"] = torch.cat([logprobs[mask] for logprobs, mask in sampled])
+        return given | {
             "tokens": torch.tensor([rollout.sampled_len for rollout in rollouts]),
             "functions": torch.cat([rewards, penalties], dim=1),
             "weights": torch.cat([weights, weights.new_ones(1)]),

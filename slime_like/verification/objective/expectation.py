@@ -65,7 +65,10 @@ class Enumeration:
         columns = {name: self._columns(logits) for name, logits in tables.items()}
         batches = list(self._batches(columns["behaviour_logprobs"]))
         places = [place for batch, _ in batches for place in batch]
-        rows = [self._row(index, place) for index, place in enumerate(places)]
+        greedy = [self._tree.likeliest(logits) for logits in policies.behaviour]
+        rows = [self._row(index, place, greedy[place[0]]) for index, place in enumerate(places)]
+        for row, place in zip(rows, places, strict=True):
+            row.logprobs = columns["behaviour_logprobs"][self._tokens(place)]
         self._batcher.weigh(rows)
         size = len(self._rewards) * self._samples
         steps = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -131,11 +134,12 @@ class Enumeration:
         total = sum(p for _, p in made)
         return [(group, p / total) for group, p in made]
 
-    def _row(self, index: int, place: _Place) -> ScoredTrajectory:
+    def _row(self, index: int, place: _Place, greedy: int) -> ScoredTrajectory:
         response, group = self._tree.responses[place[1]], index // self._samples
         tokens, mask = torch.tensor(response.tokens), torch.tensor(response.mask)
         prompt = torch.zeros(1, dtype=torch.int64)
         row = ScoredTrajectory.unrewarded(str(index), prompt, tokens, group_id=group, loss_mask=mask)
+        row.greedy_reward = float(self._rewards[place[0], greedy])
         row.reward_metadata["conversation"] = {"rewards": [float(self._first[place[0], response.tokens[0]])]}
         return row
 

@@ -210,6 +210,7 @@ fields-conflict sync.quantization --sync.quantization fp8_blocks --algorithm.imp
 fields-conflict rollout.top_p --rollout.top_k 513
 fields-conflict rollout.oversample AHEAD --rollout.oversample 1.5
 fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp
+fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --algorithm.advantage remax
 fields-conflict rollout.samples_per_prompt --rollout.samples_per_prompt 1
 fields-conflict algorithm.overlong.buffer --algorithm.overlong.buffer 257
 fields-conflict rollout.stream --rollout.stream true --cluster.placement colocated

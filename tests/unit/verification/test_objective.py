@@ -42,7 +42,10 @@ def test_distillation_follows_the_reverse_kl_at_every_position() -> None:
 
 @pytest.mark.parametrize(
     ("advantage", "scale"),
-    [("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)],
+    [
+        *(("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)),
+        *(("remax", 1.0), ("optimal_token_baseline", 1.0)),
+    ],
 )
 def test_estimators_that_are_exact_up_to_a_factor(advantage: str, scale: float) -> None:
     """Groups have 3 samples: a mean that includes the sample itself shrinks the gradient by (3 - 1) / 3."""

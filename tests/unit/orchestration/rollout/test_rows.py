@@ -205,6 +205,28 @@ def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
         assert [float(row.advantages.unique()) for row in rollout.rows] == pytest.approx([expected] * len(rollout.rows))
 
 
+def test_the_greedy_response_is_rewarded_and_not_trained() -> None:
+    """Its reward, with its overlong penalty, is the baseline of both groups. Its tokens count nowhere."""
+    settings = config(algorithm={"overlong": {"buffer": 8}, "advantage": "remax"}, rollout={"max_new_tokens": 9})
+    scorer, answers = Scorer(settings, cast(Any, Pool()), Tokenizer()), generations()
+    prompt = Prompt(PromptInput(ids("p")), "answer", 7, 0, 0)
+    greedy = [generation(segment("p", "aM"), segment("q", "STUVW")), plain("XY")]
+    groups = [to_group(replace(prompt, group_id=g), [*answers, one], 1.0, greedy=True) for g, one in enumerate(greedy)]
+    plain_group = to_group(prompt, answers, 1.0)
+    assert [len(each.trajectories) for each in groups] == [len(plain_group.trajectories)] * 2
+    assert [each.total_tokens for each in groups] == [plain_group.total_tokens] * 2
+    rewarded = scorer.rewards(groups)
+    assert [each.rewards.flatten().tolist() for each in rewarded] == [REWARDS] * 2
+    rows = scorer.scored(rewarded, step=3)
+    baselines = [5 - 5 / 8, 2 - 1 / 8]  # rewards, and tokens beyond 9 - 8
+    penalties = dict(zip(("7-0", "7-1", "7-2", "7-3"), (7 / 8, 3 / 8, 3 / 8, 2 / 8), strict=True))
+    for row in rows:
+        sample = row.rollout_id.partition("-")[2]
+        expected = REWARDS[int(sample)] - penalties[f"7-{sample}"] - baselines[row.group_id]
+        assert float(row.advantages.unique()) == pytest.approx(expected)
+        assert row.greedy_reward == pytest.approx(baselines[row.group_id])
+
+
 def test_a_conversation_belongs_to_the_last_row() -> None:
     """The environment's reward counts once. A row's metadata has its turns."""
     functions = [{"name": "environment"}]
