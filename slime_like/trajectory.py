@@ -98,7 +98,9 @@ class Conversation:
     Attributes:
         turns: ``[start, end)`` of every sampled turn in the response's tokens. The other tokens are observations.
         reward, success, metadata: sum over the environment's steps; success of the last one; metadata of each.
-        rewards: of every step, one per turn from the first; empty if only their sum is known.
+        rewards: of every step, one per turn from the first; empty if only their sum is known. An agent's are those of
+            the turns that its rows train, row after row.
+        calls: number of each of these turns, in the order of sampling; empty if they follow each other.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` if all had one.
     """
 
@@ -108,6 +110,7 @@ class Conversation:
     failure: Mapping[str, str] | None = None
     metadata: tuple[Mapping[str, Any], ...] = ()
     rewards: tuple[float, ...] = ()
+    calls: tuple[int, ...] = ()
 
 
 class TensorsAsArrays:

@@ -14,7 +14,7 @@ from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
 from slime_like.config.algorithm import KLRewardConfig
 from slime_like.config.roles import REFERENCE, TEACHER
-from slime_like.config.rollout import ENVIRONMENT
+from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
@@ -98,25 +98,30 @@ class Advantages:
             return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
         sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
         counts = torch.tensor(list(map(len, sizes)))
-        rewards = torch.cat([self._entries(*each, level) for each in zip(rollouts, sizes, totals, strict=True)])
-        entries = self.of_step(rewards, group_ids, step, counts, given)
+        starts = (counts.cumsum(0) - counts).tolist()
+        times = [_in_time(rollout, level) for rollout in rollouts]
+        rewards = torch.cat([self._entries(*each, level) for each in zip(rollouts, times, totals, strict=True)])
+        order = torch.cat([start + time for start, time in zip(starts, times, strict=True)])
+        given = {name: values[order] if name == "logprobs" else values for name, values in given.items()}
+        entries = torch.empty_like(rewards)
+        entries[order] = self.of_step(rewards[order], group_ids, step, counts, given)
         tokens = entries.repeat_interleave(torch.cat(sizes))
         rows = [row for rollout in rollouts for row in rollout.rows]
         parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
         return {r.sequence_id: tokens.new_zeros(r.response_len).masked_scatter(r.loss_mask, p) for r, p in parts}
 
-    def _entries(self, rollout: Rollout[Any], sizes: Tensor, total: Tensor, level: Level) -> Tensor:
-        """Return the rewards of a rollout's turns or tokens: what the environment gave for each turn, at its last
-        token, and the rest at the end."""
-        entries = total.new_zeros(len(sizes))
-        if not len(sizes):
+    def _entries(self, rollout: Rollout[Any], time: Tensor, total: Tensor, level: Level) -> Tensor:
+        """Return the rewards of a rollout's turns or tokens: what the environment or agent gave for each turn, at its
+        last token, and the rest at the end."""
+        entries = total.new_zeros(len(time))
+        if not len(time):
             return entries
-        weight = sum(function.weight for function in self._reward.functions if function.name == ENVIRONMENT)
+        weight = sum(function.weight for function in self._reward.functions if function.name in (ENVIRONMENT, AGENT))
         ends = torch.cat([_entry_sizes(row.loss_mask, "turn") for row in rollout.rows]).cumsum(0) - 1
         given = [weight * reward for reward in rollout.turn_rewards[: len(ends)]] if weight else []
         for turn, reward in enumerate(given):
             entries[turn if level == "turn" else ends[turn]] = reward
-        entries[-1] += total - sum(given)
+        entries[time[-1]] += total - sum(given)
         return entries
 
     def of_step(
@@ -241,6 +246,13 @@ def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor
     scale = 1 / spread if float(spread) > _LEAST_SPREAD else 0.0
     made = {name: ((values - tokens.mean()) * scale).to(advantages[name].dtype) for name, values in each.items()}
     return {row.sequence_id: made[row.sequence_id].masked_fill(~row.loss_mask, 0.0) for row in rows}
+
+
+def _in_time(rollout: Rollout[Any], level: Level) -> Tensor:
+    """Return the places of a rollout's turns or tokens in the order of sampling, which several rows may not follow."""
+    spans = torch.cat([_entry_sizes(row.loss_mask, "turn") for row in rollout.rows])
+    numbers = torch.tensor(rollout.calls or range(len(spans)))
+    return (numbers if level == "turn" else numbers.repeat_interleave(spans)).argsort(stable=True)
 
 
 def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:

@@ -154,6 +154,7 @@ def _rows(prompt: Prompt, generation: Generation, rollout_id: str, temperature: 
             temperature=temperature,
             finish_reason=(segment is not segments[-1] and segment.finish_reason) or generation.finish_reason,
             conversation=generation.conversation if segment is segments[-1] else None,
+            greedy_reward=None,
             **{name: _copy(values) for name, values in segment.prompt.fields.items()},
             **{name: _copy(values) for name, values in segment.fields.items()},
         )

@@ -150,8 +150,10 @@ class Scorer:
         metadata = {"func_names": self._names, **outcome.metadata}
         if row.conversation is not None:
             steps = [dict(step) for step in row.conversation.metadata]
-            turns, rewards = [list(turn) for turn in row.conversation.turns], list(row.conversation.rewards)
-            metadata["conversation"] = {"turns": turns, "steps": steps, "rewards": rewards}
+            turns = [list(turn) for turn in row.conversation.turns]
+            rewards = [] if row.conversation.failure else list(row.conversation.rewards)
+            calls = {"calls": list(row.conversation.calls)} if row.conversation.calls else {}
+            metadata["conversation"] = {"turns": turns, "steps": steps, "rewards": rewards, **calls}
         elif not row.loss_mask.all():
             metadata["conversation"] = {"turns": [list(span) for span in trained_spans(row.loss_mask)], "steps": []}
         return metadata
