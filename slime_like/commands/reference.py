@@ -31,7 +31,8 @@ def reference_text(prefix: str = "") -> str:
         for section, leaves in sections().items()
         if leaves
     ]
-    return "\n".join([*fields, _NAMES, *(_names(setting) for setting in named_parts() if setting != _REWARDS)])
+    names = {setting: _names if prefix or "algorithm" not in setting else _explained for setting in named_parts()}
+    return "\n".join([*fields, _NAMES, *(listed(setting) for setting, listed in names.items() if setting != _REWARDS)])
 
 
 def _field(field: Field, prefix: str) -> str:
@@ -45,9 +46,19 @@ def _names(setting: str) -> str:
     return f"`{setting}`\n\n" + "\n".join(items) + "\n"
 
 
+def _explained(setting: str) -> str:
+    """List the names that a setting accepts, with their options. Another page has their formulas."""
+    parts = [f"`{part.name}`" + (f" ({each})" if (each := _shown(part)) else "") for part in named_parts()[setting]]
+    text = f"`{setting}`, [with formulas](objective.md): {', '.join(parts)}."
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False) + "\n"
+
+
 def _options(part: Part) -> str:
-    shown = [f"`{one.name}`" if one.default is None else f"`{one.name}={one.default}`" for one in part.options]
-    return f" Options: {', '.join(shown)}." if shown else ""
+    return f" Options: {shown}." if (shown := _shown(part)) else ""
+
+
+def _shown(part: Part) -> str:
+    return ", ".join(f"`{one.name}`" if one.default is None else f"`{one.name}={one.default}`" for one in part.options)
 
 
 def _note(kind: str, default: str | None) -> str:
