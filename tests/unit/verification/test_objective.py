@@ -230,7 +230,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["verify", "objective", str(file), "--algorithm.reduction", str(CONSTANT).replace("'", "")]) == 0
     assert "on-policy, one turn: reward: unbiased, 0.125 times the true gradient" in capsys.readouterr().out
     assert main(["verify", "objective", str(file), "--algorithm.loss", f"{HERE}:Descends"]) == 1
-    assert main(["verify", "objective", "--algorithm.loss", "sft"]) == 2
+    for loss in ("sft", "clip_cov"):
+        assert main(["verify", "objective", "--algorithm.loss", loss]) == 2
     assert main(["verify", "objective", "--algorithm.loss.clip_high", "-0.3"]) == 2
     assert "algorithm.loss.clip_high=-0.3" in capsys.readouterr().err
 
