@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.common.step.balance import RoutedTokens
+from backends.common.step.balance import RoutedTokens, choices
 from backends.common.step.grouped_product import grouped_linear
 from backends.common.trainer.roles import ADDED
 
@@ -61,7 +61,7 @@ def follow_routes(layer: torch.nn.Module, index: int, current: Callable[[], Rout
         if tokens.balance.loss is not None:
             tokens.routed.setdefault(index, (logits, experts))
         if (loads := tokens.balance.loads) is not None:
-            tokens.count(loads, index, torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True))
+            tokens.count(loads, index, choices(logits, experts))
         return logits, weights, experts
 
     routers = [module for module in layer.modules() if type(module).__name__.lower().endswith("topkrouter")]

@@ -4,7 +4,7 @@ import asyncio
 
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.interfaces import Task
-from slime_like.sandbox.environments.pool import EnvironmentPool
+from slime_like.sandbox.single_items import EnvironmentPool
 
 
 async def play() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,10 +15,9 @@ from rollout.ranks import results
 from rollout.vllm.arguments import prepare_environment
 from slime_like.config import RolloutConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.hosting.calls import one_line
-from slime_like.hosting.faults import EngineFaults
+from slime_like.hosting.calls import EngineFaults, one_line
 from slime_like.interfaces.engine import WHOLE, EnginePart
-from slime_like.system.processes import end_processes, is_alive, mapped_files, new_children, process_ids, start_tracker
+from slime_like.system.processes import end_processes, is_alive, mapped_files, process_ids, start_tracker
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -131,8 +130,8 @@ class EngineCore:
         self._remove_files()
         self.process_ids = ()
 
-    def _note_processes(self, before: Collection[int]) -> None:
-        self.process_ids = tuple(new_children(before))
+    def _note_processes(self, before: frozenset[int]) -> None:
+        self.process_ids = tuple(process_ids() - before)
         self._shared_files.update(mapped_files(self.process_ids, _SHARED_FILES))
 
     def _remove_files(self) -> None:
@@ -169,7 +168,7 @@ class EngineCore:
         finally:
             self._built.set()
 
-    def _end_build(self, before: Collection[int]) -> None:
+    def _end_build(self, before: frozenset[int]) -> None:
         """End the core until the building thread, which waits for it and cannot be interrupted, gives up."""
         deadline = time.monotonic() + _BUILD_END_S
         while True:

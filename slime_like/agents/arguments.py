@@ -4,20 +4,13 @@ import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from slime_like.agents.messages import Tool, ToolCall
 
-_OF_NO_TYPE = object()
-"""Value that only a schema without constraints accepts."""
-
-_KINDS: Mapping[type, Sequence[str]] = {
-    type(None): ["null"], bool: ["boolean"], str: ["string"], int: ["integer", "number"], float: ["number"],
-    list: ["array"], dict: ["object"],
-}  # fmt: skip
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
-_DEEPEST = 16
 
 
 def typed_arguments(name: str, arguments: Mapping[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
@@ -26,8 +19,8 @@ def typed_arguments(name: str, arguments: Mapping[str, Any], tools: Sequence[Too
     found = root.get("properties") if isinstance(root, Mapping) else None
     properties, typed = found if isinstance(found, Mapping) else {}, dict(arguments)
     for key, text in arguments.items():
-        schema = properties.get(key)
-        if isinstance(text, str) and schema is not None and not _accepts(schema, _OF_NO_TYPE, root):
+        schema = properties.get(key)  # one without constraints accepts any object
+        if isinstance(text, str) and schema is not None and not _accepts(schema, object(), root):
             typed[key] = next((value for value in _readings(text) if _accepts(schema, value, root)), text)
     return typed
 
@@ -73,33 +66,32 @@ def _readings(text: str) -> Iterator[Any]:
         yield value
 
 
-def _accepts(schema: Any, value: Any, root: Any, depth: int = 0) -> bool:
-    """Return whether a JSON schema allows the type of a value, or the value itself if it lists values.
+def _accepts(schema: Any, value: Any, root: Any) -> bool:
+    """Return whether a JSON schema in ``root`` allows the type of a value, or the value itself if it lists values.
 
     Bounds such as ``maximum`` are not checked: a number that exceeds one is still a number.
     """
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return schema is not False
-    if value is None and schema.get("nullable") is True:
+    from jsonschema.exceptions import UnknownType
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    if value is None and isinstance(schema, Mapping) and schema.get("nullable") is True:  # OpenAPI's
         return True
-    kinds = set(_KINDS.get(type(value), ()))
-    kinds |= {"integer"} if isinstance(value, float) and value.is_integer() else set()
-    declared = schema.get("type") or ("object" if "properties" in schema else "array" if "items" in schema else None)
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    some = [schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)]
-    every = [*(schema.get("allOf") or ()), *([_target(schema["$ref"], root)] if "$ref" in schema else ())]
-    return (
-        (declared is None or not kinds.isdisjoint([declared] if isinstance(declared, str) else declared))
-        and (listed is None or any(type(one) is type(value) and one == value for one in listed))
-        and all(any(_accepts(one, value, root, depth + 1) for one in choices) for choices in some)
-        and all(_accepts(one, value, root, depth + 1) for one in every)
-    )
+    try:  # this registry downloads nothing
+        return bool(_type_validator()(root, registry=Registry()).evolve(schema=schema).is_valid(value))
+    except (UnknownType, Unresolvable, RecursionError):
+        return False
 
 
-def _target(reference: Any, root: Any) -> Any:
-    """Return the schema at a pointer into ``root``. One that leads elsewhere constrains nothing."""
-    start, *parts = str(reference).split("/")
-    found = root if start == "#" else None
-    for part in parts:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+@cache
+def _type_validator() -> Any:
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import create
+
+    def implied(kind: str) -> Any:
+        return lambda each, _, value, schema: rules["type"](each, schema.get("type", kind), value, schema)
+
+    rules = Draft202012Validator.VALIDATORS
+    used = {name: rules[name] for name in ("$ref", "allOf", "anyOf", "const", "enum", "type")}
+    used |= {"oneOf": rules["anyOf"], "properties": implied("object"), "items": implied("array")}
+    return create(Draft202012Validator.META_SCHEMA, used, type_checker=Draft202012Validator.TYPE_CHECKER)

@@ -22,19 +22,11 @@ _SHAPING = {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "s
             "background"}  # fmt: skip
 """Fields that change the answer. A client that sends one counts on it, so the call is rejected."""
 
-
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class CallRejected(Exception):
-    """A call that gets no answer.
-
-    Attributes:
-        status: HTTP status.
-        code: stable name of the reason.
-        problem: one sentence.
-        retry: whether the client should try again.
-    """
+    """A call that gets no answer. ``status`` is HTTP's. ``retry``: the client should try again."""
 
     def __init__(self, status: int, code: str, problem: str, retry: bool = False) -> None:
         self.status = status
@@ -54,12 +46,10 @@ class Call:
 
     Attributes:
         model: name that the client gave; the answer repeats it.
-        stream: whether to answer with a stream of server-sent events.
         usage_chunk: whether an OpenAI-protocol stream ends with token counts.
         stop: texts that end the turn. They are sampled, but not part of the answer.
         variables: variables of the chat template, besides the run's.
         ignored: settings that the client asked for; the run's settings apply instead.
-        id: random part of the answer's id.
     """
 
     messages: tuple[Message, ...]
@@ -111,8 +101,7 @@ def parse(model: type[BaseModel], body: Any) -> Any:
 def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
     """Return requested settings that this endpoint does not read, shortened. ``choice`` is the tool choice.
 
-    Raises:
-        CallRejected: a setting would change what the model samples.
+    Raises ``CallRejected`` if a setting would change what the model samples.
     """
     given = {name: value for name, value in (request.model_extra or {}).items() if value is not None}
     for name in sorted(_SHAPING & given.keys()):

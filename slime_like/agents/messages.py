@@ -12,11 +12,7 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call, without its wire id.
-
-    Attributes:
-        arguments: a mapping, or the client's text if it is not a mapping.
-    """
+    """A tool call, without its wire id. ``arguments`` is the client's text if it is not a mapping."""
 
     name: str
     arguments: Mapping[str, Any] | str

@@ -35,11 +35,7 @@ class Rendering:
 
 
 class ChatFormat:
-    """A tokenizer with its chat template.
-
-    Args:
-        text_arguments: whether the template expects the arguments of calls as JSON text.
-    """
+    """A tokenizer with its chat template. ``text_arguments``: it expects the arguments of calls as JSON text."""
 
     def __init__(self, tokenizer: Any, text_arguments: bool = False) -> None:
         self._tokenizer = tokenizer

@@ -42,7 +42,6 @@ class ResponseForm:
 
     Attributes:
         template: response template of transformers.
-        tokenizer: the checkpoint's tokenizer.
         has_calls: whether tool calls are read.
         shows_thinking: whether the chat template knows thinking. If not, it stays in a message's content, because a
             history could not show it otherwise.
@@ -58,13 +57,9 @@ class ResponseForm:
     needs_stop: bool = False
 
     def message(self, prompt: str, text: str, tools: Sequence[Tool], stop: str = "") -> Message:
-        """Convert a turn to a message.
+        """Convert a turn to a message. ``prompt`` may open thinking. Without ``tools``, there are no calls.
 
-        Args:
-            prompt: the prompt, or its end, which may open thinking.
-            text: the turn without the token that ended it.
-            tools: tools that the model was offered. Without any, there are no calls.
-            stop: the token that ended the turn.
+        ``text`` is the turn without ``stop``, the token that ended it.
         """
         prefix = self._prefix(prompt)
         try:
@@ -83,9 +78,8 @@ class ResponseForm:
     def judged(self, turns: Iterable[tuple[Sequence[int], Sequence[int], Collection[int] | None]]) -> list[str]:
         """Decode turns as reward functions and environments read them, with thinking in ``<think>...</think>``.
 
-        Args:
-            turns: all tokens before each turn, which may open thinking; the turn's; and the stop tokens that are left
-                out at its end (``without_stop``).
+        ``turns`` has all tokens before each turn, which may open thinking; the turn's; and the stop tokens to leave out
+        at its end (``without_stop``).
         """
         given = [
             (tuple(map(int, before[-_OPENING_TOKENS:])), without_stop(self.tokenizer, tokens, stops))
@@ -199,13 +193,9 @@ class ResponseForm:
 def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     """Return the form that reads back a call as the chat template writes it.
 
-    The checkpoint's own ``response_template`` is tried first. If no form fits, only thinking is read.
-
-    Args:
-        setting: ``auto``; ``none``: read no calls; the name of a form; or a JSON file with a response template.
-
-    Raises:
-        ConfigError: the setting names no form, or a response template is malformed.
+    The checkpoint's own ``response_template`` is tried first. If no form fits, only thinking is read. ``setting`` is
+    ``auto``; ``none``, to read no calls; the name of a form; or a JSON file with a response template. Raises
+    ``ConfigError`` if the setting names no form, or a response template is malformed.
     """
     forms, is_named, probes = _data()["forms"], setting not in ("auto", "none"), list(_probes(tokenizer))
     found = []
@@ -231,11 +221,7 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
 
 
 def require_calls(form: ResponseForm, config: RunConfig, has_tools: bool) -> None:
-    """Raise ``ConfigError`` if the model would be shown tools, but calls in the template's form cannot be read.
-
-    Args:
-        has_tools: whether rows have tools. Agents may have some.
-    """
+    """Raise ``ConfigError`` if the model would be shown tools, but calls in the template's form cannot be read."""
     setting, tokenizer = config.rollout.agent.tool_parser, form.tokenizer
     if setting == "none" or form.has_calls or tokenizer.chat_template is None:
         return

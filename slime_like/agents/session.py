@@ -27,10 +27,8 @@ class SampleCall:
     """A request to the engine.
 
     Attributes:
-        number: index of the call in its session, from 0.
         turn: number of assistant turns in its history.
         repeat: number of earlier calls in the session with the same prompt.
-        stop: texts that end the turn, besides the run's.
     """
 
     prompt: PromptInput
@@ -60,9 +58,7 @@ class SessionLimits:
 class Session:
     """Calls of one rollout, recorded as a tree of turns. Belongs to one event loop.
 
-    Args:
-        sample: asks the engine; its ``SlimeLikeError`` ends the rollout.
-        form: form of thinking and tool calls.
+    A ``SlimeLikeError`` of ``sample`` ends the rollout.
 
     Attributes:
         key: the client's API key; cannot be guessed.

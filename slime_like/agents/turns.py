@@ -74,11 +74,7 @@ class Row:
 
 
 class TurnTree:
-    """All turns of one rollout, in sampling order.
-
-    Args:
-        stops: tokens that end a turn, besides EOS; ``None`` if every special token does.
-    """
+    """All turns of one rollout, in sampling order. ``stops`` end a turn, besides EOS; ``None``: every special token."""
 
     def __init__(self, chat: ChatFormat, stops: Collection[int] | None = None) -> None:
         self._chat = chat

@@ -9,7 +9,7 @@ from slime_like.config.run import RunConfig
 from slime_like.config.sections import ClusterConfig
 from slime_like.plugins.resolve import import_path_problem
 from slime_like.sandbox.agents.command import PLACES
-from slime_like.sandbox.agents.pool import start_problems
+from slime_like.sandbox.single_items import AgentPool
 from slime_like.system.network import interface_of, is_loopback
 
 _PREFIX = "rollout.agent"
@@ -39,4 +39,4 @@ def custom_agent_problems(agent: AgentConfig, cluster: ClusterConfig) -> list[st
         return [f"{_PREFIX}.command: {agent.command[0]} is not a program on this machine; {remedy}"]
     if agent.name is None or agent.command or import_path_problem(agent.name):
         return []
-    return start_problems(agent)
+    return AgentPool(agent.model_copy(update={"workers": 1})).start_problems()

@@ -8,7 +8,6 @@ from typing import Any
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
 from slime_like.config.trainer import TrainerConfig
-from slime_like.data.dump_names import rollouts_name
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 from slime_like.weights.adapter import ADAPTER, adapter_facts, facts_problem
 
@@ -81,8 +80,10 @@ def kept_rollout_problems(config: RunConfig) -> Iterator[str]:
             f"debug.load_rollouts={directory} starts no engine, so evaluation.files cannot be sampled; set "
             "evaluation.files: none and evaluation.every: 0 (and use slime-like eval on the exported model)"
         )
-    if not (directory / rollouts_name(config.steps)).is_file():
+    from slime_like.data.dump import dump_path  # it imports torch
+
+    if not (last := dump_path(directory, config.steps)).is_file():
         yield (
-            f"debug.load_rollouts={directory} has no {rollouts_name(config.steps)}, the last of steps={config.steps}; "
+            f"debug.load_rollouts={directory} has no {last.name}, the last of steps={config.steps}; "
             "give a directory that debug.save_rollouts filled, or train for fewer steps"
         )

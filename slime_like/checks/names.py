@@ -13,15 +13,21 @@ from slime_like.config.reading.parts import documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, RewardConfig, RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import DataConfig, EvaluationConfig
-from slime_like.plugins.entry_points import BACKEND_GROUP, ENGINE_GROUP, installed_names
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
-from slime_like.plugins.resolve import CUSTOM, import_path_problem, resolve_callable
+from slime_like.plugins.resolve import (
+    BACKEND_GROUP,
+    CUSTOM,
+    ENGINE_GROUP,
+    import_path_problem,
+    installed_names,
+    resolve_callable,
+)
 from slime_like.sandbox.environments.observations import PLACE
-from slime_like.sandbox.environments.pool import start_problems as start_problems_of_environment
-from slime_like.sandbox.environments.registry import REGISTERED as ENVIRONMENTS
-from slime_like.sandbox.environments.registry import build_environment
+from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
+from slime_like.sandbox.environments.worker import build_environment
 from slime_like.sandbox.rewards.pool import RewardItem, start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
+from slime_like.sandbox.single_items import environment_start_problems
 from slime_like.system.credentials import shown_url
 
 
@@ -167,7 +173,7 @@ def custom_environment_problems(
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
     first = first_row(data, evaluation)
-    return start_problems_of_environment(environment, first and first[0])
+    return environment_start_problems(environment, first and first[0])
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:

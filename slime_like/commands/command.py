@@ -7,10 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from slime_like.checks.directories import directory_problem
 from slime_like.config.base import require_path
-from slime_like.config.reading.load import is_assignment
+from slime_like.config.reading.load import is_assignment, load_config
+from slime_like.errors import ConfigError
+from slime_like.models.converted import MODEL, WEIGHTS, converted_problem, is_converted, training_checkpoint
+
+Option = tuple[str, Mapping[str, Any]]
+
+
+def option(name: str, **settings: Any) -> Option:
+    """Return an option of a command, with the keyword arguments of argparse's ``add_argument``."""
+    return name, settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +28,18 @@ class Command:
     """One row of the command table.
 
     Attributes:
-        name: one word, or a group and a word.
-        summary: line in the list of commands.
         run: receives the command's arguments and the flags of the configuration.
-        description: first paragraph of the help.
         usage: what follows the name and the paths; "" leaves the usage to argparse.
         paths: leading paths and their help, for a command that takes flags. Such flags take any number of values, so
             the paths come first. A path in brackets is optional.
         takes_flags: unknown options are flags of the configuration. If false, flags follow ``--``.
-        epilog: last paragraph of the help.
     """
 
     name: str
     summary: str
     run: Callable[[argparse.Namespace, list[str]], int]
     description: str
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda _: None
+    options: Sequence[Option] = ()
     usage: str = ""
     paths: Mapping[str, str] = field(default_factory=dict)
     takes_flags: bool = True
@@ -47,8 +53,7 @@ class Command:
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Split what follows the name into the command's arguments and flags of the configuration.
 
-        Raises:
-            SystemExit: an argument is wrong, missing or unexpected. argparse prints which.
+        Raises ``SystemExit`` if an argument is wrong, missing or unexpected. argparse prints which.
         """
         if not self.takes_flags:
             own = list(takewhile(lambda argument: argument != "--", arguments))
@@ -70,11 +75,11 @@ class Command:
             key = shown.partition(".")[0].lower()  # config of [CONFIG.yaml], hf_dir of HF_DIR
             parser.add_argument(key, nargs=nargs, type=given_path, metavar=shown, help=text)
         if options:
-            self.add_arguments(parser)
+            for name, settings in self.options:
+                parser.add_argument(name, **settings)
         return parser
 
 
-# ------------------------------------------------------------------------------------------------- shared arguments
 def given_path(text: str) -> Path:
     """Parse a path argument. Text that cannot name a file is rejected."""
     try:
@@ -92,7 +97,11 @@ def at_least_one(text: str) -> int:
 
 def has_flag(flags: Sequence[str], name: str) -> bool:
     """Return whether the flags contain ``--name value`` or ``--name=value``."""
-    return any(flag == f"--{name}" or flag.startswith(f"--{name}=") for flag in flags)
+    return name in flag_names(flags)
+
+
+def flag_names(flags: Sequence[str]) -> list[str]:
+    return sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
 
 
 def temporary_run_dir(command: str) -> Path:
@@ -101,11 +110,7 @@ def temporary_run_dir(command: str) -> Path:
 
 
 def output_problem(output: Path, read: Mapping[str, Sequence[Path]]) -> str | None:
-    """Return why ``--output`` cannot be written, with the remedy, or ``None``. It is tried before anything starts.
-
-    Args:
-        read: files that must not be replaced, by the setting that names them.
-    """
+    """Return why ``--output`` cannot be written, with the remedy, or ``None``. It must not be a file in ``read``."""
     if output.exists() and not output.is_file():
         return f"--output={output}: is not a regular file and would be replaced; give a file"
     for name, files in read.items():
@@ -115,3 +120,40 @@ def output_problem(output: Path, read: Mapping[str, Sequence[Path]]) -> str | No
         return f"--output={output}: its directory does not exist; create it"
     problem = directory_problem(output.resolve().parent)
     return f"--output={output}: its directory {problem}" if problem else None
+
+
+def find_weights(checkpoint: Path, flags: Sequence[str]) -> tuple[Sequence[str], Path | None]:
+    """Return flags that name the model and its precision, and the training checkpoint with the weights, if it is one.
+
+    Raises ``ConfigError`` if it is not a checkpoint, it was converted and has damaged files, or its model is unknown.
+    """
+    named = has_flag(flags, "model.path")
+    if (checkpoint / "config.json").is_file():
+        if named:
+            problem = f"--model.path: CHECKPOINT={checkpoint} is the model already; remove the flag"
+            raise ConfigError(problem, code="flag-excluded")
+        return ("--model.path", str(checkpoint)), None
+    weights = checkpoint / WEIGHTS
+    if is_converted(checkpoint) and weights.is_dir():
+        if damage := converted_problem(checkpoint):
+            raise ConfigError(f"CHECKPOINT={checkpoint} {damage}", code="checkpoint-damaged")
+        return () if named else ("--model.path", str(checkpoint / MODEL)), weights.resolve()
+    if not (checkpoint / "state.json").is_file() or not weights.is_dir():
+        whole = training_checkpoint(checkpoint) or "a Hugging Face directory or a run's checkpoints/step-N"
+        raise ConfigError(f"CHECKPOINT={checkpoint} is not a checkpoint; give {whole}", code="wrong-checkpoint")
+    run_config = checkpoint.resolve().parent.parent / "config.yaml"
+    if run_config.is_file():
+        config = load_config(run_config)
+        lora = config.model.lora
+        model = ["--model.path", str(config.model.path), "--model.dtype", config.model.dtype]
+        if lora.is_set:
+            model += ["--model.lora.rank", str(lora.rank), "--model.lora.alpha", str(lora.alpha)]
+            model += ["--model.lora.targets", *lora.targets]
+        return (*model, "--trainer.backend", config.trainer.backend), weights.resolve()
+    if not named:
+        raise ConfigError(
+            f"CHECKPOINT={checkpoint}: a training checkpoint does not contain its model's dimensions, and {run_config} "
+            "does not exist; give --model.path, the Hugging Face directory that the run started from",
+            code="model-unknown",
+        )
+    return (), weights.resolve()

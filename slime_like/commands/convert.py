@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.directories import directory_problem
 from slime_like.checks.earlier_run import checkpoint_problem
-from slime_like.commands.command import Command, at_least_one, given_path, has_flag, temporary_run_dir
-from slime_like.commands.weights_source import find_weights
-from slime_like.config import ModelConfig, RunConfig, TrainerConfig
+from slime_like.commands.command import (
+    Command,
+    at_least_one,
+    find_weights,
+    given_path,
+    has_flag,
+    option,
+    temporary_run_dir,
+)
+from slime_like.config import LoggingConfig, ModelConfig, RunConfig, TrainerConfig
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -23,13 +32,11 @@ from slime_like.models.converted import DESCRIPTION as CONVERTED
 from slime_like.system.words import counted
 
 if TYPE_CHECKING:
-    from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, TensorSource
+    from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorSource
 
 _DIFFERS = 1
 _SHOWN = 50
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SMALLEST = 10_000
-
 
 DESCRIPTION = (
     "Convert checkpoints from disk to disk, or compare two. This needs neither Ray nor a GPU, and memory for "
@@ -37,60 +44,13 @@ DESCRIPTION = (
 )
 
 
-def _add_check_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help=f"list every difference (default: the first {_SHOWN})")
-    _add_workers(parser)
-
-
-def _add_writing_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="type of the written weights; auto keeps each tensor's type (default: %(default)s)",
-    )
-    add(
-        "--max_shard_size",
-        type=size_in_bytes,
-        default="1GB",
-        metavar="SIZE",
-        help="largest data file, such as 500MB or 5GB (default: %(default)s)",
-    )
-    add("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity")
-    _add_force(parser)
-    _add_workers(parser)
-
-
-def _add_to_hf_options(parser: argparse.ArgumentParser) -> None:
-    _add_writing_options(parser)
-    parser.add_argument("--merge", action="store_true", help="write the model with its factors merged")
-
-
-def _add_force(parser: argparse.ArgumentParser) -> None:
-    text = "replace an earlier conversion or model in OUT when the new one is complete"
-    parser.add_argument("--force", action="store_true", help=text)
-
-
-def _add_workers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers",
-        type=at_least_one,
-        default=min(4, len(os.sched_getaffinity(0))),
-        metavar="N",
-        help="threads; each holds one parameter in memory (default here: %(default)s)",
-    )
-
-
 def size_in_bytes(text: str) -> int:
     """Parse "500MB", "1.5GiB" or plain bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise ArgumentTypeError(f"{text!r} is not a size; give one such as 500MB, 5GB or 2GiB")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < _SMALLEST:
-        raise ArgumentTypeError(f"{text!r} is less than {_SMALLEST} bytes; give a larger size, such as 500MB")
-    return size
+    try:
+        return int(TypeAdapter(Annotated[ByteSize, Field(ge=_SMALLEST)]).validate_python(text))
+    except ValidationError as error:
+        problem = f"{text!r} is not a size of at least {_SMALLEST} bytes; give one such as 500MB, 5GB or 2GiB"
+        raise ArgumentTypeError(problem) from error
 
 
 def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -99,12 +59,10 @@ def _to_megatron(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(problem, code="flag-excluded")
     _require_output(options.hf_dir, options.out, options.force)
     config = _checked(["--model.path", str(options.hf_dir)], flags)
-    from slime_like.conversion.convert import converter_of, reported
+    from slime_like.conversion.convert import converter_of
 
-    with reported(config.logging, "MiB converted") as report:
-        converter = converter_of(config.model, config.trainer)
-        summary = converter.to_checkpoint(options.out, _conversion(options), report)
-    return _print(options.out, summary)
+    converter = converter_of(config.model, config.trainer)
+    return _converted(partial(converter.to_checkpoint, options.out), config.logging, options)
 
 
 def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -118,12 +76,10 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(differs, code="wrong-checkpoint")
     if options.merge and not config.model.lora.is_set:
         raise ConfigError("--merge: the checkpoint has no factors (model.lora); remove it", code="no-factors")
-    from slime_like.conversion.convert import converter_of, reported
+    from slime_like.conversion.convert import converter_of
 
-    with reported(config.logging, "MiB converted") as report:
-        converter = converter_of(config.model, config.trainer)
-        summary = converter.to_hugging_face(weights, options.out, _conversion(options), report)
-    return _print(options.out, summary)
+    converter = converter_of(config.model, config.trainer)
+    return _converted(partial(converter.to_hugging_face, weights, options.out), config.logging, options)
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -158,14 +114,6 @@ def _open(model: ModelConfig, trainer: TrainerConfig, path: Path, flags: Sequenc
     return converter_of(config.model, config.trainer).open_checkpoint(weights)
 
 
-def _add_gguf_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("file", type=given_path, metavar="FILE", help="file of an architecture that transformers reads from GGUF")
-    add("out", type=given_path, metavar="OUT", help="directory to write")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="type to write (%(default)s)")
-    _add_force(parser)
-
-
 def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
     _require_output(options.file, options.out, options.force)
     from slime_like.conversion.gguf import gguf_to_hugging_face
@@ -173,13 +121,6 @@ def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
     print(f"converted: {counted(gguf_to_hugging_face(options.file, options.out, options.dtype), 'tensor')}")
     print(f"output: {options.out}")
     return 0
-
-
-def _conversion(options: argparse.Namespace) -> ConversionOptions:
-    from slime_like.interfaces.conversion import ConversionOptions
-
-    merge = getattr(options, "merge", False)
-    return ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
 
 
 def _checked(arguments: Sequence[str], flags: Sequence[str]) -> RunConfig:
@@ -208,13 +149,41 @@ def _require_output(source: Path, output: Path, force: bool) -> None:
         raise ConfigError(f"OUT={output} {problem}", code=code)
 
 
-def _print(output: Path, summary: ConversionSummary) -> int:
+def _converted(
+    convert: Callable[[ConversionOptions, Report], ConversionSummary],
+    logging: LoggingConfig,
+    options: argparse.Namespace,
+) -> int:
+    from slime_like.conversion.convert import reported
+    from slime_like.interfaces.conversion import ConversionOptions
+
+    merge = getattr(options, "merge", False)
+    given = ConversionOptions(options.dtype, options.max_shard_size, options.workers, options.allow_nan, merge)
+    with reported(logging, "MiB converted") as report:
+        summary = convert(given, report)
     kept = f", {summary.reused} of them from an earlier start" if summary.reused else ""
     tensors, files = counted(summary.tensors, "tensor"), counted(summary.files, "file")
     print(f"converted: {tensors}, {summary.nbytes / 1e6:.2f} MB, {files}{kept}")
-    print(f"output: {output}")
+    print(f"output: {options.out}")
     return 0
 
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_WORKERS = option(
+    "--workers",
+    type=at_least_one,
+    default=min(4, len(os.sched_getaffinity(0))),
+    metavar="N",
+    help="threads; each holds one parameter in memory (default here: %(default)s)",
+)
+_FORCE = option("--force", action="store_true", help="replace a conversion or model in OUT by the complete new one")
+_WRITING = (
+    option("--dtype", choices=["auto", *_DTYPES], default="auto", help="type to write; auto: each tensor's own"),
+    option("--max_shard_size", type=size_in_bytes, default="1GB", metavar="SIZE", help="largest file (%(default)s)"),
+    option("--allow_nan", action="store_true", help="also convert tensors with NaN or infinity"),
+    _FORCE,
+    _WORKERS,
+)
 
 COMMANDS = (
     Command(
@@ -224,7 +193,7 @@ COMMANDS = (
         "Write a Megatron checkpoint, split by the given layout; every other layout can read it. OUT gets\n"
         "trainer/ (Megatron's files), model/ (configuration and tokenizer) and conversion.json. OUT appears\n"
         "when it is complete; the same command resumes an interrupted conversion.",
-        _add_writing_options,
+        _WRITING,
         "[options] [--trainer.parallel.tensor N ...]",
         {"HF_DIR": "Hugging Face directory with safetensors", "OUT": "directory to write"},
         epilog="Layout: --trainer.parallel.tensor, .pipeline, .virtual_pipeline, .expert (with .data), .sequence;\n"
@@ -239,7 +208,7 @@ COMMANDS = (
         "which transformers and vLLM load. CHECKPOINT may have been written under any layout.\n"
         "OUT appears when it is complete; the same command resumes an interrupted conversion. A checkpoint of\n"
         "factors (model.lora) becomes a PEFT adapter, or with --merge a whole model.",
-        _add_to_hf_options,
+        (*_WRITING, option("--merge", action="store_true", help="write the model with its factors merged")),
         "[options] [--model.path HF_DIR]",
         {
             "CHECKPOINT": "a run's checkpoints/step-N, or output of `convert to-megatron`. Configuration and "
@@ -253,7 +222,12 @@ COMMANDS = (
         _from_gguf,
         "Write weights, configuration, tokenizer and chat template of a GGUF file. Quantized weights are\n"
         "dequantized, with the precision that quantization left.",
-        _add_gguf_options,
+        (
+            option("file", type=given_path, metavar="FILE", help="of an architecture that transformers reads"),
+            option("out", type=given_path, metavar="OUT", help="directory to write"),
+            option("--dtype", choices=_DTYPES, default="bfloat16", help="type to write (%(default)s)"),
+            _FORCE,
+        ),
         takes_flags=False,
     ),
     Command(
@@ -262,7 +236,7 @@ COMMANDS = (
         _check,
         "Compare names, shapes, types and every bit of two checkpoints, each a Hugging Face directory or\n"
         "a Megatron checkpoint. Exit code 0: equal. 1: different, with a list of the differences.",
-        _add_check_options,
+        (option("--all", action="store_true", help=f"list every difference (default: the first {_SHOWN})"), _WORKERS),
         "[options] [--model.path HF_DIR]",
         dict.fromkeys(("A", "B"), "a checkpoint of either kind"),
     ),

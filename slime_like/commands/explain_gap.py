@@ -4,14 +4,10 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slime_like.commands.command import Command, at_least_one
+from slime_like.commands.command import Command, at_least_one, option
 
 if TYPE_CHECKING:
     from slime_like.verification.gap.explain import Finding
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step", type=at_least_one, metavar="N", help="step of the batch (default: the latest usable)")
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
@@ -51,7 +47,7 @@ COMMAND = Command(
     "Remove possible causes of the gap between engine and trainer on a saved batch (debug.save_rollouts), one\n"
     "after the other: stale weights, temperature, truncation, prompt ids, weights, routing of experts, layout,\n"
     "precision. The run's trainer and engines start with the checkpoint of the step before.",
-    _add_arguments,
+    (option("--step", type=at_least_one, metavar="N", help="step of the batch (default: the latest usable)"),),
     "[--step N] [--section.field VALUE ...]",
     {"RUN_DIR": "directory of a run that has ended"},
     epilog="Flags override the run's configuration, e.g. --cluster.address.",

@@ -25,13 +25,9 @@ class UnforeseenError(SlimeLikeError):
 def traceback_kept(run_dir: Path | None) -> Iterator[None]:
     """Turn exceptions that aren't ours into an ``UnforeseenError``. Write tracebacks of bugs and user code to a file.
 
-    Args:
-        run_dir: directory of the file, if it exists by then; else the file is in the directory for temporary files.
-
-    Raises:
-        UnforeseenError: names the exception, its message and the file.
-        KeyboardInterrupt: also if a library's import turned it into another exception.
-        BrokenPipeError: the reader of standard output closed it.
+    The file is in ``run_dir``, if that exists by then, else in the directory for temporary files. The error names it.
+    A ``KeyboardInterrupt`` that a library's import turned into another exception stays one, and a ``BrokenPipeError``
+    passes if the reader of standard output closed it.
     """
     try:
         yield
@@ -75,10 +71,9 @@ def _write(text: str, run_dir: Path | None) -> str:
             file = run_dir / TRACEBACK_FILE
             file.write_text(text, encoding="utf-8")
             return str(file)
-    try:
-        handle, name = tempfile.mkstemp(prefix="slime-like-", suffix="-traceback.txt", text=True)
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(prefix="slime-like-", suffix="-traceback.txt")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
-    except OSError:
-        return f"no file, since none could be written:\n{text}"
-    return name
+        return name
+    return f"no file, since none could be written:\n{text}"

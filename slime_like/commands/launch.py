@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slime_like.commands.command import Command, has_flag
+from slime_like.commands.command import Command, has_flag, option
 from slime_like.config import RunConfig
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
@@ -19,29 +19,25 @@ from slime_like.system.words import counted
 SHORTEST_SILENCE_S = 6.0
 """Ray checks the health of a node several times before the node is lost."""
 
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    defaults = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
-    add("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file")
-    add("--nodes", type=int, metavar="N", help="number of nodes (default: those of --slurm_nodes, else 1)")
-    add("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0")
-    add("--head", default="", metavar="ADDRESS", help="node 0's address or name (default: the first of --slurm_nodes)")
-    add("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]")
-    add("--address", default="", metavar="ADDRESS", help="this node's address (default: found by route to node 0)")
-    add("--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of node 0's GCS (default: %(default)s)")
-    add("--token_file", type=Path, metavar="FILE", help="key shared by all nodes (default: created next to run_dir)")
-    add("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)")
-    for name, what in (
-        ("nodes_timeout_s", "timeout for all nodes to join"),
-        ("ray_timeout_s", "timeout for Ray to start on a node"),
-        ("silence_s", "time without an answer after which a node counts as lost"),
-        ("stop_s", "time for training to stop before it is killed"),
-    ):
-        what += ", in seconds (default: %(default)g)"
-        add(f"--{name}", type=float, default=getattr(defaults, name), metavar="S", help=what)
-    add("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first")
-    add("--dry_run", action="store_true", help="print what every node would do; start nothing")
+_GIVEN = LaunchOptions(config=None, flags=(), nodes=1, node_rank=0)
+_TIME = "time limit in seconds (default: %(default)g) for"
+_OPTIONS = (
+    option("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="configuration file"),
+    option("--nodes", type=int, metavar="N", help="number of nodes (default: those of --slurm_nodes, else 1)"),
+    option("--node_rank", type=int, default=0, metavar="R", help="this node's number, from 0"),
+    option("--head", default="", metavar="ADDRESS", help="node 0's address (default: the first of --slurm_nodes)"),
+    option("--slurm_nodes", default="", metavar="LIST", help="Slurm's node list, e.g. gpu[01-04]"),
+    option("--address", default="", metavar="ADDRESS", help="this node's address (default: found by route to node 0)"),
+    option("--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of node 0's GCS (%(default)s)"),
+    option("--token_file", type=Path, metavar="FILE", help="key shared by all nodes (default: next to run_dir)"),
+    option("--gpus_per_node", type=int, metavar="M", help="GPUs per node (default: this node's, else the recipe's)"),
+    option("--nodes_timeout_s", type=float, default=_GIVEN.nodes_timeout_s, metavar="S", help=f"{_TIME} nodes to join"),
+    option("--ray_timeout_s", type=float, default=_GIVEN.ray_timeout_s, metavar="S", help=f"{_TIME} Ray to start"),
+    option("--silence_s", type=float, default=_GIVEN.silence_s, metavar="S", help=f"{_TIME} a node to answer"),
+    option("--stop_s", type=float, default=_GIVEN.stop_s, metavar="S", help=f"{_TIME} training to stop"),
+    option("--no_plan", dest="plan", action="store_false", help="do not run `slime-like plan` first"),
+    option("--dry_run", action="store_true", help="print what every node would do; start nothing"),
+)
 
 
 def _run(given: argparse.Namespace, flags: list[str]) -> int:
@@ -49,24 +45,20 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     if has_flag(flags, "cluster.address"):
         problem = "cluster.address cannot be set: launch starts the cluster; use slime-like train to join one"
         raise ConfigError(problem, code="flag-excluded")
-    names = _slurm_names(given.slurm_nodes)
+    try:
+        names = expand_node_list(given.slurm_nodes) if given.slurm_nodes else []
+    except ValueError as error:
+        raise ConfigError(f"--slurm_nodes: {error}", code="node-list") from error
     options, config = _sized(_options(given, names, tuple(flags)), given.gpus_per_node)
     if given.dry_run:
         print(*_dry_run(options, config, names), sep="\n")
         return 0
-    from slime_like.launch.launcher import launch
+    from slime_like.launch.coordinator import launch
 
     verdict = launch(options, config)
     if verdict.sentence:
         print(f"slime-like: {verdict.sentence}", file=sys.stderr)
     return verdict.code
-
-
-def _slurm_names(text: str) -> list[str]:
-    try:
-        return expand_node_list(text) if text else []
-    except ValueError as error:
-        raise ConfigError(f"--slurm_nodes: {error}", code="node-list") from error
 
 
 def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]) -> LaunchOptions:
@@ -140,16 +132,12 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
         yield f"node 0:   starts Ray's head, which listens on {head}, and waits at most {options.nodes_timeout_s:g} s"
         yield f"others:   join Ray's head at {head}, with the key as Ray's token"
     if options.plan:
-        yield f"plan:     {_shown(plan_arguments(options, config.run_dir))}"
+        yield f"plan:     slime-like {shlex.join(plan_arguments(options, config.run_dir))}"
     address = "ADDRESS_OF_RAYS_HEAD" if options.nodes > 1 else None
-    yield f"train:    {_shown(train_arguments(options, address))}"
+    yield f"train:    slime-like {shlex.join(train_arguments(options, address))}"
     yield f"run_dir:  {config.run_dir} (resume: {config.resume})"
     for problem in (*(() if fits else placement_problems(config)), *check(config)):
         yield f"not yet:  {problem}"
-
-
-def _shown(arguments: Sequence[str]) -> str:
-    return shlex.join(["slime-like", *arguments])
 
 
 COMMAND = Command(
@@ -159,7 +147,7 @@ COMMAND = Command(
     "Train on several nodes: start Ray on each, wait for all nodes, plan, train, and exit everywhere\n"
     "with the same code and cause. Flags of `slime-like train` follow --. scripts/run_qwen_32b.sh calls\n"
     "this command with values of Slurm or of environment variables.",
-    _add_arguments,
+    _OPTIONS,
     "[CONFIG.yaml] --nodes N --node_rank R --head ADDRESS [options] [-- --section.field VALUE ...]",
     takes_flags=False,
 )

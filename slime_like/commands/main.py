@@ -15,11 +15,7 @@ from slime_like.system.interrupts import InterruptHandler
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code. Errors are printed to standard error, one sentence each.
-
-    Args:
-        argv: arguments; ``None`` means this process's.
-    """
+    """Run one subcommand and return its exit code. Errors are printed to standard error, one sentence each."""
     try:
         with traceback_kept(None):
             code = _imported()(sys.argv[1:] if argv is None else argv)

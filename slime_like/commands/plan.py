@@ -9,31 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checks.directories import directory_problem
-from slime_like.commands.command import Command, at_least_one, given_path, temporary_run_dir
+from slime_like.commands.command import Command, at_least_one, given_path, option, temporary_run_dir
 from slime_like.config import DataConfig, RolloutConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 
 _DOES_NOT_FIT = 1
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, one_of = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("--output", type=given_path, metavar="FILE", help="also write the plan, or with --search the layouts, as JSON")
-    one_of("--search", action="store_true", help="list layouts that fit these GPUs, fastest first")
-    add("--top", type=at_least_one, default=5, metavar="N", help="number of layouts to list (default: %(default)s)")
-    one_of(
-        "--preflight",
-        action="store_true",
-        help="this machine belongs to the cluster: also check its files, disk and port",
-    )
-    for name in ("prompt", "response"):
-        add(
-            f"--mean_{name}",
-            type=at_least_one,
-            metavar="TOKENS",
-            help=f"mean {name} tokens, for the predicted time (default: the configured limit)",
-        )
+_MEAN = "tokens, for the predicted time (default: the configured limit)"
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
@@ -42,6 +24,8 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         problem = "is a directory; give a file" if output.is_dir() else directory_problem(output.absolute().parent)
         if problem:
             raise ConfigError(f"--output {output} {problem}", code="output-unusable")
+    if options.search and options.preflight:
+        raise ConfigError("--preflight checks one layout; remove it, or --search", code="options-conflict")
     config = load_config(options.config, flags, None if options.config else temporary_run_dir("plan"))
     _require_possible(options, config.data, config.rollout, config.max_model_len)
     # Megatron warns about every missing package that speeds up training; nothing is trained here.
@@ -71,15 +55,16 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
 
 def _require_possible(options: argparse.Namespace, data: DataConfig, rollout: RolloutConfig, longest: int) -> None:
     """Reject mean lengths above their limits."""
-    prompt = ("data.max_prompt_tokens", data.max_prompt_tokens)
-    response = ("rollout.max_new_tokens", rollout.max_new_tokens)
+    limits = {
+        "mean_prompt": ("data.max_prompt_tokens", data.max_prompt_tokens),
+        "mean_response": ("rollout.max_new_tokens", rollout.max_new_tokens),
+    }
     if rollout.agent.is_set:  # its rows contain a history
-        prompt = response = ("rollout.max_model_len", longest)
-    means = (("--mean_prompt", options.mean_prompt, *prompt), ("--mean_response", options.mean_response, *response))
+        limits = dict.fromkeys(limits, ("rollout.max_model_len", longest))
     problems = [
-        f"{option}={mean} is more than {field}={most}; give at most {most}"
-        for option, mean, field, most in means
-        if mean is not None and mean > most
+        f"--{name}={mean} is more than {field}={most}; give at most {most}"
+        for name, (field, most) in limits.items()
+        if (mean := getattr(options, name)) is not None and mean > most
     ]
     if problems:
         raise ConfigError(problems, code="options-conflict")
@@ -104,7 +89,14 @@ COMMAND = Command(
     "Plan a run on a cluster from this machine: the memory of ranks and engines, the predicted time of a\n"
     "step, and all problems that would stop the run at its start. --output adds every kind of rank and its\n"
     "messages. The model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
-    _add_arguments,
+    (
+        option("--output", type=given_path, metavar="FILE", help="also write the plan (--search: layouts) as JSON"),
+        option("--search", action="store_true", help="list layouts that fit these GPUs, fastest first"),
+        option("--top", type=at_least_one, default=5, metavar="N", help="layouts to list (default: %(default)s)"),
+        option("--preflight", action="store_true", help="check files, disk and port of this machine of the cluster"),
+        option("--mean_prompt", type=at_least_one, metavar="TOKENS", help=f"mean prompt {_MEAN}"),
+        option("--mean_response", type=at_least_one, metavar="TOKENS", help=f"mean response {_MEAN}"),
+    ),
     "[--output FILE] [--search] [--section.field VALUE ...]",
     {"[CONFIG.yaml]": "configuration file"},
     epilog="Every field of the configuration is a flag: --cluster.nodes 8 --cluster.gpus_per_node 8 "

@@ -5,11 +5,18 @@
 
 import sys
 import textwrap
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
-from slime_like.commands.parts import named_parts
 from slime_like.config.reading.fields import Field, sections
-from slime_like.config.reading.parts import Part
+from slime_like.config.reading.parts import PartDocs, documented
+from slime_like.config.rollout import AGENT, ENVIRONMENT
+from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
+from slime_like.plugins.resolve import BACKEND_GROUP, ENGINE_GROUP
+from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
+from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
+from slime_like.weights.transports import names
 
 _REWARDS = "reward.functions"
 _NAMES = """\
@@ -17,6 +24,8 @@ _NAMES = """\
 
 These names are built in. [Rewards](rewards.md) have a page, and [you can add more](extending.md).
 """
+_TRANSPORTS = {name: f"slime_like.weights.transports.{module}" for name, (module, _) in names.TRANSPORTS.items()}
+_OWN_PACKAGES = ("backends.", "rollout.")
 
 
 def fields_help() -> str:
@@ -53,11 +62,11 @@ def _explained(setting: str) -> str:
     return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False) + "\n"
 
 
-def _options(part: Part) -> str:
+def _options(part: PartDocs) -> str:
     return f" Options: {shown}." if (shown := _shown(part)) else ""
 
 
-def _shown(part: Part) -> str:
+def _shown(part: PartDocs) -> str:
     return ", ".join(f"`{one.name}`" if one.default is None else f"`{one.name}={one.default}`" for one in part.options)
 
 
@@ -74,7 +83,7 @@ def _item(name: str, meaning: str, note: str = "") -> str:
     return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
-def _reward(part: Part) -> str:
+def _reward(part: PartDocs) -> str:
     paragraphs = [f"### `{part.name}`", part.summary, *([part.details] if part.details else [])]
     options = (
         _item(option.name, option.meaning[:1].upper() + option.meaning[1:], _note(option.type_text, option.default))
@@ -89,6 +98,34 @@ def page_text(path: Path) -> str:
     text = rewards if path.stem == "rewards" else reference_text()
     introduction, _, _ = path.read_text(encoding="utf-8").partition(text[: text.index("\n") + 1])
     return introduction + text
+
+
+def named_parts() -> dict[str, tuple[PartDocs, ...]]:
+    """Return the built-in parts by the setting that accepts their names."""
+    places: dict[str, Mapping[str, str]] = {
+        "reward.functions": REWARDS,
+        "algorithm.loss": LOSSES,
+        "algorithm.advantage": ADVANTAGES,
+        "algorithm.reduction": REDUCTIONS,
+        "rollout.environment.name": ENVIRONMENTS,
+        "rollout.engine": _modules(ENGINE_GROUP),
+        "trainer.backend": _modules(BACKEND_GROUP),
+        "sync.transport": _TRANSPORTS,
+    }
+    found = {
+        setting: tuple(documented(name, place) for name, place in named.items()) for setting, named in places.items()
+    }
+    found["reward.functions"] += (
+        PartDocs(ENVIRONMENT, "The rewards that `rollout.environment` returned, summed over a conversation.", "", ()),
+        PartDocs(AGENT, "The reward that `rollout.agent` returned.", "", ()),
+    )
+    return found
+
+
+def _modules(group: str) -> dict[str, str]:
+    """Return the modules of this distribution's entry points, which describe engines and trainers."""
+    points = [point for point in entry_points(group=group) if point.value.startswith(_OWN_PACKAGES)]
+    return {point.name: point.module for point in points}
 
 
 def main() -> int:

@@ -5,19 +5,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from slime_like.commands.command import Command, given_path
+from slime_like.commands.command import Command, given_path, option
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.words import counted
 
 _FOUND = 1
 _LEAST_STEPS = 2
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run, which is kept")
-    add("--small_steps", type=int, default=3, metavar="N", help="steps of the small run (default: %(default)s)")
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
@@ -62,7 +56,10 @@ COMMAND = Command(
     "template, rewards, environment and loss with a small random model like the real one, whose weights are not\n"
     "needed. Every parallel axis has size 2 if eight ranks suffice. The run trains, evaluates and writes a\n"
     "checkpoint; then it is killed with kill -9, resumed and exported. Exit code 1: a stage found a fault.",
-    _add_arguments,
+    (
+        option("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run to keep"),
+        option("--small_steps", type=int, default=3, metavar="N", help="steps of the small run (default: %(default)s)"),
+    ),
     usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",
     paths={"[CONFIG.yaml]": "configuration of the real run"},
     epilog="Every field of the configuration is a flag: see `slime-like train --help`.",

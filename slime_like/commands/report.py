@@ -3,19 +3,8 @@
 import argparse
 from pathlib import Path
 
-from slime_like.commands.command import Command, given_path
+from slime_like.commands.command import Command, given_path, option
 from slime_like.system.words import counted
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run, which may still be running")
-    add("--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)")
-    add(
-        "--audit",
-        action="store_true",
-        help="only check every prompt group in the run's ledger: issued = trained + dropped + in flight",
-    )
 
 
 def _run(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -55,6 +44,10 @@ COMMAND = Command(
     "show a run: metrics on the terminal, curves and samples as an HTML page",
     _run,
     "Print a run's metrics, and write its curves, phase times and debug tables as one HTML page.",
-    _add_arguments,
+    (
+        option("run_dir", type=given_path, metavar="RUN_DIR", help="directory of the run, which may still be running"),
+        option("--output", type=Path, metavar="FILE", help="where to write the page (default: RUN_DIR/report.html)"),
+        option("--audit", action="store_true", help="only check the ledger: issued = trained + dropped + in flight"),
+    ),
     takes_flags=False,
 )

@@ -51,11 +51,7 @@ _OPTION = re.compile(r"^--\w[\w-]*(?=$|=)")
 def run(argv: Sequence[str]) -> int:
     """Run the subcommand that the arguments name, and return its exit code.
 
-    Dashes and underscores are the same in options.
-
-    Raises:
-        SlimeLikeError: an error meant for users.
-        SystemExit: help was printed, or the arguments are wrong.
+    Dashes and underscores are the same in options. Raises ``SystemExit`` after help, and if the arguments are wrong.
     """
     argv = [_OPTION.sub(lambda option: "--" + option[0][2:].replace("-", "_"), argument) for argument in argv]
     command = next((one for one in COMMANDS if argv[: one.name.count(" ") + 1] == one.name.split()), None)

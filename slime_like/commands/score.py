@@ -6,31 +6,17 @@ from pathlib import Path
 
 from slime_like.checks.definition import RANKS, loading_needs
 from slime_like.checks.earlier_run import checkpoint_problem
-from slime_like.commands.command import Command, has_flag, output_problem, temporary_run_dir
+from slime_like.commands.command import Command, find_weights, has_flag, option, output_problem, temporary_run_dir
 from slime_like.commands.reference import fields_help
-from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.data.rows import SUFFIXES
 from slime_like.errors import ConfigError, Problem
 from slime_like.system.words import counted
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="token rows, .jsonl or .parquet")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write")
-
-
 def _run(files: argparse.Namespace, flags: list[str]) -> int:
-    problems = []
-    if files.input.suffix not in SUFFIXES:
-        problems.append(f"--input={files.input} has an unknown type; give a {' or '.join(SUFFIXES)} file")
-    elif not files.input.is_file():
-        problems.append(f"--input={files.input} does not exist; give an existing file")
     if problem := output_problem(files.output, {"--input": [files.input]}):
-        problems.append(problem)
-    if problems:
-        raise ConfigError(problems, code="file-unusable")
+        raise ConfigError(problem, code="file-unusable")
     model, weights = find_weights(files.checkpoint, flags)
     config = _checked([*model, *flags], weights)
     from slime_like.score import score  # imports torch and Ray, so only after the checks
@@ -65,7 +51,10 @@ COMMAND = Command(
     "Score every response token of the rows {id, prompt_tokens, response_tokens} (optionally with a\n"
     "temperature) and write {id, logprobs, entropy} in the same order. This starts trainer ranks in the\n"
     "layout trainer.parallel, but no engine.",
-    _add_arguments,
+    (
+        option("--input", type=Path, required=True, metavar="FILE", help="token rows, .jsonl or .parquet"),
+        option("--output", type=Path, required=True, metavar="FILE", help="JSONL file to write"),
+    ),
     "--input TOKENS.jsonl --output LOGPROBS.jsonl [--section.field VALUE ...]",
     {
         "CHECKPOINT": "a Hugging Face directory, output of `slime-like convert to-megatron`, or a run's "

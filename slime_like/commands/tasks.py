@@ -4,29 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
-from slime_like.commands.command import Command, at_least_one, given_path
+from slime_like.commands.command import Command, at_least_one, given_path, option
 from slime_like.errors import ConfigError
 from slime_like.system.disk import whole_file
 from slime_like.system.words import counted
 
-_TAGGED = "[{name: reasoning_gym}]"
 _NUMBER = r"[{name: reasoning_gym, options: {pattern: '-?\d+'}}]"
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("task", metavar="TASK", help="name of a task of reasoning-gym, e.g. chain_sum")
-    add("out", type=given_path, metavar="OUT.jsonl", help="file to write")
-    add("--count", type=at_least_one, default=1000, help="rows (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of the generator (default: %(default)s)")
-    add(
-        "--exclude",
-        type=given_path,
-        metavar="FILE.jsonl",
-        help="leave out the questions in this file, e.g. for held-out rows",
-    )
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the task, e.g. max_terms=3")
-    add("--plain", action="store_true", help="without the system prompt that asks for <answer> tags")
 
 
 def _run(given: argparse.Namespace, _: list[str]) -> int:
@@ -49,7 +32,7 @@ def _run(given: argparse.Namespace, _: list[str]) -> int:
             file.writelines(f"{line}\n" for line in lines)
     except OSError as error:
         raise ConfigError(f"OUT={out} cannot be written ({error.strerror})", code="output-unusable") from error
-    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: {_TAGGED}")
+    print(f"{out}: {counted(given.count, 'row')} of {given.task}; reward.functions: [{{name: reasoning_gym}}]")
     if (different := len({json.dumps(json.loads(line)["prompt"]) for line in lines})) < given.count:
         print(f"different prompts: {different} of {given.count}")
     if given.plain:
@@ -61,16 +44,10 @@ def _questions(path: Path) -> set[str]:
     """Return the questions in a file that this command wrote."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--exclude={path}: cannot be read ({error.strerror})", code="argument-value") from error
-    questions = set()
-    for number, line in enumerate(lines, start=1):
-        try:
-            questions.add(json.loads(json.loads(line)["answer"])["question"])
-        except (ValueError, LookupError, TypeError) as error:
-            problem = f"--exclude={path}: line {number} was not written by make-tasks; give a file that was"
-            raise ConfigError(problem, code="argument-value") from error
-    return questions
+        return {json.loads(json.loads(line)["answer"])["question"] for line in lines}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        problem = f"--exclude={path}: {type(error).__name__} ({error}); give a file that make-tasks has written"
+        raise ConfigError(problem, code="argument-value") from error
 
 
 COMMAND = Command(
@@ -78,6 +55,14 @@ COMMAND = Command(
     "write rows of a task of reasoning-gym, for the reward of the same name",
     _run,
     "Write generated rows of one task of reasoning-gym (the extra `tasks`) for data.train or evaluation.files.",
-    _add_arguments,
+    (
+        option("task", metavar="TASK", help="name of a task of reasoning-gym, e.g. chain_sum"),
+        option("out", type=given_path, metavar="OUT.jsonl", help="file to write"),
+        option("--count", type=at_least_one, default=1000, help="rows (default: %(default)s)"),
+        option("--seed", type=int, default=0, help="seed of the generator (default: %(default)s)"),
+        option("--exclude", type=given_path, metavar="FILE.jsonl", help="leave out the questions in this file"),
+        option("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the task, e.g. max_terms=3"),
+        option("--plain", action="store_true", help="without the system prompt that asks for <answer> tags"),
+    ),
     takes_flags=False,
 )

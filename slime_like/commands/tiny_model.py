@@ -4,18 +4,10 @@ import argparse
 import shlex
 from pathlib import Path
 
-from slime_like.commands.command import Command, given_path
+from slime_like.commands.command import Command, given_path, option
 from slime_like.config.run import MAX_SEED
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import FAMILIES
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("out", type=given_path, metavar="OUT", help="directory to write")
-    add("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
-    add("--force", action="store_true", help="write into OUT even if it contains files")
 
 
 def _run(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -63,6 +55,11 @@ COMMAND = Command(
     "OUT/data/calculator. Nothing is downloaded. The model's sequences have at most 1024 tokens, so set\n"
     "data.max_prompt_tokens below its default, e.g. to 48. The last line printed is a command that trains\n"
     "on the sums.",
-    _add_arguments,
+    (
+        option("out", type=given_path, metavar="OUT", help="directory to write"),
+        option("--family", choices=FAMILIES, default="qwen3", help="model family (default: %(default)s)"),
+        option("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)"),
+        option("--force", action="store_true", help="write into OUT even if it contains files"),
+    ),
     takes_flags=False,
 )

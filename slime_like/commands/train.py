@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from slime_like.checks.definition import EVALUATION, training_needs
-from slime_like.commands.command import Command, given_path, output_problem, temporary_run_dir
+from slime_like.commands.command import Command, given_path, option, output_problem, temporary_run_dir
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reference import fields_help
 from slime_like.config.reading.load import load_config
@@ -82,10 +82,6 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     return 0
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, one row each")
-
-
 TRAIN = Command(
     "train",
     "train a model",
@@ -100,7 +96,7 @@ EVALUATE = Command(
     "measure the held-out accuracy of model.path, with the adapter model.lora.path if given",
     _evaluate,
     f"Measure the held-out accuracy of model.path. Fields that only training uses are ignored.{_FLAGS}",
-    _add_output,
+    (option("--output", type=given_path, metavar="FILE", help="write all responses as JSONL, one row each"),),
     usage=f"[--output FILE] {_USAGE}",
     paths=_FILE,
     epilog=fields_help,

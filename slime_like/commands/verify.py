@@ -1,15 +1,14 @@
 """``slime-like verify layouts``."""
 
 import argparse
-import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime_like.checks.definition import RANKS, loading_needs
-from slime_like.commands.command import Command, has_flag, temporary_run_dir
+from slime_like.commands.command import Command, flag_names, has_flag, option, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -23,33 +22,16 @@ if TYPE_CHECKING:
 
 _FIXED = ("model.path", "trainer.optimizer.distributed", "trainer.optimizer.overlap")
 _DIFFERS = 1
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="Hugging Face directory that every node sees (default: a tiny Qwen3, on this machine only)",
-    )
-    add(
-        "--layouts",
-        nargs="+",
-        metavar="NAME",
-        help="layouts such as tp2-sp-pp2 (default: those that fit of: " + " ".join(DEFAULT_LAYOUTS) + ")",
-    )
-    add("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: %(default)s, one rank)")
-    add(
-        "--batch",
-        type=Path,
-        metavar="FILE",
-        help="rollouts of one step, written by debug.save_rollouts (default: a synthetic batch)",
-    )
+_DEFAULT = f"those that fit of: {' '.join(DEFAULT_LAYOUTS)}"
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
-    with _model(options.model) as model:
+    with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
+        model: Path = options.model or Path(directory)
+        if options.model is None:
+            from slime_like.examples.tiny_model import make_tiny_model
+
+            make_tiny_model(model, num_hidden_layers=4)  # two stages of two chunks
         baseline = parse_layout(options.baseline)
         layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
         config = _config(model, flags, synthetic=options.batch is None)
@@ -68,8 +50,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
 
 def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     """Return the configuration. The user's flags take precedence over those chosen here."""
-    names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
-    fixed = [name for name in names if name.startswith("trainer.parallel.") or name in _FIXED]
+    fixed = [name for name in flag_names(flags) if name.startswith("trainer.parallel.") or name in _FIXED]
     if fixed:
         problems = [f"--{name}: layouts are given by --layouts, the model by --model" for name in fixed]
         raise ConfigError(problems, code="flag-excluded")
@@ -101,18 +82,6 @@ def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":
     return batch
 
 
-@contextlib.contextmanager
-def _model(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        yield given
-        return
-    from slime_like.examples.tiny_model import make_tiny_model
-
-    with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
-        make_tiny_model(Path(directory), num_hidden_layers=4)  # two stages of two chunks
-        yield Path(directory)
-
-
 COMMAND = Command(
     "verify layouts",
     "compare logprobs, loss, gradients and weights of every layout with one rank",
@@ -120,7 +89,12 @@ COMMAND = Command(
     "Run one batch under every layout that fits this machine or cluster. Compare per-token logprobs,\n"
     "loss, every tensor's gradient, and the weights after training with one rank. Exit code 1: a layout\n"
     "differs; the first differing token, gradient and tensor are named.",
-    _add_arguments,
+    (
+        option("--model", type=Path, metavar="DIR", help="on every node (default: a tiny Qwen3, on this machine)"),
+        option("--layouts", nargs="+", metavar="NAME", help=f"such as tp2-sp-pp2 (default: {_DEFAULT})"),
+        option("--baseline", default=ONE_RANK, metavar="NAME", help="layout to compare with (default: one rank)"),
+        option("--batch", type=Path, metavar="FILE", help="rollouts of debug.save_rollouts (default: synthetic ones)"),
+    ),
     "[--model DIR] [--layouts NAME ...] [--batch FILE] [--section.field VALUE ...]",
     epilog="Every field of the configuration is a flag: see `slime-like train --help`. --cluster.address joins a\n"
     "running cluster; --steps is the number of optimizer steps.",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slime_like.checks.definition import Needs
-from slime_like.commands.command import Command, has_flag, temporary_run_dir
+from slime_like.commands.command import Command, flag_names, has_flag, option, temporary_run_dir
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
@@ -19,15 +19,6 @@ from slime_like.system.words import counted
 
 _FAILS = 1
 _NEEDS: Needs = frozenset({"files", "run", "model", "weights", "engine"})
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="Hugging Face directory; only its config.json is read (default: a tiny Qwen3)",
-    )
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
@@ -75,8 +66,7 @@ def _small_model(given: Path | None, directory: Path) -> Path:
 
 def _config(model: Path, flags: Sequence[str]) -> RunConfig:
     """Raise ``ConfigError`` for settings that are not the engine's."""
-    names = sorted({flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")})
-    if others := [name for name in names if not name.startswith("rollout.") and name not in ("run_dir", "model.dtype")]:
+    if others := [n for n in flag_names(flags) if not n.startswith("rollout.") and n not in ("run_dir", "model.dtype")]:
         problems = [f"--{name} is not an engine setting; give rollout.*, model.dtype or run_dir" for name in others]
         raise ConfigError(problems, code="flag-excluded")
     import torch
@@ -125,6 +115,6 @@ COMMAND = Command(
     "needs. transformers' forward pass is the reference. Each tensor is changed by itself, and the engine's\n"
     "logprobs must follow. Gaps are in nats for float32, in standard deviations for bfloat16. Exit code 1: a claim\n"
     "does not hold.",
-    _add_arguments,
+    (option("--model", type=Path, metavar="DIR", help="only its config.json is read (default: a tiny Qwen3)"),),
     "[--model DIR] [--model.dtype bfloat16] [--rollout.engine NAME] [--rollout.field VALUE ...]",
 )

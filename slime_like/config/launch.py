@@ -14,7 +14,6 @@ class LaunchOptions:
     """Options of ``slime-like launch``, whose help describes them. Only ``node_rank`` and ``address`` differ by node.
 
     Attributes:
-        config: YAML file; ``None`` starts from the defaults.
         flags: flags of ``slime-like train``, including the cluster's size.
         address: this node's address; "" means the address that routes to ``head``.
         token_file: ``None`` means a file next to the run directory.

@@ -27,12 +27,8 @@ def compare_sources(
 ) -> list[Difference]:
     """List the differences by name. Values are compared if type and shape agree.
 
-    Args:
-        workers: number of threads. Each holds one parameter of both sides in memory.
-        report: receives the bytes compared and the bytes to compare, of one side.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged.
+    Each worker holds one parameter of both sides in memory. ``report`` receives the bytes done and the bytes to do.
+    Raises ``CheckpointError`` if a checkpoint is damaged.
     """
     differences = [Difference(name, "only in A") for name in a.tensors.keys() - b.tensors.keys()]
     differences += [Difference(name, "only in B") for name in b.tensors.keys() - a.tensors.keys()]

@@ -17,11 +17,7 @@ _UNIT = 2**20
 
 
 def converter_of(model: ModelConfig, trainer: TrainerConfig) -> Converter:
-    """Return the converter of ``trainer.backend``.
-
-    Raises:
-        ConfigError: the backend has no converter.
-    """
+    """Return the converter of ``trainer.backend``. Raises ``ConfigError`` if the backend has no converter."""
     # Megatron warns about every package that would make training faster, but nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -37,19 +33,16 @@ def reported(logging: LoggingConfig, unit: str) -> Iterator[Report]:
     """Show a progress bar, which begins with the first report, because that has the total."""
     with contextlib.ExitStack() as stack:
         bar: Progress | None = None
-        before = shown = -1
-        started = time.monotonic()
+        before, started = 0, 0.0
 
         def report(done: int, total: int) -> None:
-            """Show bytes as whole units, each once. The speed does not count what an earlier start has done."""
-            nonlocal bar, before, shown, started
+            """Show bytes as whole units. The speed does not count what an earlier start has done."""
+            nonlocal bar, before, started
             units = max(1, total // _UNIT)
             if bar is None:
                 bar = stack.enter_context(Progress(logging.progress, units, unit=unit))
                 before, started = done, time.monotonic()
-            whole = units if done == total else done // _UNIT
-            if whole != shown:
-                shown, seconds = whole, time.monotonic() - started
-                bar.update(whole, {CONVERSION_SPEED: (done - before) / 1e9 / seconds if seconds > 0 else 0.0})
+            speed = (done - before) / 1e9 / max(time.monotonic() - started, 1e-9)
+            bar.update(units if done == total else done // _UNIT, {CONVERSION_SPEED: speed})
 
         yield report

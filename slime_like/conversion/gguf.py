@@ -13,12 +13,7 @@ _ROTARY = ("rope_freqs", "rope_factors")
 def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
     """Write dequantized weights, configuration, tokenizer and chat template. Return the number of tensors.
 
-    Args:
-        out: directory that is replaced when everything is written.
-        dtype: type of the written weights.
-
-    Raises:
-        ConfigError: the file is not GGUF, transformers does not read its architecture, or tensors are missing.
+    Raises ``ConfigError`` if the file is not GGUF, transformers does not read its architecture, or tensors are missing.
     """
     import torch
     from gguf import GGUFReader

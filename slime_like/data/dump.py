@@ -7,7 +7,6 @@ from pickle import UnpicklingError
 
 import torch
 
-from slime_like.data.dump_names import rollouts_name
 from slime_like.errors import DataError
 from slime_like.trajectory import ScoredTrajectory
 
@@ -19,7 +18,7 @@ _FIELDS = tuple(field.name for field in fields(ScoredTrajectory) if field.init)
 
 
 def dump_path(directory: Path, step: int) -> Path:
-    return directory / rollouts_name(step)
+    return directory / f"step-{step:06d}.pt"
 
 
 def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
@@ -34,8 +33,7 @@ def save_trajectories(path: Path, trajectories: Sequence[ScoredTrajectory]) -> N
 def load_trajectories(path: Path) -> list[ScoredTrajectory]:
     """Read a file written by ``save_trajectories``; every field is equal.
 
-    Raises:
-        DataError: the file is missing, damaged, or of another format version.
+    Raises ``DataError`` if the file is missing, damaged, or of another format version.
     """
     if not path.is_file():
         remedy = "debug.load_rollouts needs one file per step, from step 1 on"

@@ -33,23 +33,22 @@ class EncodedRow:
         response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
         forks: indices in ``response_tokens`` at which another training row of the conversation begins.
-        has_tools: whether the prompt shows tools.
     """
 
-    prompt: PromptInput
+    input: PromptInput
     answer: str
     response_tokens: Sequence[int] | None
     environment: dict[str, Any] | None
     spans: tuple[tuple[int, int], ...] | None = None
     forks: tuple[int, ...] = ()
     messages: str | None = None
-    row: str | None = None
+    whole_row: str | None = None
     has_tools: bool = False
 
     @property
     def total_len(self) -> int:
         """Number of tokens of the longest training row."""
-        borders = pairwise((-len(self.prompt.token_ids), *self.forks, len(self.response_tokens or ())))
+        borders = pairwise((-len(self.input.token_ids), *self.forks, len(self.response_tokens or ())))
         return max(end - start for start, end in borders)
 
 
@@ -60,7 +59,6 @@ class RowEncoder:
         need_response: whether all rows must have a demonstration: a response, or with ``messages_key`` a conversation.
         stop_token_ids: tokens that may end an assistant turn; by default, the tokenizer's EOS token.
         keep_messages: whether rows keep their chat messages, for agents.
-        need_answer: whether all rows must have an answer.
         keep_row: whether rows are kept whole, for reward functions. Values that JSON lacks become text.
     """
 
@@ -105,8 +103,8 @@ class RowEncoder:
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
         answer, response = self._answer(row), self._response_tokens(row)
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
-        given = (answer, response and array("i", response), self._environment(row))
-        return EncodedRow(PromptInput(array("i", tokens)), *given, messages=messages, row=whole, has_tools=bool(tools))
+        given = (PromptInput(array("i", tokens)), answer, response and array("i", response), self._environment(row))
+        return EncodedRow(*given, messages=messages, whole_row=whole, has_tools=bool(tools))
 
     def _read_prompt(self, row: Row) -> str | Messages:
         """Return the prompt: a text for the tokenizer, or messages for the chat template, the system prompt first."""
@@ -239,10 +237,8 @@ def _for_agents(prompt: str | Messages) -> str:
 def answer_text(value: Any) -> str:
     """Return a row's answer as reward functions get it: text and numbers as text, no answer as an empty text.
 
-    Several right answers become a JSON list of texts, a mapping and a truth value JSON.
-
-    Raises:
-        TypeError, ValueError: JSON cannot express it, or no response can equal it.
+    Several right answers become a JSON list of texts, a mapping and a truth value JSON. Raises ``TypeError`` or
+    ``ValueError`` if JSON cannot express it, or no response can equal it.
     """
     if value is None or isinstance(value, str):
         return value or ""

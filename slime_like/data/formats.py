@@ -22,8 +22,7 @@ from slime_like.system.latex import boxed
 def in_format(row: Row, config: DataConfig) -> Row:
     """Return the row with its prompt and answer under the configured keys. Other keys stay.
 
-    Raises:
-        DataError: the row does not have the format ``data.format``.
+    Raises ``DataError`` if the row does not have the format ``data.format``.
     """
     if config.format == "keys":
         return row
@@ -40,8 +39,7 @@ def held_out_settings(config: DataConfig, file: Path) -> DataConfig:
     """Choose the settings to read a held-out file with, by its first row: the first training source that fits it, or
     else the format that it has.
 
-    Raises:
-        DataError: the file cannot be read, or its first row has no known format.
+    Raises ``DataError`` if the file cannot be read, or its first row has no known format.
     """
     for row in islice(read_rows(file, BadRows()), 1):
         if (part := next((part for part in config.parts if _is_like(row, part)), None)) is not None:

@@ -67,13 +67,8 @@ class Ledger:
     """Events of one run. May be used from several threads.
 
     A write-ahead log lets others read while the run writes. It needs memory shared between processes, so the ledger of
-    an active run can only be read on the same host. A file system that cannot map files is rejected.
-
-    Args:
-        path: the database; created if missing.
-
-    Raises:
-        DataError: the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
+    an active run can only be read on the same host. A file system that cannot map files is rejected. Raises
+    ``DataError`` if the file cannot be opened, is not a ledger, or cannot have a write-ahead log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +94,6 @@ class Ledger:
             path.unlink()
         return cls(run_dir / FILE_NAME)
 
-    # -------------------------------------------------------------------------------------------------------- events
     def add(
         self,
         group_ids: Iterable[int],
@@ -113,7 +107,6 @@ class Ledger:
 
         Args:
             version: weight version of the engine that samples or has sampled them.
-            step: training step that has trained them.
             reason: why they were issued again, or will never be trained.
         """
         rows = [(group, state, version, step, reason, time.time()) for group in group_ids]
@@ -122,7 +115,6 @@ class Ledger:
                 "INSERT INTO events (group_id, state, version, step, reason, at) VALUES (?, ?, ?, ?, ?, ?)", rows
             )
 
-    # ----------------------------------------------------------------------------------------------------- snapshots
     def snapshot(self, path: Path) -> None:
         """Copy all events so far into the new file ``path``. Raises ``DataError`` if the disk refuses."""
         with self._lock, _refused_by_disk(path), closing(sqlite3.connect(path)) as copy:
@@ -137,8 +129,7 @@ class Ledger:
     def restore(self, path: Path, count: int | None = None) -> None:
         """Replace the ledger with a copy made by ``snapshot``, limited to its first ``count`` events.
 
-        Raises:
-            DataError: there is no snapshot at ``path``, or it is damaged.
+        Raises ``DataError`` if there is no snapshot at ``path``, or it is damaged.
         """
         if not path.is_file():
             problem, remedy = f"{path} is missing: the checkpoint has no ledger", "resume from another one"
@@ -183,8 +174,7 @@ def _refused_by_disk(path: Path) -> Iterator[None]:
 def audit_run(run_dir: Path) -> Audit:
     """Follow every group of a finished or running run through its events.
 
-    Raises:
-        DataError: the run has no ledger, or the ledger cannot be read.
+    Raises ``DataError`` if the run has no ledger, or the ledger cannot be read.
     """
     path = run_dir / FILE_NAME
     if not path.is_file():
@@ -200,10 +190,8 @@ def audit_run(run_dir: Path) -> Audit:
 def _readable(path: Path, stack: ExitStack) -> sqlite3.Connection:
     """Open a ledger for reading, whether its writer is running or was killed.
 
-    SQLite may have to write next to the file before it can read it. If that is refused, this reads a copy.
-
-    Raises:
-        DataError: the ledger cannot be copied.
+    SQLite may have to write next to the file before it can read it. If that is refused, this reads a copy. Raises
+    ``DataError`` if the ledger cannot be copied.
     """
     uri = _read_only(path)
     database = stack.enter_context(closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)))

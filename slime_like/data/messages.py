@@ -29,8 +29,7 @@ Messages = list[Message]
 def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]] | None]:
     """Return the messages under ``key``, and the row's tools if it has any. One key says which messages carry loss.
 
-    Raises:
-        DataError: there is no list of messages, or none of the assistant carries loss.
+    Raises ``DataError`` if there is no list of messages, or none of the assistant carries loss.
     """
     if row.get(key) is None:
         remedy = "give every row one; train on demonstrations under data.response_key in another run"
@@ -76,9 +75,7 @@ def read_messages(row: Row, key: str, code: str) -> Messages:
 
     ShareGPT messages, with ``from`` and ``value``, are converted to ``role`` and ``content``. Keys without a value are
     dropped, text parts are joined by line breaks, tool-call arguments in JSON are parsed, and thinking gets one key.
-
-    Raises:
-        DataError: with this ``code``; there is no list of messages.
+    Raises ``DataError`` with this ``code`` if there is no list of messages.
     """
     given = _parsed(row.get(key))
     if not isinstance(given, list) or not given:

@@ -4,8 +4,8 @@ import hashlib
 import heapq
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,11 @@ _DIGEST_DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One encoded prompt.
+    """One encoded prompt. Attributes that are missing below have the meaning of ``EncodedRow``'s.
 
     Attributes:
         group_id: number of prompts issued before this one; unique in the run, across epochs and restarts.
         epoch, row: epoch of the prompt's source; index among the source's usable rows, in file order.
-        response_tokens: the demonstration, EOS included; ``None`` if the row has none.
-        spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
-        forks: indices in ``response_tokens`` at which another training row of the conversation begins, if any.
-        environment: the row's settings for an environment, expressible in JSON.
         messages, whole_row: the row's chat messages, and the row as JSON, if they are kept.
     """
 
@@ -49,32 +45,22 @@ class Prompt:
 
 
 class _Rows:
-    """Rows of one source, epoch after epoch.
-
-    Args:
-        seed: seed of an epoch's order, together with its number; ``None`` keeps the file order.
-    """
+    """Rows of one source, epoch after epoch, in an order from ``seed`` and its number; ``None``: in file order."""
 
     def __init__(self, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
-        self._rows, self._seed = rows, seed
+        self.rows, self._seed = rows, seed
         self._order = (-1, np.arange(len(rows)))
         self.issued = 0
         self.skipped = 0  # when the data changed, the rest of the epoch
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[EncodedRow]:
-        return iter(self._rows)
-
     def next(self) -> tuple[int, int, EncodedRow]:
-        epoch, position = divmod(self.issued + self.skipped, len(self._rows))
+        epoch, position = divmod(self.issued + self.skipped, len(self.rows))
         if self._seed is not None and epoch != self._order[0]:
             first, *others = self._seed
-            self._order = (epoch, np.random.default_rng([first, epoch, *others]).permutation(len(self._rows)))
+            self._order = (epoch, np.random.default_rng([first, epoch, *others]).permutation(len(self.rows)))
         self.issued += 1
         index = int(self._order[1][position])
-        return epoch, index, self._rows[index]
+        return epoch, index, self.rows[index]
 
 
 class PromptSource:
@@ -87,16 +73,11 @@ class PromptSource:
 
     Args:
         files: files like ``config.train``, read in this order; if empty, the training data of ``config`` is read.
-        tokenizer: Hugging Face tokenizer.
-        need_responses: whether every row must have a demonstration (supervised mode).
-        stop_token_ids: tokens that may end a turn of a demonstrated conversation; by default, the tokenizer's EOS
-            token.
+        need_responses, stop_token_ids, needs: arguments of ``RowEncoder``.
         excess: reason to reject a demonstration with this many tokens, prompt included; ``None`` to accept it.
         may_change: whether a state of other data is accepted. Every source then begins a new epoch.
-        needs: further arguments of ``RowEncoder``.
 
     Attributes:
-        has_tools: whether a row has tools.
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
 
     Raises:
@@ -138,16 +119,16 @@ class PromptSource:
 
     @property
     def num_rows(self) -> int:
-        return sum(map(len, self._sources))
+        return sum(len(source.rows) for source in self._sources)
 
     def num_shared(self, prompts: Iterable[Prompt]) -> int:
         """Count the distinct ``prompts`` that are also a row."""
         known = {tuple(prompt.input.token_ids) for prompt in prompts}
-        return len(known.intersection(tuple(row.prompt.token_ids) for source in self._sources for row in source))
+        return len(known.intersection(tuple(row.input.token_ids) for source in self._sources for row in source.rows))
 
     def longest(self, n: int) -> list[Sequence[int]]:
         """Return the token ids of the ``n`` longest prompts, or of all if there are fewer."""
-        return heapq.nlargest(n, (row.prompt.token_ids for source in self._sources for row in source), key=len)
+        return heapq.nlargest(n, (row.input.token_ids for source in self._sources for row in source.rows), key=len)
 
     def source_of(self, group_id: int) -> str | None:
         """Return the name of the source of an issued prompt; ``None`` without a mixture."""
@@ -194,7 +175,7 @@ class PromptSource:
             self._choose().issued += 1
         earlier = state.get("skipped", [0] * len(self._sources))  # older checkpoints have none
         for source, skipped in zip(self._sources, earlier, strict=not others):
-            source.skipped = -source.issued % len(source) if others else skipped
+            source.skipped = -source.issued % len(source.rows) if others else skipped
 
     def _choose(self) -> _Rows:
         total = len(self._issued) + 1
@@ -205,19 +186,11 @@ class PromptSource:
 
     def _issue(self) -> Prompt:
         epoch, index, row = self._choose().next()
-        return Prompt(
-            input=row.prompt,
-            answer=row.answer,
-            group_id=len(self._issued) - 1,
-            epoch=epoch,
-            row=index,
-            response_tokens=None if row.response_tokens is None else tuple(row.response_tokens),
-            environment=row.environment,
-            spans=row.spans,
-            forks=row.forks or None,
-            messages=None if row.messages is None else json.loads(row.messages),
-            whole_row=row.row,
-        )
+        given = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "has_tools"}
+        given |= {"forks": row.forks or None, "messages": row.messages and json.loads(row.messages)}
+        if row.response_tokens is not None:
+            given["response_tokens"] = tuple(row.response_tokens)
+        return Prompt(group_id=len(self._issued) - 1, epoch=epoch, row=index, **given)
 
     def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:
         rows, bad, dropped = [], BadRows(), 0
@@ -225,7 +198,7 @@ class PromptSource:
             for row in read_rows(file, bad):
                 with bad.collect():
                     encoded = encoder.encode(row)
-                    if len(encoded.prompt.token_ids) > self._max_tokens:
+                    if len(encoded.input.token_ids) > self._max_tokens:
                         dropped += 1
                     elif encoded.response_tokens is not None and (problem := self._excess(encoded.total_len)):
                         raise row.fault("over-token-budget", problem)

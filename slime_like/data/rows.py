@@ -81,11 +81,8 @@ def _sentence(faults: Sequence[DataError]) -> str:
 def read_rows(path: Path, bad: BadRows | None = None) -> Iterator[Row]:
     """Yield the rows of a file, or of all files of a pattern or directory, in order. Empty lines are skipped.
 
-    Args:
-        bad: collects lines that are not JSON objects instead of raising.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not a JSON object.
+    ``bad`` collects lines that are not JSON objects. Without it, they raise, too. Raises ``DataError`` if the file
+    cannot be read, or a line is not a JSON object.
     """
     if (files := data_files(path)) != [path]:
         for file in files:
@@ -105,8 +102,7 @@ def data_files(path: Path) -> list[Path]:
     """List the files that a path of the configuration names: itself, the matches of a pattern (``train-*.parquet``), or
     the files of a directory with one split, in order.
 
-    Raises:
-        DataError: there is no file, or there are several splits.
+    Raises ``DataError`` if there is no file, or there are several splits.
     """
     is_pattern = any(sign in path.name for sign in "*?[") and not path.exists()
     if is_pattern:

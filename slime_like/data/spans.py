@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from slime_like.data.messages import THINKING_KEY, THINKING_KEYS, Message, Messages, is_trained
-from slime_like.data.tokenizer import token_names
 from slime_like.models.chat_turns import ASKED, SAID, TemplateFault, last_turn_end, rendered, text_after_turn
 from slime_like.models.special_tokens import special_token_pattern
 
@@ -129,14 +128,9 @@ class ChatTemplate:
 
 
 class ConversationEncoder:
-    """Finds the assistant spans of conversations.
+    """Finds the assistant spans of conversations. ``stop_token_ids`` end a response; by default, the EOS token does.
 
-    Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
-        stop_token_ids: tokens at which engines end a response; by default, the tokenizer's EOS token.
-
-    Raises:
-        SpanFault: there is no chat template or stop token, or the tokenizer gives no offsets.
+    Raises ``SpanFault`` if there is no chat template or stop token, or the tokenizer gives no offsets.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
@@ -147,7 +141,9 @@ class ConversationEncoder:
         self._stops = frozenset(stop_token_ids) or frozenset(() if eos is None else (eos,))
         if not self._stops:
             raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
-        self._stop_names = token_names(tokenizer, self._stops)
+        ids = sorted(self._stops)
+        names = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
+        self._stop_names = ", ".join(repr(name or token) for token, name in names)
         self._backend = _untrimmed(tokenizer)
         self._special = special_token_pattern(tokenizer)
 
@@ -157,12 +153,8 @@ class ConversationEncoder:
         A row continues with the next turn if the template leaves the text so far as it is. Otherwise a new row begins,
         with the earlier turns as the template then shows them.
 
-        Returns:
-            Rows: tokens, and ``[start, end)`` of the turns that carry loss, in order. Every trained turn carries loss
-            in one row.
-
-        Raises:
-            SpanFault: the template rejects it, or a span cannot be found exactly.
+        Returns rows: tokens, and ``[start, end)`` of the turns that carry loss, in order. Every trained turn carries
+        loss in one row. Raises ``SpanFault`` if the template rejects it, or a span cannot be found exactly.
         """
         messages = [self._template.as_read(message) for message in messages]
         trained = [index for index, message in enumerate(messages) if is_trained(message)]

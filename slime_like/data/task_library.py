@@ -21,18 +21,23 @@ def task_rows(
     """Yield rows of one task: chat messages as ``prompt``; as ``answer``, the input of the reward ``reasoning_gym``.
 
     Args:
-        task: name in the library.
-        count: number of rows.
         seed: seed of the generator; the same seed gives the same rows.
         settings: settings of the task, as YAML text.
         system: whether each prompt begins with the library's request for ``<answer>`` tags.
         other: questions that no row may have.
 
-    Raises:
-        ConfigError: the library is not installed, or lacks the task or setting; the task's answer does not survive
-            JSON; or almost every question is in ``other``.
+    Raises ``ConfigError`` if the library is not installed, or lacks the task or setting; the task's answer does not
+    survive JSON; or almost every question is in ``other``.
     """
-    library = imported_library()
+    try:
+        import reasoning_gym as library
+        import reasoning_gym.factory
+        import reasoning_gym.utils
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"reasoning-gym is not usable ({error}); install the extra tasks: pip install -e '.[tasks]' in the clone",
+            code="package-missing",
+        ) from error
     if task not in library.factory.DATASETS:
         known = ", ".join(sorted(library.factory.DATASETS))
         raise ConfigError(f"TASK={task} is unknown; use one of {known}", code="task-unknown")
@@ -58,21 +63,6 @@ def task_rows(
             _require_judged(library, row)
         prompt = [*request, {"role": "user", "content": entry["question"]}]
         yield {"prompt": prompt, "answer": json.dumps(row)}
-
-
-def imported_library() -> ModuleType:
-    """Import reasoning-gym. Raises ``ConfigError`` if it is not installed."""
-    try:
-        import reasoning_gym
-        import reasoning_gym.factory
-        import reasoning_gym.utils
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reasoning-gym is not usable ({error}); install the extra tasks: pip install -e '.[tasks]' in the clone",
-            code="package-missing",
-        ) from error
-    found: ModuleType = reasoning_gym
-    return found
 
 
 def _require_judged(library: ModuleType, row: Mapping[str, Any]) -> None:

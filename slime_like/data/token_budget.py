@@ -18,8 +18,7 @@ class TokenBudget:
     def padded_lengths(self, sequences: Sequence[Trajectory]) -> list[int]:
         """Return the number of tokens that each sequence takes of a micro-batch.
 
-        Raises:
-            DataError: a sequence does not fit; the message names it.
+        Raises ``DataError`` if a sequence does not fit; the message names it.
         """
         for sequence in sequences:
             if excess := self.excess(sequence.total_len):

@@ -1,7 +1,6 @@
 """Loading of a checkpoint's tokenizer."""
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ from slime_like.models.special_tokens import own_tokenizer
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     """Load the tokenizer of a checkpoint directory. Nothing is downloaded.
 
-    Args:
-        trust_remote_code: run the checkpoint's own tokenizer, if it has one.
-
-    Raises:
-        DataError: there is no tokenizer, it cannot be read, or its code is not trusted.
+    Raises ``DataError`` if there is no tokenizer, it cannot be read, or its code is not trusted.
     """
     if not (path / "tokenizer_config.json").is_file():
         missing = "has no tokenizer (tokenizer_config.json is missing)" if path.exists() else "does not exist"
@@ -35,27 +30,16 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     raise DataError(problem, code="tokenizer-code", who=str(path), remedy=remedy)
 
 
-def token_names(tokenizer: Any, ids: Collection[int]) -> str:
-    """List the tokens' spellings in order. An id that the tokenizer does not have is shown as a number."""
-    known = zip(sorted(ids), tokenizer.convert_ids_to_tokens(sorted(ids)), strict=True)
-    return ", ".join(str(token) if name is None else repr(name) for token, name in known)
-
-
 def _tokenizer_class(path: Path, code: str | None) -> Any:
     """Return the checkpoint's own class, or the generic one if the checkpoint names it.
 
-    ``AutoTokenizer`` finds all others, but imports every model and torch's compiler, which takes seconds. It ignores
-    the code of a checkpoint of a known family.
+    ``AutoTokenizer`` takes seconds to import, and ignores the code of a checkpoint of a known family.
     """
     if code is not None:
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         return get_class_from_dynamic_module(code, str(path), local_files_only=True)
-    named = json.loads((path / "tokenizer_config.json").read_text())
-    if named.get("tokenizer_class") == "TokenizersBackend":
-        from transformers import PreTrainedTokenizerFast
+    import transformers
 
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+    named = json.loads((path / "tokenizer_config.json").read_text()).get("tokenizer_class")
+    return transformers.PreTrainedTokenizerFast if named == "TokenizersBackend" else transformers.AutoTokenizer

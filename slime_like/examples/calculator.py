@@ -34,9 +34,6 @@ class Calculator:
 
     If a turn has several expressions, the last one counts. If it has no value, the observation gives the reason, and
     the model may try again. The reward is 1 if the answer is a number equal to the row's answer, else 0.
-
-    Raises:
-        ValueError: a mark is empty.
     """
 
     def __init__(self, opening: str = "<calculate>", closing: str = "</calculate>") -> None:
@@ -71,10 +68,7 @@ def evaluate(text: str) -> Fraction:
     """Return the exact value of an expression of decimal numbers, ``+ - * / // % **`` (or ``^``) and parentheses.
 
     Operators bind as in Python, which parses the text; nothing is executed. ``MAX_CHARS`` and ``MAX_BITS`` bound time
-    and memory.
-
-    Raises:
-        ArithmeticFault: there is no value, or a limit is exceeded.
+    and memory. Raises ``ArithmeticFault`` if there is no value, or a limit is exceeded.
     """
     if len(text) > MAX_CHARS:
         raise ArithmeticFault("too long")

@@ -34,12 +34,10 @@ def make_look_alike(
     query heads (up to three), and a dense layer in front of the layers with experts.
 
     Args:
-        layers: number of transformer layers, plus one if the first ones have no experts.
         with_vocabulary: keep the vocabulary, the tokenizer's files and the EOS ids; otherwise use about 2,000 ids.
         ends: tokens of which the model samples one about every sixteen tokens, e.g. to end its turns.
 
-    Raises:
-        ConfigError: the family of ``model`` is not supported.
+    Raises ``ConfigError`` if the family of ``model`` is not supported.
     """
     dimensions = ModelDimensions.from_checkpoint(model)
     if dimensions.family == OTHER:

@@ -59,8 +59,7 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
         overrides: fields of the family's transformers configuration, e.g. ``num_hidden_layers=4``,
             ``tie_word_embeddings=True`` or ``dtype="bfloat16"`` (float32 by default).
 
-    Raises:
-        ConfigError: unknown family or field.
+    Raises ``ConfigError`` if the family or a field is unknown.
     """
     config = tiny_config(family, **overrides)
     write_random_weights(config, Path(directory), seed, transformers.GenerationConfig(**_special_ids()))
@@ -168,15 +167,9 @@ def make_arithmetic_data(
     ``sft.jsonl`` demonstrates every training problem four times. A response is one too high with probability ``slip``.
     A model that imitates it knows addition but mostly answers wrong. Rewards can break this habit, imitation can't.
     """
-    pairs = [(a, b) for a in range(max_number) for b in range(max_number)]
-    directory.mkdir(parents=True, exist_ok=True)
-    shuffle: Callable[[list[Any]], None] = random.Random(seed).shuffle
-    shuffle(pairs)
-    train, held_out = pairs[:num_train], pairs[num_train : num_train + num_eval]
-    _write_rows(directory / "train.jsonl", [_sum(*pair) for pair in train])
-    _write_rows(directory / "eval.jsonl", [_sum(*pair) for pair in held_out])
-    demonstrated = train * _DEMONSTRATIONS
-    shuffle(demonstrated)
+    rng = random.Random(seed)
+    demonstrated = _problems(directory, rng, range(max_number), _sum, num_train, num_eval) * _DEMONSTRATIONS
+    rng.shuffle(demonstrated)
     slips = random.Random(seed + 1)
     _write_rows(directory / "sft.jsonl", [_sum(*pair, slips.random() < slip) for pair in demonstrated])
 
@@ -188,21 +181,28 @@ def make_calculator_data(
 
     Rows are ``{"prompt": "37*48=", "answer": "1776"}``. Training and held-out problems are disjoint as ordered pairs.
 
-    ``sft.jsonl`` demonstrates both turns of every training problem. In the first turn, the demonstration guesses a
-    number with probability ``guesses``, and otherwise calls the calculator (``[37*48]``). In the second turn, after the
-    calculator's reply, it repeats that reply. A model that imitates this can use the tool but mostly doesn't. Rewards
-    can change this habit.
+    ``sft.jsonl`` demonstrates both turns of every training problem. The first guesses a number with probability
+    ``guesses``, and otherwise calls the calculator (``[37*48]``). The second repeats the calculator's reply. A model
+    that imitates this can use the tool but mostly doesn't. Rewards can change this habit.
     """
     rng = random.Random(seed)
-    pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
-    rng.shuffle(pairs)
-    train, held_out = pairs[:num_train], pairs[num_train : num_train + num_eval]
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_rows(directory / "train.jsonl", [_product(*pair) for pair in train])
-    _write_rows(directory / "eval.jsonl", [_product(*pair) for pair in held_out])
+    train = _problems(directory, rng, range(10, 50), _product, num_train, num_eval)
     demonstrations = [row for pair in train * _DEMONSTRATIONS for row in _calculator_turns(*pair, rng, guesses)]
     rng.shuffle(demonstrations)
     _write_rows(directory / "sft.jsonl", demonstrations)
+
+
+def _problems(
+    directory: Path, rng: random.Random, numbers: range, row: Callable[[int, int], dict[str, Any]], *sizes: int
+) -> list[tuple[int, int]]:
+    """Write ``train.jsonl`` and ``eval.jsonl`` of disjoint pairs, and return those of training."""
+    pairs = [(a, b) for a in numbers for b in numbers]
+    rng.shuffle(pairs)
+    train, held_out = pairs[: sizes[0]], pairs[sizes[0] : sum(sizes)]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train", train), ("eval", held_out)):
+        _write_rows(directory / f"{name}.jsonl", [row(*pair) for pair in part])
+    return train
 
 
 def _sum(a: int, b: int, error: int = 0) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Messages between an engine's owner and the process it started, and the socket pair that carries them.
+"""Messages between an engine's owner and the process it started, the socket pair that carries them, and errors.
 
 Messages are pickled. This is safe because both processes run this package, and nothing else can reach the socket pair:
 it has no address.
@@ -11,12 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from slime_like import errors
-from slime_like.errors import ConfigError, EngineError, SlimeLikeError
+from slime_like.errors import LIKELY_KILLER, ConfigError, EngineError, SlimeLikeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,14 @@ def portable(error: BaseException) -> SlimeLikeError:
 
 
 def one_line(error: BaseException) -> str:
-    """Format the error on one line, with its type unless the error is from this package."""
-    text = str(error) if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: {_error_text(error)}"
-    return " ".join(text.split())[:500]
+    """Format the error on one line, with its type unless it is from this package, without pydantic's count and URLs."""
+    text = str(error)
+    if isinstance(error, ValidationError):
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+        pairs = ((".".join(map(str, detail["loc"])), detail["msg"]) for detail in details)
+        text = "; ".join(f"{place}: {problem}" if place else problem for place, problem in pairs)
+    kind = "" if isinstance(error, SlimeLikeError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{text}".split())[:500]
 
 
 def code_of(error: BaseException, other: str) -> str:
@@ -95,12 +101,28 @@ def code_of(error: BaseException, other: str) -> str:
     return error.code if isinstance(error, SlimeLikeError) else other
 
 
-def _error_text(error: BaseException) -> str:
-    """Return an error's text. For pydantic errors, leave out the count and the URLs."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    details = error.errors(include_url=False, include_context=False, include_input=False)
-    places = (".".join(map(str, detail["loc"])) for detail in details)
-    return "; ".join(
-        f"{place}: {detail['msg']}" if place else detail["msg"] for place, detail in zip(places, details, strict=True)
-    )
+@dataclass(frozen=True, slots=True)
+class EngineFaults:
+    """Errors of the engine ``name``. Its log is in ``run_dir``."""
+
+    name: str
+    run_dir: Path
+
+    @property
+    def log(self) -> str:
+        return f"its log is in {self.run_dir}/worker_logs"
+
+    def start_timeout(self, timeout_s: float) -> EngineError:
+        problem = f"{self.name} did not start within rollout.start_timeout_s={timeout_s:g} s"
+        return EngineError(problem, code="engine-start-timeout")
+
+    def start_failed(self, reason: str, remedy: str = "") -> EngineError:
+        return EngineError(f"{self.name} did not start: {reason}", code="engine-start-failed", remedy=remedy)
+
+    def not_running(self) -> EngineError:
+        return EngineError(f"{self.name} is not running", code="engine-not-running", remedy="call start first")
+
+    def died(self, when: str = "") -> EngineError:
+        """Build the error of a dead process. ``when`` says when it died, if known ("during resume")."""
+        problem, who = (f"{self.name} died {when}", "") if when else ("its process has died", self.name)
+        return EngineError(problem, code="engine-died", who=who, remedy=f"{LIKELY_KILLER}, and {self.log}")

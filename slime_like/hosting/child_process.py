@@ -24,10 +24,8 @@ class ProcessEnded(Exception):
 class ChildProcess:
     """One process and its children. Belongs to one event loop.
 
-    Args:
-        module: module to run with ``python -m``. Its arguments are a descriptor and a scratch directory, for an
-            ``Owner``.
-        environment: function from the scratch directory to the process's environment.
+    ``python -m module`` gets a descriptor and a scratch directory, for an ``Owner``. ``environment`` is a function from
+    that directory to the process's environment.
     """
 
     def __init__(self, module: str, environment: Callable[[Path], Mapping[str, str]]) -> None:

@@ -19,9 +19,7 @@ from slime_like.system.processes import descendants, end_processes
 class Owner:
     """Owner of this process. It receives from construction on, so its end is noticed even while the engine starts.
 
-    Args:
-        connection: this side of the socket pair.
-        scratch: directory of this process, removed when it ends.
+    The directory ``scratch`` is removed when this process ends.
     """
 
     def __init__(self, connection: Connection, scratch: Path) -> None:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from slime_like.interfaces.weights import UpdateReceipt as UpdateReceipt
     from slime_like.interfaces.weights import WeightBucket as WeightBucket
     from slime_like.interfaces.weights import WeightExport as WeightExport
-    from slime_like.plugins.entry_points import BACKEND_GROUP as BACKEND_GROUP
-    from slime_like.plugins.entry_points import ENGINE_GROUP as ENGINE_GROUP
+    from slime_like.plugins.resolve import BACKEND_GROUP as BACKEND_GROUP
+    from slime_like.plugins.resolve import ENGINE_GROUP as ENGINE_GROUP
     from slime_like.trajectory import Conversation as Conversation
 
 _MODULES = ("agent", "environment", "prompt", "reward", "supports", "weights", "engine", "trainer")

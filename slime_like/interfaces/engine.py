@@ -10,7 +10,7 @@ from slime_like.config import RunConfig
 from slime_like.interfaces.prompt import PromptInput
 from slime_like.interfaces.supports import Supports
 from slime_like.interfaces.weights import BucketMetadata, Manifest, UpdateReceipt
-from slime_like.plugins.entry_points import ENGINE_GROUP, load_installed
+from slime_like.plugins.resolve import ENGINE_GROUP, load_installed
 from slime_like.system.network import interface_of
 from slime_like.trajectory import Conversation
 

@@ -11,7 +11,7 @@ from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket, WeightExport
-from slime_like.plugins.entry_points import BACKEND_GROUP, load_installed
+from slime_like.plugins.resolve import BACKEND_GROUP, load_installed
 from slime_like.statistics import GRPOStats
 from slime_like.trajectory import PackedTrajectory
 

@@ -24,8 +24,7 @@ def facts(config: RunConfig) -> dict[str, str]:
 def require_equal(found: Mapping[str, str], head: str, expected: Mapping[str, str]) -> None:
     """Check that this node's facts equal ``expected``, the facts of node 0.
 
-    Raises:
-        LaunchError: a version or setting differs.
+    Raises ``LaunchError`` if a version or setting differs.
     """
     for name in sorted({*found, *expected}):
         here, there = found.get(name, "(none)"), expected.get(name, "(none)")

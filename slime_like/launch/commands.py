@@ -60,8 +60,7 @@ def run_command(
 ) -> Verdict:
     """Run ``slime-like ARGUMENTS`` to its end. ``watch`` is called while waiting, and its errors end the command.
 
-    Args:
-        stop_s: time for the command to stop after an interrupt before it is killed, in seconds.
+    After an interrupt, the command has ``stop_s`` seconds to stop before it is killed.
     """
     child = _Child(arguments, environment)
     try:

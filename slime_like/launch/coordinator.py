@@ -1,5 +1,7 @@
-"""Node 0: start Ray's head, wait for the other nodes, train, and pass the verdict on to them."""
+"""A run on several nodes. Node 0 starts Ray's head, waits for the others, trains, and passes the verdict on to them."""
 
+import os
+import socket
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -7,10 +9,11 @@ from dataclasses import asdict
 from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions
-from slime_like.errors import INTERRUPTED, LaunchError, SlimeLikeError
+from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
 from slime_like.launch.agreement import facts
 from slime_like.launch.commands import run_command, run_plan, train_arguments
-from slime_like.launch.exit import ExitNotes, NodeEndedError, Verdict, failure
+from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
+from slime_like.launch.participant import follow
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError
 from slime_like.orchestration.cluster.place import Place, find_place
@@ -26,11 +29,38 @@ _POLL_S = 0.25
 _REMEDY = "restart to resume from the last checkpoint"
 
 
+def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
+    """Take part in a run on ``options.nodes`` nodes until it has ended on all of them.
+
+    Raises:
+        SlimeLikeError: a failure before Ray connected this node. The other nodes find the reason in its exit note.
+    """
+    if options.nodes == 1:  # training starts Ray on loopback
+        require_valid(config)
+        verdict = run_plan(options, config.run_dir, os.environ)
+        if not verdict.code:
+            verdict = run_command(train_arguments(options, None), os.environ, options.stop_s)
+        return Verdict(verdict.code)  # the command has printed the cause
+    notes, here = ExitNotes(config.run_dir, options), f"node {options.node_rank} ({socket.gethostname()})"
+    try:
+        return lead(options, config, notes) if options.leads else follow(options, config, notes)
+    except NodeEndedError as ended:
+        return ended.verdict
+    except RefusedError:
+        raise
+    except Exception as error:
+        notes.leave(failure(error, "" if isinstance(error, SlimeLikeError) else here))
+        raise
+    except KeyboardInterrupt:
+        take_interrupt()
+        notes.leave(Verdict(FAILED, f"interrupted on {here}"))
+        return Verdict(INTERRUPTED, f"interrupted on {here}")
+
+
 def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
     """Lead the run to its end on all nodes.
 
-    Raises:
-        SlimeLikeError: Ray's head did not start. The other nodes need an exit note.
+    Raises ``SlimeLikeError`` if Ray's head did not start. The other nodes need an exit note.
     """
     require_valid(config)
     place = find_place(0, options.head, options.address)

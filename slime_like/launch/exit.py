@@ -1,8 +1,8 @@
 """End of a node: its verdict, which all nodes share, and the note it leaves for nodes that Ray doesn't connect to it.
 
-A node that ends before Ray connects it (a rejected configuration, a taken port) leaves a note. The nodes that wait for
-it read the note and end, too. Each node removes its own note of an earlier start when it starts. Until then, an old
-note counts only if the node stays away for a while, and only while it is younger than the wait for nodes.
+A node that ends before Ray connects it leaves a note. The nodes that wait for it read the note and end, too. Each node
+removes its note of an earlier start. Until then, that note counts only if the node stays away for a while, and only
+while it is younger than the wait for nodes.
 """
 
 import json
@@ -75,8 +75,7 @@ class ExitNotes:
     def require_none_ended(self, ranks: Iterable[int] = (0,)) -> None:
         """Check the notes of these nodes.
 
-        Raises:
-            NodeEndedError: a node left a note in this start, or shortly before it and did not return.
+        Raises ``NodeEndedError`` if a node left a note in this start, or shortly before it and did not return.
         """
         for rank in ranks:
             modified = _modified(self._paths[rank])

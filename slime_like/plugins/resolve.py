@@ -1,17 +1,24 @@
-"""Lookup of the object that a setting names: a registered one, or custom code in a module or a file."""
+"""Lookup of what a setting names: a registered object, custom code in a module or a file, or an entry point."""
 
 import ast
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slime_like.errors import ConfigError
 from slime_like.plugins.traceback import find_module, is_file
+from slime_like.system.memory import permanent_allocations
 from slime_like.system.words import from_here
+
+BACKEND_GROUP = "slime_like.backends"
+ENGINE_GROUP = "slime_like.engines"
 
 CUSTOM = "`package.module:name` or `path/to/file.py:name`"
 """Form of the names of custom code, for messages."""
@@ -52,12 +59,8 @@ def may_have_parameter(path: str, parameter: str) -> bool:
 def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     """Return the object registered as ``name``, or the one at ``package.module:name`` or ``path/to/file.py:name``.
 
-    Args:
-        kind: the kind of object, for messages ("loss", "advantage estimator").
-        known: the registry: objects, or their import paths.
-
-    Raises:
-        ValueError: the name is unknown, or cannot be imported.
+    ``known`` has objects, or their import paths. ``kind`` is for messages ("loss", "advantage estimator"). Raises
+    ``ValueError`` if the name is unknown, or cannot be imported.
     """
     found = known.get(name, name)
     if not isinstance(found, str):
@@ -115,3 +118,27 @@ def require_options(
     except TypeError as error:
         takes = ", ".join(map(str, signature.parameters.values())) or "nothing"
         raise ValueError(f"{subject} cannot be called with its options: {error}; it takes {takes}") from error
+
+
+def installed_names(group: str) -> list[str]:
+    """Return the sorted names registered in ``group``. Nothing is imported."""
+    return list(_installed(group, tuple(sys.path)))
+
+
+@cache
+def _installed(group: str, path: tuple[str, ...]) -> tuple[str, ...]:
+    """Read a file of every package on ``path``. There are hundreds, so each group is read once."""
+    return tuple(sorted({point.name for point in entry_points(group=group)}))
+
+
+def load_installed(group: str, name: str, field: str) -> Any:
+    """Import the object registered as ``name`` in ``group``.
+
+    Raises ``ConfigError`` if the name is not registered. The message names the setting ``field`` and the known names.
+    """
+    known = {point.name: point for point in entry_points(group=group)}
+    if name not in known:
+        names = ", ".join(sorted(known)) or "(none)"
+        raise ConfigError(f"{field}={name} is not installed; use one of: {names}", code="not-installed")
+    with permanent_allocations():
+        return known[name].load()

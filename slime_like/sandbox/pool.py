@@ -20,14 +20,9 @@ _STARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """Kind of a pool's workers: their module, and their names in messages.
+    """Kind of a pool's workers: the module to run, its first message, and the names in messages.
 
     Attributes:
-        module: run with ``python -m``; it calls ``serving.serve``.
-        setup: first message, without the limits.
-        section: section of the configuration that holds the limits.
-        subject: setting that names the workers' code.
-        error: class of the pool's errors.
         repeats: whether an item may be sent a second time, because an unfinished first attempt has no effect.
     """
 
@@ -42,13 +37,8 @@ class WorkerKind:
 class WorkerPool:
     """``limits.workers`` processes that process batches of items. A hung or dead process is replaced.
 
-    The kernel ends the workers when the event loop's thread ends.
-
-    Args:
-        logs: directory for the workers' output, and the prefix of its file names.
-
-    Attributes:
-        about: what a worker reported when it was ready.
+    The kernel ends the workers when the event loop's thread ends. ``logs`` is the directory for the workers' output,
+    and the prefix of its file names. ``about`` is what a worker reported when it was ready.
     """
 
     def __init__(
@@ -89,11 +79,7 @@ class WorkerPool:
         await self.ready()
 
     def start_problems(self, attempt: Callable[[], Awaitable[list[str]]] | None = None) -> list[str]:
-        """Start the pool in a new event loop, run ``attempt``, and close the pool.
-
-        Returns:
-            The problems that workers found when they imported the code, or the ones that ``attempt`` returned.
-        """
+        """Start the pool in a new event loop, run ``attempt``, and close the pool. Return the problems found."""
 
         async def start() -> list[str]:
             try:
@@ -116,13 +102,8 @@ class WorkerPool:
 
         If a worker hangs or ends, the answer to its current item is ``{"reason": ...}``, and another worker takes the
         remaining items. If something else stopped or killed the worker, and the kind repeats items, the current item is
-        sent once more.
-
-        Args:
-            timeout_s: returns the time limit of the next item; by default, that of ``limits``. At 0, the remaining
-                items get no answer.
-
-        Raises the kind's error if workers no longer start, or the pool is closed.
+        sent once more. ``timeout_s`` returns the time limit of the next item; by default, that of ``limits``. At 0, the
+        remaining items get no answer. Raises the kind's error if workers no longer start, or the pool is closed.
         """
         waiting, again, bound = deque(items), False, timeout_s or (lambda: self._limits.timeout_s)
         while waiting:

@@ -27,8 +27,7 @@ _LOOK_S = 5.0
 class WorkerEnded(Exception):
     """A worker ended ("crash", or "cpu" at its CPU limit), exceeded its memory, or did not answer in time ("timeout").
 
-    Attributes:
-        by_signal: SIGKILL ended it, or SIGSTOP stopped it. This package sends neither to busy workers.
+    ``by_signal``: SIGKILL ended it, or SIGSTOP stopped it. This package sends neither to busy workers.
     """
 
     def __init__(self, reason: Literal["timeout", "cpu", "crash", "memory"], by_signal: bool = False) -> None:
@@ -102,7 +101,9 @@ class WorkerProcess:
                 if (stopped := self._is_stopped()) or timeout_s <= 0:
                     raise WorkerEnded("timeout", by_signal=stopped) from None
         if message is None:
-            code = self._exit_code()
+            with suppress(subprocess.TimeoutExpired):  # it closed its output but is still alive
+                self._process.wait(_DEATH_TIMEOUT_S)
+            code = self._process.returncode
             raise WorkerEnded("cpu" if code == -signal.SIGXCPU else "crash", by_signal=code == -signal.SIGKILL)
         if message.get("ended") == "memory":
             raise WorkerEnded("memory")
@@ -159,9 +160,3 @@ class WorkerProcess:
             with suppress(OSError):  # its directory has been moved
                 Path(str(self._log.name)).unlink()
         self._log.close()
-
-    def _exit_code(self) -> int | None:
-        """Return its exit code, or ``None`` if it closed its output but is still alive."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_DEATH_TIMEOUT_S)
-        return None

@@ -61,8 +61,7 @@ def serve(
             ``timeout_s``, the CPU seconds allowed per item.
         used_bytes: measures the memory in use. By default, the kernel bounds this process's address space.
 
-    Returns:
-        Exit code: 0, or 1 if ``prepare`` raised ``ConfigError``. The parent receives its problems.
+    Returns the exit code: 0, or 1 if ``prepare`` raised ``ConfigError``. The parent receives its problems.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what to do
     die_with_parent(int(sys.argv[1]))

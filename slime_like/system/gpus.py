@@ -21,11 +21,7 @@ def local_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU, or ``None`` if the driver's management library doesn't know it.
-
-    Args:
-        device: index or UUID, as in ``CUDA_VISIBLE_DEVICES``.
-    """
+    """Return the compute capability of a GPU, given by index or UUID, or ``None`` if the driver doesn't know it."""
     found: tuple[int, int] | None = _asked(device, lambda nvml, gpu: nvml.nvmlDeviceGetCudaComputeCapability(gpu))
     return found
 
@@ -35,9 +31,6 @@ def stay_near(device: str) -> None:
 
     Host memory that they touch first is then on that node, too. A copy from another node takes two to three times as
     long. Cores that this process may not use stay out. If no core is left or none is known, nothing changes.
-
-    Args:
-        device: index or UUID.
     """
     words = _asked(device, lambda nvml, gpu: nvml.nvmlDeviceGetCpuAffinity(gpu, _MASK_WORDS)) or ()
     near = {64 * index + bit for index, word in enumerate(words) for bit in range(64) if word >> bit & 1}

@@ -8,11 +8,7 @@ from types import FrameType
 
 
 class InterruptHandler:
-    """Signal handler that raises ``KeyboardInterrupt`` and remembers it.
-
-    Attributes:
-        noted: whether a signal arrived.
-    """
+    """Signal handler that raises ``KeyboardInterrupt`` and remembers it in ``noted``."""
 
     def __init__(self) -> None:
         self.noted = False

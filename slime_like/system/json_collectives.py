@@ -12,11 +12,7 @@ from torch import Tensor
 
 
 def gather_json(value: Any, device: torch.device) -> list[Any] | None:
-    """Return every rank's ``value`` on rank 0, and ``None`` on the others.
-
-    Args:
-        device: device that the backend supports.
-    """
+    """Return every rank's ``value`` on rank 0, and ``None`` on the others. The backend supports ``device``."""
     padded, sizes = _padded(value, device)
     if dist.get_rank() > 0:
         dist.gather(padded)

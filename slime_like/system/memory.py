@@ -17,10 +17,7 @@ def keep_freed_memory() -> bool:
 
     By default, glibc returns blocks of some MiB to the kernel as soon as they are freed, and the next operation of a
     training step allocates them again. The page faults take an eighth of a step on a CPU. The process stays at its peak
-    size, which it would reach again in the next step.
-
-    Returns:
-        ``False`` with another C library, which is left alone.
+    size, which it would reach again in the next step. Returns ``False`` with another C library, which is left alone.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -33,9 +30,8 @@ def keep_freed_memory() -> bool:
 def permanent_allocations() -> Iterator[None]:
     """Exempt objects created inside from garbage collection, for imports of large packages.
 
-    A trainer's packages create a million objects. Searching them for garbage takes a sixth of the import's time, and
-    later more time in every collection. The exemption ends with the process, since packages warn of objects that were
-    not freed.
+    Searching a trainer's million objects for garbage takes a sixth of the import's time, and later more time in every
+    collection. The exemption ends with the process, since packages warn of objects that were not freed.
     """
     was_on = gc.isenabled()
     gc.disable()

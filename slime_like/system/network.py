@@ -28,11 +28,7 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(host: str, port: int = 9) -> str:
-    """Return this host's address on the route to ``host``. Nothing is sent.
-
-    Raises:
-        OSError: there is no route.
-    """
+    """Return this host's address on the route to ``host``. Nothing is sent. Raises ``OSError`` if there is no route."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -53,8 +49,7 @@ def host_and_port(host: str, port: int) -> str:
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens on ``address`` only. With port 0, the system chooses a free one.
 
-    Raises:
-        OSError: the port is taken, or the address is not this host's.
+    Raises ``OSError`` if the port is taken, or the address is not this host's.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may linger

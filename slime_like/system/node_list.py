@@ -18,8 +18,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 def expand_node_list(text: str) -> list[str]:
     """Return the host names in the order of ``text``.
 
-    Raises:
-        ValueError: the text cannot be read, or names too many nodes.
+    Raises ``ValueError`` if the text cannot be read, or names too many nodes.
     """
     names: list[str] = []
     for term in map(str.strip, _BETWEEN_TERMS.split(text)):

@@ -21,10 +21,7 @@ _INNER_BLOCK = 1024
 def use_onednn() -> tuple[object, ...]:
     """Let torch compute large float32 matrix products on the CPU by oneDNN from now on, if that is faster here.
 
-    This applies to the whole process, including autograd. Repeated calls are harmless.
-
-    Returns:
-        Objects whose lifetime keeps it in effect.
+    This applies to the whole process, including autograd, for the lifetime of the returned objects.
     """
     capabilities = torch.cpu.get_capabilities()
     wide = capabilities.get("avx512_f") and not str(capabilities.get("cpu_name", "Intel")).startswith("Intel")

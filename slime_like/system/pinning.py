@@ -15,10 +15,8 @@ class LockedMemory:
     """Memory of a mapping, locked if this process uses CUDA, until ``let_go`` or until no view of it is left.
 
     Memory must be unlocked before it is unmapped. Otherwise the system reuses the address, and the next lock there
-    fails, or copies read the old pages. A mapping has whole pages, so no two locks share one.
-
-    Raises:
-        RuntimeError: CUDA cannot lock the memory.
+    fails, or copies read the old pages. A mapping has whole pages, so no two locks share one. Raises ``RuntimeError``
+    if CUDA cannot lock the memory.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:

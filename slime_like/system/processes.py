@@ -19,11 +19,6 @@ def process_ids() -> frozenset[int]:
     return frozenset(descendants(os.getpid()))
 
 
-def new_children(before: Collection[int]) -> list[int]:
-    """Return the descendants of this process that are not in ``before``, without resource trackers."""
-    return [pid for pid in descendants(os.getpid()) if pid not in before]
-
-
 def descendants(process_id: int) -> list[int]:
     """Return the descendants of a process, without Python's resource trackers, which end after all others."""
     try:

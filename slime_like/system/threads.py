@@ -25,17 +25,14 @@ class Tracker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.done = 0
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
 
     def advance(self, nbytes: int) -> None:
         """Count a finished tensor. Raises ``StoppedError`` after a failure of another job."""
         with self._lock:
             self.done += nbytes
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             raise StoppedError
-
-    def stop(self) -> None:
-        self._stopped.set()
 
 
 def run_jobs(
@@ -47,11 +44,8 @@ def run_jobs(
 ) -> None:
     """Do all jobs. The first failure, or an interrupt, stops the others after their current tensor.
 
-    Args:
-        work: runs in a worker thread.
-        workers: number of threads, each of which holds one tensor.
-        finished: called in this thread with every result.
-        progress: called in this thread with the bytes done.
+    ``work`` runs in one of ``workers`` threads, each of which holds one tensor. In this thread, ``finished`` gets every
+    result, and ``progress`` the bytes done.
     """
     tracker = Tracker()
     with ThreadPoolExecutor(max(1, min(workers, len(jobs))), initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -60,14 +54,11 @@ def run_jobs(
             while waiting:
                 done, waiting = wait(waiting, timeout=_LOOK_EVERY_S, return_when=FIRST_COMPLETED)
                 raise_if_interrupted()
-                failed = [future for future in done if future.exception() is not None]
-                for future in done - set(failed):
+                for future in sorted(done, key=lambda each: each.exception() is not None):  # failures last
                     finished(future.result())
-                for future in failed:
-                    future.result()
                 progress(tracker.done)
         except BaseException:
-            tracker.stop()
+            tracker.stopped.set()
             pool.shutdown(wait=True, cancel_futures=True)
             for future in waiting:  # keep jobs that finished meanwhile
                 if not future.cancelled() and future.exception() is None:

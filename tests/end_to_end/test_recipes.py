@@ -195,8 +195,8 @@ def test_targets_must_be_matrices_of_the_model(small: list[str], rejects: Reject
     assert "v_prj; use v_proj" in str(caught.value.problems[0])
 
 
-def test_search_and_preflight_exclude_each_other() -> None:
-    with pytest.raises(SystemExit, match="2"):
+def test_search_and_preflight_exclude_each_other(rejects: Rejects) -> None:
+    with rejects(ConfigError, "options-conflict"):
         run(["plan", "configs/qwen2.5_0.5b.yaml", "--search", "--preflight"])
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import load_engine
-from slime_like.system.processes import mapped_files, new_children, process_ids
+from slime_like.system.processes import mapped_files, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 from tests.engines.harness import EngineUnderTest, check_logprobs, run_config, started, tiny_pair
 
@@ -35,7 +35,7 @@ def own(kind: str, root: Path) -> None:
     with started(engine, references) as two_ranks:
         pids = two_ranks.run(engine.health()).process_ids
         assert len(pids) == 3  # the engine's process, and one per rank
-        assert set(pids) <= set(new_children(before))
+        assert set(pids) <= process_ids() - before
         assert files_of_sglang(pids) == set()
         sample_update_and_find_damage(two_ranks)
         sockets = [socket for pid in pids for socket in psutil.Process(pid).net_connections(kind="tcp")]

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from slime_like.checks.check import check
-from slime_like.commands.parts import named_parts
+from slime_like.commands.reference import named_parts
 from slime_like.config import RunConfig
 from slime_like.config.reading.fields import all_fields, sections
 from slime_like.config.reading.load import load_config

@@ -17,7 +17,7 @@ from slime_like.config.rollout import RewardFunction
 from slime_like.errors import RewardError
 from slime_like.sandbox import process
 from slime_like.sandbox.process import WorkerProcess
-from slime_like.sandbox.rewards import time_budget
+from slime_like.sandbox.rewards import failures
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPool
 from slime_like.system.processes import is_alive
 from tests.process.conftest import wait_until
@@ -264,8 +264,8 @@ def test_included_functions_that_hang_never_end_a_run() -> None:
 
 def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first may take the whole limit, the next a tenth, and the rest of the step is not scored."""
-    monkeypatch.setattr(time_budget, "_FULL_TIMEOUTS", 1)
-    monkeypatch.setattr(time_budget, "_MAX_TIMEOUTS", 2)
+    monkeypatch.setattr(failures, "_FULL_TIMEOUTS", 1)
+    monkeypatch.setattr(failures, "_MAX_TIMEOUTS", 2)
     towers = [rf"\boxed{{{base}99999999!}}" for base in range(2, 6)]
     with closing(RewardPool(RewardConfig(timeout_s=3.0), step_responses=8)) as pool:
         pool.start()

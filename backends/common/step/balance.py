@@ -1,4 +1,4 @@
-"""What routers need besides hidden states: the load-balancing loss, and routes to replay (``routes``).
+"""Load balancing of experts, and the routing information of a micro-batch.
 
 The loss is a mean over the real tokens of a step, whatever the layout and the micro-batches.
 
@@ -109,7 +109,7 @@ class ExpertLoads:
 
     @torch.no_grad()
     def move(self, biases: Mapping[int, Tensor]) -> None:
-        """Move this rank's biases, by layer, and make ``counts`` those of all ranks. Collective over the world.
+        """Sum ``counts`` over all ranks, and move this rank's ``biases``, given by layer. Collective over the world.
 
         Every token of a layer is routed on one rank. If several did, in equal numbers, no sign would change.
         """
@@ -126,7 +126,7 @@ class ExpertLoads:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """What balances experts in one step: a loss, moving biases, both or nothing."""
+    """One step's balancing of experts: a loss, moves of the biases, both or neither."""
 
     loss: BalanceLoss | None = None
     loads: ExpertLoads | None = None
@@ -137,7 +137,7 @@ NO_BALANCE = Balance()
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """What routers need besides hidden states, passed along with the micro-batch.
+    """Routing information of a micro-batch, passed along with its hidden states.
 
     Attributes:
         sequence: (t,) int64, each local token's sequence in its pack; S for padding and in fillers. Sequences that
@@ -225,6 +225,11 @@ class RoutedTokens:
         return load
 
 
+def choices(logits: Tensor, experts: Tensor) -> Tensor:
+    """Return (t, E) bool, the chosen ``experts``, (t, k), of tokens with these (t, E) ``logits``."""
+    return torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
+
+
 def balance_loss(dimensions: ModelDimensions, tokens: RoutedTokens, context: dist.ProcessGroup) -> Tensor:
     """Take the routers' logits out of ``tokens`` and return this rank's share of the loss, summed over layers.
 
@@ -235,7 +240,7 @@ def balance_loss(dimensions: ModelDimensions, tokens: RoutedTokens, context: dis
         routed = tokens.routed[layer]
         assert routed is not None
         logits, experts = routed
-        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts, True)
+        chosen = choices(logits, experts)
         total = total + tokens.layer_loss(logits, chosen, dimensions.moe_sigmoid, dimensions.moe_top_k, context)
         tokens.routed[layer] = None
     return total

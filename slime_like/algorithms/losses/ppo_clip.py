@@ -37,12 +37,9 @@ class PPOClip(RatioLoss):
     def ratio(self, inputs: LossInputs) -> Tensor:
         return token_ratio(inputs)
 
-    def clipped(self, ratio: Tensor) -> Tensor:
-        return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         ratio, advantages = self.ratio(inputs), required(inputs, "advantages")
-        plain, bounded = -ratio * advantages, -self.clipped(ratio) * advantages
+        plain, bounded = -ratio * advantages, -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
         loss, clipped = torch.maximum(plain, bounded), bounded > plain
         if self.dual_clip is not None:
             ceiling = -self.dual_clip * advantages

@@ -35,7 +35,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartDocs:
     """One part.
 
     Attributes:
@@ -62,13 +62,13 @@ class Part:
                 yield f"{option.name} is missing, which {self.name} needs; set it"
 
 
-def documented(name: str, place: str) -> Part:
+def documented(name: str, place: str) -> PartDocs:
     """Read the part at ``module:attribute``, or the module without an attribute."""
     module, _, attribute = place.partition(":")
     node = _found(module, attribute)
     summary, _, rest = _documentation(node).partition("\n")
     details = re.split(r"^(?:Args|Attributes|Returns|Raises):$", rest, maxsplit=1, flags=re.MULTILINE)[0]
-    return Part(name, summary, details.strip(), tuple(_options(module, node)))
+    return PartDocs(name, summary, details.strip(), tuple(_options(module, node)))
 
 
 @cache

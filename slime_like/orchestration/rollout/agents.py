@@ -21,9 +21,7 @@ from slime_like.models.special_tokens import decoded
 from slime_like.orchestration.cluster.node import node_address
 from slime_like.orchestration.rollout.requests import routes_per_token
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
-from slime_like.sandbox.agents.pool import AgentPool
-from slime_like.sandbox.failure_budget import FailureBudget
-from slime_like.sandbox.single_items import NoOutcome
+from slime_like.sandbox.single_items import AgentPool, FailureBudget, NoOutcome
 
 _SUSPICIOUS_ROLLOUTS = 8
 
@@ -121,8 +119,7 @@ class AgentRollouts:
 
     def _require_calls(self, has_called: bool, result: AgentResult) -> None:
         """Reject an agent that repeatedly ends without calling the model, since it yields nothing to train on."""
-        self._silent.record(has_called)
-        if self._silent.exhausted:
+        if self._silent.exhausted(has_called):
             raise AgentFailure(
                 f"made no call to train on in any of its first {self._silent.limit} rollouts"
                 + (f", and reported {dict(result.metadata)}" if result.metadata else ""),

@@ -13,8 +13,7 @@ from slime_like.interfaces.environment import Step, Task
 from slime_like.models.special_tokens import decoded
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
 from slime_like.sandbox.environments.observations import ObservationEncoder
-from slime_like.sandbox.environments.pool import EnvironmentPool
-from slime_like.sandbox.single_items import NoOutcome
+from slime_like.sandbox.single_items import EnvironmentPool, NoOutcome
 
 
 class _Response:

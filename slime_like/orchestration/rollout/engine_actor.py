@@ -99,7 +99,7 @@ class EngineActor:
         await self._conversations.start()
 
     async def _start_parts(self) -> None:
-        """Start the ranks of all nodes, which wait for each other. If those of a node end, so do the others."""
+        """Start the ranks on all nodes, which wait for each other. When a node's ranks end, the start fails."""
         own = asyncio.ensure_future(self._engine.start())
         further = [asyncio.ensure_future(_answer(actor.run.remote(self._part))) for actor in self._further]
         await asyncio.wait({own, *further}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +111,7 @@ class EngineActor:
             self._watching = asyncio.create_task(self._end_with(further))
 
     async def _end_with(self, further: Sequence[asyncio.Future[None]]) -> None:
-        """Kill the engine's processes here when those of another node have ended. So its requests fail, too."""
+        """Kill the engine's processes on this node once another node's have ended, so that pending requests fail."""
         done, _ = await asyncio.wait(further, return_when=asyncio.FIRST_COMPLETED)
         print(*map(self._failure, done), file=sys.stderr, flush=True)
         processes = (await self._engine.health()).process_ids

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
-from slime_like.models.dimensions import ModelDimensions, keeps_type
+from slime_like.models.dimensions import OTHER, ModelDimensions, keeps_type
 from slime_like.models.weight_files import WeightFilesError, header_shapes
 from slime_like.system.words import counted
 
@@ -52,10 +52,12 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
 
 def router_note(model: Path, rate: float) -> str:
     """State whether biases of the model's routers change; empty without such biases."""
-    moves = ModelDimensions.from_checkpoint(model).moe_sigmoid
-    with suppress(WeightFilesError):  # there are none if the run starts with converted weights
-        moves |= any(map(keeps_type, header_shapes(model)))
-    if not moves:
+    dimensions = ModelDimensions.from_checkpoint(model)
+    has_biases = dimensions.moe_sigmoid
+    if dimensions.family == OTHER:
+        with suppress(WeightFilesError):  # there are none if the run starts with converted weights
+            has_biases = any(map(keeps_type, header_shapes(model)))
+    if not has_biases:
         return ""
     fate = "move against the experts' load after each optimizer step" if rate else "are frozen"
     return f"the routers' biases {fate} (trainer.router_bias_rate={rate:g})"

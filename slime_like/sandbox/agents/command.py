@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 from slime_like.interfaces.agent import AgentResult, AgentTask
@@ -34,12 +33,9 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
 def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_result: bool) -> AgentResult:
     """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
 
-    Args:
-        directory: a new directory, for the program's files, its working directory and its home directory.
-        needs_result: whether the program must write a result. Otherwise, a missing result has reward 0.
-
-    Raises:
-        CommandFailed: it cannot be started, or it wrote no usable result.
+    ``directory`` is new, for the program's files, its working directory and its home directory. Without
+    ``needs_result``, a missing result has reward 0. Raises ``CommandFailed`` if it cannot be started, or it wrote no
+    usable result.
     """
     task_file, result_file = directory / "task.json", directory / "result.json"
     given = asdict(task)
@@ -58,8 +54,8 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
 
 
 def _run(argv: list[str], task: AgentTask, directory: Path) -> tuple[int, str]:
-    """Return the exit code and the end of the output. All output is copied to this worker's log."""
-    parent = os.getpid()
+    """Return the exit code and the end of the output, which is in this worker's log, its standard error."""
+    parent, start = os.getpid(), os.lseek(2, 0, os.SEEK_END)
     for name in ("home", "work"):
         (directory / name).mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}  # they replace HOME
@@ -75,36 +71,21 @@ def _run(argv: list[str], task: AgentTask, directory: Path) -> tuple[int, str]:
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=2,
             cwd=directory / "work",
             env=inherited | variables,
             preexec_fn=lambda: die_with_parent(parent),
         )
     except OSError as error:
         raise CommandFailed(f"{argv[0]} cannot be started: {error}") from error
-    last = bytearray()
-    assert process.stdout is not None
-    with process.stdout as output:
-        passing = Thread(target=_pass_on, args=(output.fileno(), last), daemon=True)
-        passing.start()
-        try:
-            code = process.wait()  # the pool bounds it
-        finally:
-            end_descendants()
-        passing.join()  # no process has the pipe any more
-    return code, _end(last)
+    try:
+        code = process.wait()  # the pool bounds it
+    finally:
+        end_descendants()
+    return code, _end(os.pread(2, _CHUNK, max(start, os.lseek(2, 0, os.SEEK_END) - _CHUNK)))
 
 
-def _pass_on(pipe: int, last: bytearray) -> None:
-    """Copy the pipe to standard error, which is this worker's log."""
-    while chunk := os.read(pipe, _CHUNK):
-        last += chunk
-        del last[:-_CHUNK]
-        os.write(2, chunk)
-
-
-def _end(output: bytearray) -> str:
+def _end(output: bytes) -> str:
     """Return the last lines. A program's reason may be above its last line."""
     lines = list(filter(None, map(str.strip, output.decode(errors="replace").splitlines())))
     return " | ".join(lines[-_KEPT_LINES:])[-_KEPT_CHARACTERS:] or "it wrote nothing"

@@ -34,8 +34,7 @@ class ObservationEncoder:
             messages of role ``tool``, or of role ``user`` if it knows no tools or only a user follows the turn's end.
         max_tokens: limit on an observation's tokens, without the template's. Longer observations are cut.
 
-    Raises:
-        ConfigError: there is no chat template, or it renders neither role.
+    Raises ``ConfigError`` if there is no chat template, or it renders neither role.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, max_tokens: int) -> None:
@@ -50,8 +49,7 @@ class ObservationEncoder:
     def encode(self, observation: str, stop_token: int | None = None) -> tuple[list[int], int]:
         """Return the token ids, and the number of the observation's tokens that were cut off.
 
-        Args:
-            stop_token: stop token that the model sampled at the end of its turn. The turn is not ended again.
+        If the model sampled ``stop_token`` at the end of its turn, the turn is not ended again.
         """
         said: Sequence[int] = self._tokenizer(observation, add_special_tokens=False, split_special_tokens=True)[
             "input_ids"
@@ -80,11 +78,11 @@ class ObservationEncoder:
 
     def _rendered_forms(self) -> dict[tuple[str, bool], set[str]]:
         """Return the forms in which the chat template renders an observation, with the tokens that end a turn there."""
-        if self._tokenizer.chat_template is None:
-            raise _refusal("the tokenizer has no chat template")
         forms = dict[tuple[str, bool], set[str]]()
         problem = "the chat template renders no message of role tool or user after an assistant's turn"
-        for form in _FORMS:
+        if self._tokenizer.chat_template is None:
+            problem = "the tokenizer has no chat template"
+        for form in _FORMS if self._tokenizer.chat_template is not None else ():
             try:
                 last, end, rest = self._rendered(form, _PROBE)
             except TemplateFault as fault:
@@ -94,10 +92,6 @@ class ObservationEncoder:
                 header = self._special.match(rest)
                 forms[form] = {last, end} if end else {header[0]} if header else set()
         if not forms:
-            raise _refusal(problem)
+            remedy = f"set rollout.environment.template to text that contains {PLACE}"
+            raise ConfigError([f"rollout.environment.template=none: {problem}; {remedy}"])
         return forms
-
-
-def _refusal(problem: str) -> ConfigError:
-    remedy = f"set rollout.environment.template to text that contains {PLACE}"
-    return ConfigError([f"rollout.environment.template=none: {problem}; {remedy}"])

@@ -27,13 +27,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.A
 
 @dataclass(frozen=True, slots=True)
 class _Test:
-    """A program's input and expected behavior.
-
-    Attributes:
-        source: Python that runs after the program, in its names; it must not raise.
-        given: standard input.
-        printed: expected standard output, up to white space at the ends of lines; ``None`` accepts any.
-    """
+    """Python that runs after a program, in its names, and must not raise; its input; and its output if that counts."""
 
     source: str = ""
     given: str = ""

@@ -1,11 +1,10 @@
-"""Detection of broken reward functions, which end the run. A single bad response costs only its sample."""
+"""Bounds on what hanging responses and broken reward functions cost. A single bad response costs only its sample."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
-from slime_like.sandbox.failure_budget import FailureBudget
 from slime_like.sandbox.rewards.registry import LOCAL, SERVICES
 
 _SHOWN_CHARS = 60
@@ -14,6 +13,9 @@ _SUSPICIOUS_ITEMS = 8
 _SUSPICIOUS_PROMPTS = 8
 """Number of prompts in a row whose responses all failed. Prompts are counted, because all responses to one prompt fail
 together if its row has an unusable answer, and a call may be about a single prompt."""
+_FULL_TIMEOUTS = 8
+_MAX_TIMEOUTS = 100
+_SHORTENED = 0.1
 
 
 class RewardFailures:
@@ -51,10 +53,17 @@ class RewardFailures:
             where = f"most recently (prompt {prompt} and answer {truth})"
             self._reject(answers[-1], f"failed on all responses to {self._failed[what]} {what} in a row, {where}")
 
-    def reject_hanging(self, answer: Mapping[str, Any], prompts: int) -> None:
-        """Raise ``RewardError``, unless a single prompt may be at fault because the functions have answered before."""
-        if self.has_foreign and (prompts > 1 or not self.has_answered):
+    def record_first(self, hung: list[str | None], prompt: str, answer: Mapping[str, Any]) -> None:
+        """Record one answer. ``hung`` collects the prompts of a batch's timeouts, and ``None`` for other answers.
+
+        Raises ``RewardError`` if the first eight answers of a batch are all timeouts, unless a single prompt may be at
+        fault because the functions have answered before.
+        """
+        hung.append(prompt if answer.get("reason") == "timeout" else None)
+        all_hung = self.has_foreign and len(hung) == _SUSPICIOUS_ITEMS and None not in hung
+        if all_hung and (len(set(hung)) > 1 or not self.has_answered):
             self._reject(answer, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, most recently")
+        self.has_answered |= "reason" not in answer
 
     def _reject(self, answer: Mapping[str, Any], what: str) -> None:
         name, reason = answer.get("function"), answer["reason"]
@@ -75,20 +84,42 @@ class RewardFailures:
         )
 
 
-class BatchTimeouts:
-    """Hanging responses of one batch. Broken functions are rejected at the eighth, not after hundreds."""
+class TimeBudget:
+    """Counter of a step's timeouts. A policy may learn to write towers of powers, each of which hangs.
 
-    def __init__(self, failures: RewardFailures) -> None:
-        self._failures = failures
-        self._budget = FailureBudget(_SUSPICIOUS_ITEMS)
-        self._prompts: set[str] = set()
+    Eight of a step's responses per worker may take ``timeout_s``, the next ones a tenth of it. After 100 per worker,
+    the remaining responses are not scored. The count restarts with the next step's responses.
 
-    def record(self, prompt: str, answer: Mapping[str, Any]) -> None:
-        """Record one answer. Raises ``RewardError`` if the first answers of the batch are all timeouts."""
-        timed_out = answer.get("reason") == "timeout"
-        self._budget.record(not timed_out)
-        if timed_out:
-            self._prompts.add(prompt)
-        if self._budget.failures == _SUSPICIOUS_ITEMS:
-            self._failures.reject_hanging(answer, len(self._prompts))
-        self._failures.has_answered |= "reason" not in answer
+    Args:
+        responses: number of responses of a step. Each call may be about a part of a step.
+        shorten: whether all functions are quick unless they hang.
+    """
+
+    def __init__(self, timeout_s: float, workers: int, responses: int, shorten: bool) -> None:
+        self._timeout_s = timeout_s
+        self._full = _FULL_TIMEOUTS * workers if shorten else _MAX_TIMEOUTS * workers
+        self._max = _MAX_TIMEOUTS * workers
+        self._responses = responses
+        self._seen = self._timeouts = 0
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that the next response may take; 0 if it is not to be scored."""
+        if self._timeouts >= self._max:
+            return 0.0
+        return self._timeout_s * (1.0 if self._timeouts < self._full else _SHORTENED)
+
+    @property
+    def refusal(self) -> dict[str, Any]:
+        return {"reason": "budget", "detail": f"not scored: {self._timeouts} responses of this step timed out before"}
+
+    def record(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Count one response's answer and return it. A timeout after less than ``timeout_s`` gets a detail."""
+        bound = self.timeout_s
+        self._seen += 1
+        self._timeouts += answer.get("reason") in ("timeout", "cpu")
+        if self._seen == self._responses:
+            self._seen = self._timeouts = 0
+        if answer == {"reason": "timeout"} and 0 < bound < self._timeout_s:
+            return {**answer, "detail": f"no answer within {bound:g} s, after {self._full} timeouts in this step"}
+        return answer

@@ -11,10 +11,8 @@ from typing import Any, Self, TypeVar
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
-from slime_like.sandbox.rewards.failures import BatchTimeouts, RewardFailures
-from slime_like.sandbox.rewards.registry import QUICK
-from slime_like.sandbox.rewards.signature import ROW
-from slime_like.sandbox.rewards.time_budget import TimeBudget
+from slime_like.sandbox.rewards.failures import RewardFailures, TimeBudget
+from slime_like.sandbox.rewards.registry import QUICK, ROW
 
 _CHUNK_ITEMS = 64
 
@@ -116,13 +114,9 @@ class RewardPool:
     def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:
         """Score a batch, in order. Equal items are scored once.
 
-        Args:
-            groups: a key for each item that is the same for all items of its group. All items of a group have the same
-                prompt and answer. By default, every item is a group.
-
-        Raises:
-            RewardError: the workers no longer start, or so many items failed in a row that the functions must be
-                broken.
+        ``groups`` has a key for each item that is the same for all items of its group, which have the same prompt and
+        answer. By default, every item is a group. Raises ``RewardError`` if the workers no longer start, or so many
+        items failed in a row that the functions must be broken.
         """
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
@@ -173,23 +167,23 @@ class RewardPool:
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
         """Return one answer per item, in order. The first error ends the batch."""
         size = min(_CHUNK_ITEMS, math.ceil(len(items) / (2 * self._count)))
-        timeouts = BatchTimeouts(self._failures)
+        hung = list[str | None]()
         try:
             async with asyncio.TaskGroup() as tasks:
                 chunks = [
-                    tasks.create_task(self._chunk_answers(items[start : start + size], timeouts))
+                    tasks.create_task(self._chunk_answers(items[start : start + size], hung))
                     for start in range(0, len(items), size)
                 ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [answer for chunk in chunks for answer in chunk.result()]
 
-    async def _chunk_answers(self, items: Sequence[dict[str, Any]], timeouts: BatchTimeouts) -> list[Answer]:
+    async def _chunk_answers(self, items: Sequence[dict[str, Any]], hung: list[str | None]) -> list[Answer]:
         answers: list[Answer] = []
 
         def settle(answer: Answer) -> None:
             answer = self._time.record(answer)
-            timeouts.record(items[len(answers)]["prompt"], answer)
+            self._failures.record_first(hung, items[len(answers)]["prompt"], answer)
             answers.append(answer)
 
         while len(answers) < len(items):
@@ -201,11 +195,7 @@ class RewardPool:
 
 
 def start_problems(config: RewardConfig, index: int, sample: RewardItem | None) -> list[str]:
-    """Start a worker with only ``config.functions[index]``, and return the problems it finds.
-
-    Args:
-        sample: if given, the function is called once with it.
-    """
+    """Start a worker with only ``config.functions[index]``, call it once with ``sample``, and return the problems."""
     subject = f"reward.functions.{index}.name={config.functions[index].name}"
     pool = WorkerPool(_workers_of(config, [index], subject), config.model_copy(update={"workers": 1}))
     if sample is None:

@@ -163,12 +163,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Return an opener that calls services on this host directly. A proxy elsewhere cannot reach them."""
-    is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(url).hostname or "")
-    return urllib.request.build_opener(_NoRedirect, *([urllib.request.ProxyHandler({})] if is_local else []))
-
-
 def _post(
     url: str,
     body: str,
@@ -195,7 +189,9 @@ def _post(
 
 def _posted(request: urllib.request.Request, timeout_s: float, retried: Container[int]) -> bytes:
     url, deadline = request.full_url, time.monotonic() + timeout_s
-    opener = _opener(url)
+    is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(url).hostname or "")
+    direct = [urllib.request.ProxyHandler({})] if is_local else []  # a proxy elsewhere cannot reach this host
+    opener = urllib.request.build_opener(_NoRedirect, *direct)
     while True:
         try:
             with opener.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:

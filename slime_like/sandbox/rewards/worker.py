@@ -9,8 +9,15 @@ from typing import Any
 from slime_like.errors import ConfigError
 from slime_like.interfaces.reward import GROUP_MARK, RewardResult, as_result
 from slime_like.plugins.traceback import code_of, named_place
-from slime_like.sandbox.rewards.registry import EASY_ANSWERS, REGISTERED, WARMED, resolve_reward
-from slime_like.sandbox.rewards.signature import ROW, require_reward, takes_row
+from slime_like.sandbox.rewards.registry import (
+    EASY_ANSWERS,
+    REGISTERED,
+    ROW,
+    WARMED,
+    require_reward,
+    resolve_reward,
+    takes_row,
+)
 from slime_like.sandbox.serving import Handler, ItemFailed, encode, serve, untrusted
 
 _WARM_UP = {"prompt": "", "response": "```python\n1\n```\n\\boxed{1}"}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from slime_like.commands.command import find_weights
 from slime_like.commands.root import run
-from slime_like.commands.weights_source import find_weights
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError, DataError
@@ -62,8 +62,6 @@ REFUSED: list[tuple[str, str]] = [
     ("model --model.path model", "flag-excluded"),
     ("model --trainer.backend none_such", "trainer.backend"),
     ("run/checkpoints/step-000002 --trainer.backend fsdp", "model.weights"),
-    ("model --input in.txt", "file-unusable"),
-    ("model --input none.jsonl", "file-unusable"),
     ("model --output ./in.jsonl", "file-unusable"),
     ("model --run_dir in.jsonl", "run_dir"),
     ("dimensions", "model.weight-files"),
@@ -89,6 +87,14 @@ def test_a_bad_row_is_rejected_before_anything_starts(
     rows.write_text("\n" if more is None else f"{rows.read_text()}{more}\n")
     with rejects(DataError, code):
         run(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"])
+
+
+@pytest.mark.parametrize(("name", "code"), [("in.txt", "file-type"), ("none.jsonl", "file-not-readable")])
+def test_an_unusable_input_is_rejected_before_anything_starts(
+    root: Path, rejects: Rejects, name: str, code: str
+) -> None:
+    with rejects(DataError, code):
+        run(["score", "model", "--input", name, "--output", "out.jsonl"])
 
 
 def test_windows_are_bounded_and_lose_nothing() -> None:

@@ -48,7 +48,7 @@ def encoded(row: dict[str, Any], template: str = TOOLS + TURNS + PROMPT, supervi
 
 
 def text(found: EncodedRow) -> str:
-    return str(byte_tokenizer().decode([*found.prompt.token_ids, *(found.response_tokens or ())]))
+    return str(byte_tokenizer().decode([*found.input.token_ids, *(found.response_tokens or ())]))
 
 
 @pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])])
@@ -273,8 +273,10 @@ def test_a_kept_row_is_the_file_s(tmp_path: Path) -> None:
     row = {"question": "1+1?", "answer": "So.\n#### 2", "level": 3}
     encoder = RowEncoder(byte_tokenizer(), DataConfig(format="gsm8k"), False, keep_row=True)
     found = encoder.encode(Row(tmp_path, 1, row | {"raw": b"a"}))
-    assert json.loads(found.row or "") == row | {"raw": "b'a'"} and found.answer == "2"
-    assert RowEncoder(byte_tokenizer(), DataConfig(format="gsm8k"), False).encode(Row(tmp_path, 1, row)).row is None
+    assert json.loads(found.whole_row or "") == row | {"raw": "b'a'"} and found.answer == "2"
+    assert (
+        RowEncoder(byte_tokenizer(), DataConfig(format="gsm8k"), False).encode(Row(tmp_path, 1, row)).whole_row is None
+    )
 
 
 THINKING = "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
@@ -317,8 +319,8 @@ def test_a_prompt_does_not_end_with_eos(single: str, front: int) -> None:
     plain = [*[eos] * front, *tokenizer.encode("Hi", add_special_tokens=False)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[("<eos>", eos)])
     encoder = RowEncoder(tokenizer, DataConfig(apply_chat_template=False, allow_special_tokens=True), False)
-    assert list(encoder.encode(Row(Path("a"), 1, {"prompt": "Hi"})).prompt.token_ids) == plain
-    written = encoder.encode(Row(Path("a"), 1, {"prompt": "Hi<eos>"})).prompt.token_ids
+    assert list(encoder.encode(Row(Path("a"), 1, {"prompt": "Hi"})).input.token_ids) == plain
+    written = encoder.encode(Row(Path("a"), 1, {"prompt": "Hi<eos>"})).input.token_ids
     assert list(written) == [*plain, eos]
 
 

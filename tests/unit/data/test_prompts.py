@@ -114,7 +114,7 @@ def test_other_text_is_encoded_by_the_tokenizer(template: bool, content: str) ->
         with pytest.raises(DataError):
             encoder.encode(row)
     else:
-        assert list(encoder.encode(row).prompt.token_ids) == expected
+        assert list(encoder.encode(row).input.token_ids) == expected
 
 
 def test_a_template_written_by_hand_is_encoded_if_allowed(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_like.sandbox.rewards.time_budget import TimeBudget
+from slime_like.sandbox.rewards.failures import TimeBudget
 
 HUNG = {"reason": "timeout"}
 
