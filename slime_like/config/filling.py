@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from slime_like.config.roles import CRITIC
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ClusterConfig
 from slime_like.errors import ConfigError
@@ -31,7 +32,7 @@ class GpusNeeded:
         return -(-self.total // gpus_per_node)
 
     def __str__(self) -> str:
-        workers = ((count, f"{role} ranks") for role, count in self.workers.items())
+        workers = ((count, role if role == CRITIC else f"{role} workers") for role, count in self.workers.items())
         parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), *workers)
         named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
         return f"{counted(self.total, 'GPU')} ({named})"

@@ -241,6 +241,11 @@ class RunConfig(Section):
                 f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
                 "so every advantage would be 0; use at least 2, or advantage: reinforce_pp"
             )
+        if rollout.drop_zero_spread and algorithm.advantage.name == "remax":
+            yield (
+                "rollout.drop_zero_spread=true drops groups whose samples agree, but algorithm.advantage=remax "
+                "compares them with the greedy response; use false"
+            )
         buffer, most = algorithm.overlong.buffer, rollout.max_new_tokens
         if buffer is not None and buffer > most:
             yield f"algorithm.overlong.buffer={buffer} exceeds rollout.max_new_tokens={most}; use at most that"

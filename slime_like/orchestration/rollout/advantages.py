@@ -13,7 +13,7 @@ from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
 from slime_like.config.roles import REFERENCE, TEACHER
-from slime_like.config.rollout import ENVIRONMENT
+from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
@@ -23,6 +23,7 @@ from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
 
+_OF_TOKENS = ("logprobs", "values")
 _LEAST_SPREAD = 1e-6
 """A smaller standard deviation of advantages is rounding."""
 
@@ -57,30 +58,50 @@ class Advantages:
         return totals + overlong_penalty(torch.tensor(response_lens), limit, buffer, factor)
 
     def of_rows(
-        self, rollouts: Sequence[Rollout[Any]], rewards: Tensor, totals: Tensor, step: int
+        self,
+        rollouts: Sequence[Rollout[Any]],
+        rewards: Tensor,
+        totals: Tensor,
+        step: int,
+        values: Mapping[str, Tensor] | None = None,
+        extra: Tensor | float = 0.0,
     ) -> dict[str, Tensor]:
         """Return the advantages of rows by sequence id: the rollout's one, or (response_len,) with 0 on observations.
-
-        All are 0 if they need a critic; see ``of_values``.
 
         Args:
             rewards: (N, num_funcs), one row per rollout.
             totals: (N,) weighted rewards with all penalties.
+            values: (response_len,) of a critic, by sequence id. While they are missing, all advantages are 0.
+            extra: rewards of turns or tokens besides ``totals``.
 
         Raises:
             RewardError: see ``of_step``.
         """
         rows = [row for rollout in rollouts for row in rollout.rows]
-        if self._critic is not None:
+        if self._critic is not None and values is None:
             return {row.sequence_id: torch.zeros(()) for row in rows}
-        found = self._of_rows(rollouts, self._given(rollouts, rewards, totals), totals, step)
+        found = self._of_rows(rollouts, self._given(rollouts, rewards, totals, values), totals, step, extra)
         return whitened(rows, found) if self._algorithm.whiten else found
 
-    def _given(self, rollouts: Sequence[Rollout[Any]], rewards: Tensor, totals: Tensor) -> dict[str, Tensor]:
+    def _given(
+        self,
+        rollouts: Sequence[Rollout[Any]],
+        rewards: Tensor,
+        totals: Tensor,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         """Return what estimators may need. Penalties are one more function."""
         weights = torch.tensor([function.weight for function in self._reward.functions], dtype=rewards.dtype)
         penalties = (totals - rewards @ weights)[:, None]
-        return {
+        greedy = [rollout.last.greedy_reward for rollout in rollouts]
+        sampled = [(row.logprobs, row.loss_mask) for rollout in rollouts for row in rollout.rows]
+        given = {} if None in greedy else {"greedy": torch.tensor(greedy)}
+        if "logprobs" in configured_estimator(self._algorithm.advantage.name).needs:
+            given["logprobs"] = torch.cat([logprobs[mask] for logprobs, mask in sampled])
+        if values is not None:
+            rows = [row for rollout in rollouts for row in rollout.rows]
+            given["values"] = torch.cat([values[row.sequence_id][row.loss_mask] for row in rows])
+        return given | {
             "tokens": torch.tensor([rollout.sampled_len for rollout in rollouts]),
             "functions": torch.cat([rewards, penalties], dim=1),
             "weights": torch.cat([weights, weights.new_ones(1)]),
@@ -107,25 +128,30 @@ class Advantages:
             return {row.sequence_id: one for rollout, one in zip(rollouts, found, strict=True) for row in rollout.rows}
         sizes = [torch.cat([_entry_sizes(row.loss_mask, level) for row in rollout.rows]) for rollout in rollouts]
         counts = torch.tensor(list(map(len, sizes)))
-        rewards = torch.cat([self._entries(*each, level) for each in zip(rollouts, sizes, totals, strict=True)])
-        entries = self.of_step(rewards + extra, group_ids, step, counts, given, options)
+        starts = (counts.cumsum(0) - counts).tolist()
+        times = [_in_time(rollout, level) for rollout in rollouts]
+        rewards = torch.cat([self._entries(*each, level) for each in zip(rollouts, times, totals, strict=True)]) + extra
+        order = torch.cat([start + time for start, time in zip(starts, times, strict=True)])
+        given = {name: given[name][order] if name in _OF_TOKENS else given[name] for name in given}
+        entries = torch.empty_like(rewards)
+        entries[order] = self.of_step(rewards[order], group_ids, step, counts, given, options)
         tokens = entries.repeat_interleave(torch.cat(sizes))
         rows = [row for rollout in rollouts for row in rollout.rows]
         parts = zip(rows, tokens.split([row.sampled_len for row in rows]), strict=True)
         return {r.sequence_id: tokens.new_zeros(r.response_len).masked_scatter(r.loss_mask, p) for r, p in parts}
 
-    def _entries(self, rollout: Rollout[Any], sizes: Tensor, total: Tensor, level: Level) -> Tensor:
-        """Return the rewards of a rollout's turns or tokens: what the environment gave for each turn, at its last
-        token, and the rest at the end."""
-        entries = total.new_zeros(len(sizes))
-        if not len(sizes):
+    def _entries(self, rollout: Rollout[Any], time: Tensor, total: Tensor, level: Level) -> Tensor:
+        """Return the rewards of a rollout's turns or tokens: what the environment or agent gave for each turn, at its
+        last token, and the rest at the end."""
+        entries = total.new_zeros(len(time))
+        if not len(time):
             return entries
-        weight = sum(function.weight for function in self._reward.functions if function.name == ENVIRONMENT)
+        weight = sum(function.weight for function in self._reward.functions if function.name in (ENVIRONMENT, AGENT))
         ends = torch.cat([_entry_sizes(row.loss_mask, "turn") for row in rollout.rows]).cumsum(0) - 1
         given = [weight * reward for reward in rollout.turn_rewards[: len(ends)]] if weight else []
         for turn, reward in enumerate(given):
             entries[turn if level == "turn" else ends[turn]] = reward
-        entries[-1] += total - sum(given)
+        entries[time[-1]] += total - sum(given)
         return entries
 
     def of_step(
@@ -187,18 +213,17 @@ class Advantages:
         assert self._critic is not None
         rollouts, rewards, totals = self._rewarded(trajectories)
         rows = [row for rollout in rollouts for row in rollout.rows]
-        given = self._given(rollouts, rewards, totals)
-        given["values"] = torch.cat([values[row.sequence_id][row.loss_mask] for row in rows])
-        extra, kl = torch.zeros_like(given["values"]), 0.0
+        extra: Tensor | float = 0.0
+        kl = 0.0
         if coefficient > 0:
             negative = self._kl(ranks, trajectories)
             extra = torch.cat([coefficient * negative[row.sequence_id][0][row.loss_mask] for row in rows])
             kl = -float(extra.sum()) / coefficient / len(rollouts)
-        advantages = self._of_rows(rollouts, given, totals, step, extra)
         lam = {} if self._critic.lam is None else {"lam": self._critic.lam}
-        learned = self._of_rows(rollouts, given, totals, step, extra, self._algorithm.advantage.options | lam)
+        given, options = self._given(rollouts, rewards, totals, values), self._algorithm.advantage.options | lam
+        learned = self._of_rows(rollouts, given, totals, step, extra, options)
         targets = {name: values[name] + gain for name, gain in learned.items()}
-        _replace(ranks, trajectories, whitened(rows, advantages) if self._algorithm.whiten else advantages)
+        _replace(ranks, trajectories, self.of_rows(rollouts, rewards, totals, step, values, extra))
         return targets, kl
 
     def _rewarded(self, trajectories: Sequence[ScoredTrajectory]) -> tuple[list[Rollout[Any]], Tensor, Tensor]:
@@ -266,6 +291,13 @@ def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor
     scale = 1 / spread if float(spread) > _LEAST_SPREAD else 0.0
     made = {name: ((values - tokens.mean()) * scale).to(advantages[name].dtype) for name, values in each.items()}
     return {row.sequence_id: made[row.sequence_id].masked_fill(~row.loss_mask, 0.0) for row in rows}
+
+
+def _in_time(rollout: Rollout[Any], level: Level) -> Tensor:
+    """Return the places of a rollout's turns or tokens in the order of sampling, which several rows may not follow."""
+    spans = torch.cat([_entry_sizes(row.loss_mask, "turn") for row in rollout.rows])
+    numbers = torch.tensor(rollout.calls or range(len(spans)))
+    return (numbers if level == "turn" else numbers.repeat_interleave(spans)).argsort(stable=True)
 
 
 def _entry_sizes(loss_mask: Tensor, level: Level) -> Tensor:

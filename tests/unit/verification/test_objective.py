@@ -42,7 +42,10 @@ def test_distillation_follows_the_reverse_kl_at_every_position() -> None:
 
 @pytest.mark.parametrize(
     ("advantage", "scale"),
-    [("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)],
+    [
+        *(("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)),
+        *(("remax", 1.0), ("optimal_token_baseline", 1.0)),
+    ],
 )
 def test_estimators_that_are_exact_up_to_a_factor(advantage: str, scale: float) -> None:
     """Groups have 3 samples: a mean that includes the sample itself shrinks the gradient by (3 - 1) / 3."""
@@ -227,7 +230,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["verify", "objective", str(file), "--algorithm.reduction", str(CONSTANT).replace("'", "")]) == 0
     assert "on-policy, one turn: reward: unbiased, 0.125 times the true gradient" in capsys.readouterr().out
     assert main(["verify", "objective", str(file), "--algorithm.loss", f"{HERE}:Descends"]) == 1
-    assert main(["verify", "objective", "--algorithm.loss", "sft"]) == 2
+    for loss in ("sft", "clip_cov"):
+        assert main(["verify", "objective", "--algorithm.loss", loss]) == 2
     assert main(["verify", "objective", "--algorithm.loss.clip_high", "-0.3"]) == 2
     assert "algorithm.loss.clip_high=-0.3" in capsys.readouterr().err
 
