@@ -58,8 +58,10 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
     if REPLICAS in names:
         needed, parallel = gpus_needed(config), trainer.parallel
-        left = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - needed.trainers)
-        data = max(1, left // (parallel.world_size // parallel.data))
+        # A critic on its own devices has by default the policy's layout, so its size grows with it.
+        copies = 1 + (CRITIC in needed.workers and config.critic.parallel is None)
+        left = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - copies * needed.trainers)
+        data = max(1, left // (copies * parallel.world_size // parallel.data))
         trainer = trainer.model_copy(update={"parallel": parallel.model_copy(update={"data": data})})
         config = config.model_copy(update={"trainer": trainer})
     if ENGINES in names:

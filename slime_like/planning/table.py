@@ -24,6 +24,7 @@ _PHASES = {
     "generation": "generation",
     "references": "reference workers (during generation)",
     "scoring": "scoring",
+    "critic": "critic, before the policy",
     "training": "training",
     "sync": "weight sync",
     "moving": "moves to and from host memory",
