@@ -87,6 +87,9 @@ def predict(
     ceiling = layout.world_size * hardware.gpu.ceiling_tflops * 1e12
     if config.critic.placement == "separate":
         critic = max(0.0, critic - training)
+    after_last = scoring + critic + training
+    if config.rollout.stream:
+        after_last = (1 + bubble) * (score_slot + slot) + update
     return StepTime(
         generation=0.0 if engine is None else predict_generation(run, engine).seconds,
         scoring=scoring,
@@ -95,9 +98,7 @@ def predict(
         moving=_moving_seconds(run, estimates, engine),
         references=references,
         overlapped=config.rollout.max_staleness > 0,
-        after_last=(1 + bubble) * (score_slot + slot) + update
-        if config.rollout.stream
-        else scoring + critic + training,
+        after_last=after_last,
         utilization=flops / (training * ceiling),
         critic=critic,
     )

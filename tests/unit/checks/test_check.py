@@ -190,6 +190,10 @@ fields-conflict rollout.ignore_eos --rollout.ignore_eos true
 fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]'
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
+fields-conflict critic.lam --critic.lam 1
+fields-conflict critic.warmup_steps --algorithm.advantage gae --critic.warmup_steps 4 --steps 4
+fields-conflict critic.placement --algorithm.advantage gae --critic.parallel.data 3
+fields-conflict rollout.stream --algorithm.advantage gae --rollout.stream true
 fields-conflict distillation.coef --distillation.coef 1
 fields-conflict distillation.path --distillation.path TMP/none
 fields-conflict algorithm.loss --algorithm.loss sft --distillation.coef 1 --distillation.path TMP/none
