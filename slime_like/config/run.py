@@ -109,7 +109,11 @@ class RunConfig(Section):
         """Return the configuration of the critic's ranks, whose modules hold its weights and a value head."""
         config = self.for_worker(self.roles[CRITIC])
         settings = {"optimizer": self.critic.optimizer, "router_bias_rate": 0.0}
-        return config.model_copy(update={"trainer": config.trainer.model_copy(update=settings)})
+        trainer, critic = (
+            config.trainer.model_copy(update=settings),
+            config.critic.model_copy(update={"warmup_steps": 0}),
+        )
+        return config.model_copy(update={"trainer": trainer, "critic": critic})
 
     def has_same_base(self, role: ModelRole) -> bool:
         """Return whether a role has the policy's first weights, so that only trained weights are swapped for it."""
@@ -179,7 +183,7 @@ class RunConfig(Section):
     @property
     def total_updates(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
+        return (self.steps - self.critic.warmup_steps) * self.algorithm.epochs * self.algorithm.minibatches
 
     @property
     def schedule(self) -> dict[str, Any]:
