@@ -265,5 +265,4 @@ class ThreadedSource(RolloutSource):
 
 
 def source_class(rollout: RolloutConfig) -> type[RolloutSource]:
-    """Return the class of the run's source."""
     return ThreadedSource if rollout.max_staleness > 0 else SynchronousSource

@@ -48,7 +48,6 @@ class Tree:
 
 
 def one_turn(small: bool) -> Tree:
-    """Return the tree of responses of one or two tokens."""
     return Tree("one turn", tuple(_responses(small, lambda a: 0)), ACTIONS)
 
 
