@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import metrics_of
@@ -26,6 +27,7 @@ def test_a_run_trains_both_models_and_resumes(tiny: Tiny, tmp_path: Path, case: 
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert "train_actor_training/loss" not in rows[0] and "train_actor_training/loss" in rows[1]
     assert all(row["train_critic/loss"] > 0 and row["train_critic/old_gap_max"] < 1e-5 for row in rows)
+    assert load_file(whole / "critic_hf" / "model.safetensors")["score.weight"].any()
     assert rows[0]["train_critic/values"] == 0 and rows[3]["train_critic/values"] != 0
     if case == "shared":
         assert all("train_actor_training/kl_reward" in row for row in rows)

@@ -44,6 +44,7 @@ class Critic:
         self._is_shared = config.critic.placement == "shared"
         worker = None if self._is_shared else [role.name for role in placement.workers].index(CRITIC)
         self.group = TrainerGroup(self._config, placement, worker, trainers if self._is_shared else None)
+        self._denominators: list[float] = []
         self._updates: list[Answers[Any]] = []
 
     @cached_property
