@@ -86,6 +86,10 @@ class FsdpTrainer(TrainerBase):
         with self.state.without_factors(), self.model.even_head():  # transformers' experts have none
             require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
+    @property
+    def _models(self) -> list[LogprobModel]:
+        return [self.model]
+
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:
         self.optimizer.zero_gradients()

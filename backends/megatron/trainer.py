@@ -92,6 +92,10 @@ class MegatronTrainer(TrainerBase):
     def _batch_builder(self) -> BatchBuilder:
         return BatchBuilder(self.config.trainer, getattr(torch, self.config.model.dtype), self.dimensions, self.device)
 
+    @property
+    def _models(self) -> list[LogprobModel]:
+        return self.chunks
+
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:
         self._communication.begin_step()

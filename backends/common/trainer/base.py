@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.process.agreement import rank_error
+from backends.common.process.agreement import rank_error, together
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
@@ -75,7 +75,7 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
-        self._objective = objective_of(self._role.head)(config.algorithm, config.critic)
+        self._objective = objective_of(self._role, config.algorithm, config.critic, config.distillation)
         self._step, self._trial = StepSums(), contextlib.ExitStack()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -107,9 +107,14 @@ class TrainerBase(TrainerBackend):
     def _router_biases(self) -> dict[int, Tensor]:
         """Return the biases of this rank's sigmoid routers, (E,) float32, by layer, as the model's memory."""
 
+    @property
+    @abstractmethod
+    def _models(self) -> Sequence[Any]:
+        """This rank's models, each with ``returns_hidden`` and ``hold_teacher``."""
+
     @abstractmethod
     def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None) -> list[tuple[Tensor, ...]] | None:
-        """Return the head's (R,) outputs for each pack, with the current weights."""
+        """Return the head's (R, ...) outputs for each pack, with the current weights."""
 
     # ----------------------------------------------------------------------------------------------------------- phases
     @property
@@ -155,6 +160,8 @@ class TrainerBase(TrainerBackend):
             self._load_start()
             for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
+            if self._role.name == POLICY and self.config.distillation.is_exact:
+                self._hold_teacher(self.config.distillation.path)
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -212,6 +219,16 @@ class TrainerBase(TrainerBackend):
             self.state.load_hugging_face(role.path)
             self.state.freeze(role.name, base=True)
 
+    def _hold_teacher(self, path: Path | None) -> None:
+        """Read this rank's rows of the teacher's output projection."""
+        assert path is not None, "settings require it"
+
+        def read() -> None:
+            for model in self._models:
+                model.hold_teacher(path, self.config.model, self.device)
+
+        together(read, f"loading {path}", self.device)
+
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name
         with self._settled("load"), contextlib.nullcontext() if own else self.state.preserved():
@@ -261,7 +278,8 @@ class TrainerBase(TrainerBackend):
         name = role or self._role.name
         if name == self._role.name:
             replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
-            return named_scores(self._role, self._score(micro_batches, replay))
+            with self._returning(self._role):
+                return named_scores(self._role, self._score(micro_batches, replay))
         if name not in self.state.frozen:
             raise rank_error(
                 "score",
@@ -270,8 +288,18 @@ class TrainerBase(TrainerBackend):
                 remedy="configure one, with placement: trainer",
             )
         self.settle_weights()
-        with self.state.replaced(name):
-            return named_scores(self.config.roles[name], self._score(micro_batches, None))
+        frozen = self.config.roles[name]
+        with self.state.replaced(name), self._returning(frozen):
+            return named_scores(frozen, self._score(micro_batches, None))
+
+    @contextlib.contextmanager
+    def _returning(self, role: ModelRole) -> Iterator[None]:
+        """Inside, the models return what the role's head does."""
+        for model in self._models:
+            model.returns_hidden = role.head == "hidden"
+        yield
+        for model in self._models:
+            model.returns_hidden = False
 
     @property
     def _replays(self) -> str:

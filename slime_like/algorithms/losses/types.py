@@ -10,7 +10,7 @@ from slime_like.algorithms.bounds import bounded_logprobs
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 _LOGPROBS = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
-_PER_TOKEN = (*_LOGPROBS, "entropy", "advantages")
+_PER_TOKEN = (*_LOGPROBS, "entropy", "advantages", "divergence")
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class LossInputs:
         behaviour_logprobs: as the engine reported them while sampling.
         ref_logprobs: under the reference model.
         advantages: the sequence's advantage on each of its tokens, or per-token advantages.
+        divergence: exact KL to the teacher, with graph; needed if the loss distils.
         response_lens: (S,) int64, needed if the loss has values per sequence.
         set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
     """
@@ -38,6 +39,7 @@ class LossInputs:
     behaviour_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    divergence: Tensor | None = None
     response_lens: Tensor | None = None
     set_apart: Tensor | None = None
 

@@ -81,7 +81,7 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
             kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
             run.kl_reward.adapt(kl)
             metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": coefficient}
-        if config.distillation.is_set:
+        if config.distillation.is_sampled:
             metrics["train_actor_training/distillation_kl"] = distil(ranks, trajectories, config.distillation.coef)
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
