@@ -81,6 +81,11 @@ class DistillationConfig(FrozenModelConfig):
         return self.is_set and self.mode == "exact"
 
     @property
+    def exact_path(self) -> Path | None:
+        """The teacher whose output projection policy ranks hold."""
+        return self.path if self.is_exact else None
+
+    @property
     def is_sampled(self) -> bool:
         """Whether advantages have its estimate."""
         return self.is_set and self.mode == "sampled"

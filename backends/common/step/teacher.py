@@ -12,7 +12,7 @@ from backends.common.process.agreement import rank_error
 from backends.common.step.packs import ResponseRows
 from slime_like.algorithms.divergence import Head, fused_reverse_kl
 from slime_like.errors import CheckpointError
-from slime_like.models.dimensions import EMBEDDING, HEADS
+from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,12 @@ class TeacherHead:
                 weight[:held] = checkpoint.read(name, 0, start, held).to(dtype)
         return cls(weight, factor, softcap)
 
+    @classmethod
+    def planned(cls, path: Path, rows: int, dtype: torch.dtype) -> Self:
+        """Return the shapes of this many rows. Needs only ``config.json``."""
+        width = ModelDimensions.from_checkpoint(path).hidden_size
+        return cls(torch.empty(rows, width, dtype=dtype, device="meta"))
+
     def divergence(self, student: Head, rows: ResponseRows, **shard: Any) -> Tensor:
         """Return the (r,) KL of the student to the teacher at ``rows``; ``shard``: see ``fused_reverse_kl``."""
         if rows.teacher is None:
@@ -73,3 +79,9 @@ class TeacherHead:
         return fused_reverse_kl(
             student, Head(hidden, self.weight, rows.temperatures / self.factor, self.softcap), **shard
         )
+
+
+def add_planned(rows: ResponseRows | None, teacher: TeacherHead | None) -> None:
+    """Give a planned micro-batch the shapes of its teacher's hidden states."""
+    if rows is not None and teacher is not None:
+        rows.teacher = torch.empty(len(rows.targets), teacher.weight.shape[1], device="meta")

@@ -160,8 +160,8 @@ class TrainerBase(TrainerBackend):
             self._load_start()
             for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
-            if self._role.name == POLICY and self.config.distillation.is_exact:
-                self._hold_teacher(self.config.distillation.path)
+            if self._role.name == POLICY and (path := self.config.distillation.exact_path) is not None:
+                self._hold_teacher(path)
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -219,15 +219,15 @@ class TrainerBase(TrainerBackend):
             self.state.load_hugging_face(role.path)
             self.state.freeze(role.name, base=True)
 
-    def _hold_teacher(self, path: Path | None) -> None:
+    def _hold_teacher(self, path: Path) -> None:
         """Read this rank's rows of the teacher's output projection."""
-        assert path is not None, "settings require it"
 
         def read() -> None:
             for model in self._models:
                 model.hold_teacher(path, self.config.model, self.device)
 
         together(read, f"loading {path}", self.device)
+        self.state.constants = [model.teacher.weight for model in self._models if model.teacher is not None]
 
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name

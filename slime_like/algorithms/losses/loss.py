@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from slime_like.config.part import Part
 
 
-def build_loss(config: AlgorithmConfig) -> Loss:
+def build_loss(config: AlgorithmConfig, distillation: float = 0.0) -> Loss:
     """Build the loss that the configuration names.
 
     Args:
         config: the objective; any object with the attributes of ``AlgorithmConfig`` will do.
+        distillation: coefficient of the exact KL to a teacher.
 
     Returns:
         The loss. Call it with the ``LossInputs`` of a micro-batch.
@@ -48,7 +49,7 @@ def build_loss(config: AlgorithmConfig) -> Loss:
         >>> build_loss(AlgorithmConfig(loss={"name": "ppo_clip", "clip_high": 0.28})).needs_old
         True
     """
-    return Loss(config, build_policy(config.loss))
+    return Loss(config, build_policy(config.loss), distillation=distillation)
 
 
 def build_policy(loss: Part) -> PolicyLoss:

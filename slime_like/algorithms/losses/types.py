@@ -26,9 +26,9 @@ class LossInputs:
         behaviour_logprobs: as the engine reported them while sampling.
         ref_logprobs: under the reference model.
         advantages: the sequence's advantage on each of its tokens, or per-token advantages.
-        divergence: exact KL to the teacher, with graph; needed if the loss distils.
         response_lens: (S,) int64, needed if the loss has values per sequence.
         set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
+        divergence: exact KL to the teacher, with graph; needed if the loss distils.
     """
 
     logprobs: Tensor
@@ -39,9 +39,9 @@ class LossInputs:
     behaviour_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    divergence: Tensor | None = None
     response_lens: Tensor | None = None
     set_apart: Tensor | None = None
+    divergence: Tensor | None = None
 
     def check_shapes(self) -> None:
         """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""
