@@ -74,10 +74,10 @@ class _ReverseKL(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, student: Head, teacher: Head, shard: VocabularyShard
     ) -> Tensor:
-        count, dtype = len(hidden), compute_dtype(hidden.dtype)
+        count, dtype, device = len(hidden), compute_dtype(hidden.dtype), student.temperatures.device
         # A shard of only padding keeps a finite, very low maximum: its sums stay 0, never 0 * inf.
-        local = torch.full((2, count), torch.finfo(dtype).min / 4, dtype=dtype, device=hidden.device)
-        sums = torch.zeros(3, count, dtype=dtype, device=hidden.device)
+        local = torch.full((2, count), torch.finfo(dtype).min / 4, dtype=dtype, device=device)
+        sums = torch.zeros(3, count, dtype=dtype, device=device)
         for part in shard.parts(count):
             x, y = (_scaled(head, part, shard.columns, dtype) for head in (student, teacher))
             for logits, maximum in zip((x, y), local, strict=True):

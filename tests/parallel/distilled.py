@@ -61,13 +61,13 @@ def save_teacher(directory: Path) -> Path:
 
 
 def distilled_case(
-    sequences: list[ScoredTrajectory], directory: Path, layers: int = 2, kind: type[Case] = Case
+    sequences: list[ScoredTrajectory], directory: Path, kind: type[Case] = Case, steps: int = STEPS
 ) -> tuple[Case, Path, float]:
     """Return the case of a Qwen3 student, the teacher, and the mean KL of the first step.
 
     Sequences get the teacher's hidden states in float32.
     """
-    checkpoint, teacher = save_checkpoint("qwen3", directory, layers=layers), save_teacher(directory / "teacher")
+    checkpoint, teacher = save_checkpoint("qwen3", directory, layers=2), save_teacher(directory / "teacher")
     algorithm = parity_config(checkpoint, directory, {}).algorithm
     reference = DistillingReference(checkpoint, algorithm, teacher)
     for sequence in sequences:
@@ -77,7 +77,7 @@ def distilled_case(
     expected = reference.step(sequences, denominator)
     kls = [kl.detach()[one.loss_mask] for kl, one in zip(reference.kls, sequences, strict=True)]
     updated = adamw_steps(
-        reference, sequences, denominator, STEPS, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
+        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
     )
     return kind(checkpoint, sequences, expected, {}, updated, initial), teacher, float(torch.cat(kls).mean())
 

@@ -9,17 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.common.attention import packed_attention, prefixes, ring
+from backends.common.attention.kernels import CpuFlash
 from slime_like.config import RunConfig
 from slime_like.config.roles import TEACHER
-from slime_like.interfaces import RankPlacement
+from slime_like.config.sections import DistillationConfig
+from slime_like.interfaces import RankPlacement, load_backend
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.distilled import distilled_case, distilled_config
+from tests.parallel import taken
+from tests.parallel.distilled import COEFFICIENT, distilled_case, distilled_config, save_teacher
 from tests.parallel.parity import LOSS_BOUND, MASKED, PACKS, STEPS, Case, Settings, check_everything
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
 from tests.parallel.steps import RankResult, running, train_rank
 from tests.parallel.test_fsdp_parity import check_case
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.test_planned_memory import NEAR
+from tests.parallel.tiny import VOCAB, scored_sequences
 
 LAYOUTS: dict[str, Settings] = {
     "tp2-sp": {"tensor": 2, "sequence": True},
@@ -62,6 +68,51 @@ def check_distilled(case: Case, kl: float, results: list[RankResult], backend: s
     found = [float(result.stats[0].distillation_kl) for result in results if result.stats[0] is not None]
     assert kl > 0.5 and found == pytest.approx([kl] * len(found), abs=LOSS_BOUND)
     (check_case if backend == "fsdp" else check_everything)(case, results)
+
+
+def _measure(placement: RankPlacement, config: RunConfig, width: int) -> taken.Taken:
+    """Measure a step of worst micro-batches with a teacher's hidden states, which come from elsewhere."""
+    plain = taken.worst_packs
+
+    def taught(*arguments: Any) -> list[PackedTrajectory]:
+        return [replace(pack, teacher_hidden=torch.zeros(len(pack.targets), width)) for pack in plain(*arguments)]
+
+    taken.worst_packs = taught
+    return taken.measure_rank(placement, config)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_ranks_take_the_planned_memory(
+    backend: str, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held weights exactly, a step's memory within a tenth."""
+    path = save_teacher(tmp_path / "teacher")
+    section = DistillationConfig(path=path, coef=COEFFICIENT, mode="exact", placement="workers")
+    model = ModelDimensions.from_checkpoint(path)
+    layouts: list[dict[str, Any]] = [{"parallel": {"data": 2}}]
+    if backend == "megatron":
+        layouts = [
+            {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
+            {"parallel": {"pipeline": 2}},
+        ]
+    configs = [
+        taken.planned_config(backend, qwen3, tmp_path, **layout).model_copy(update={"distillation": section})
+        for layout in layouts
+    ]
+    tasks = [(config, model.hidden_size) for config in configs]
+    measured = run_each(_measure, 2, tmp_path / "ranks", tasks)
+    for module in (packed_attention, prefixes, ring):
+        monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
+    planner = load_backend(backend).planner()
+    for config, ranks in zip(configs, measured, strict=True):
+        for rank, real in enumerate(ranks):
+            planned = planner.estimate(config, rank).memory
+            for kind, (wanted, found) in taken.compared(planned, real).items():
+                assert wanted == pytest.approx(found, rel=NEAR), (config.trainer.parallel, rank, kind)
+    # Bytes of a column: of rows with padding, on the last stage, in float32 and bfloat16.
+    columns = {"megatron": [[4 * 128, 4 * 128], [0, 2 * 256]], "fsdp": [[2 * VOCAB, 2 * VOCAB]]}[backend]
+    held = [[planner.estimate(config, rank).memory.teacher_bytes for rank in range(2)] for config in configs]
+    assert held == [[nbytes * model.hidden_size for nbytes in ranks] for ranks in columns]
 
 
 def teach(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory]) -> list[Tensor] | None:
