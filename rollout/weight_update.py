@@ -44,7 +44,6 @@ class WeightUpdateState:
         return self._failure is None
 
     def forget(self, reason: str) -> None:
-        """Record that the engine has no weights."""
         self._failure = reason
         self._open_version = None
 

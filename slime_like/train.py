@@ -70,8 +70,9 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
         scoring = score(run, trajectories, clock)
         penalties = adjust(run, trajectories, step, clock)
         with clock.phase("train"):
-            updates = update(run, batch, trajectories)
-    return TrainedStep(trajectories, updates, scoring, batch.tokens, penalties=penalties)
+            updates = update(run, batch, trajectories, step)
+            learned = [] if run.critic is None else run.critic.statistics()
+    return TrainedStep(trajectories, updates, scoring, batch.tokens, penalties=penalties, critic=learned)
 
 
 def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:

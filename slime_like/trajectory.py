@@ -101,7 +101,9 @@ class Conversation:
     Attributes:
         turns: ``[start, end)`` of every sampled turn in the response's tokens. The other tokens are observations.
         reward, success, metadata: sum over the environment's steps; success of the last one; metadata of each.
-        rewards: of every step, one per turn from the first; empty if only their sum is known.
+        rewards: of every step, one per turn from the first; empty if only their sum is known. An agent's are those of
+            the turns that its rows train, row after row.
+        calls: number of each of these turns, in the order of sampling; empty if they follow each other.
         failure: ``reason``, ``function`` and ``detail`` of the step that had no outcome; ``None`` if all had one.
     """
 
@@ -111,6 +113,7 @@ class Conversation:
     failure: Mapping[str, str] | None = None
     metadata: tuple[Mapping[str, Any], ...] = ()
     rewards: tuple[float, ...] = ()
+    calls: tuple[int, ...] = ()
 
 
 class TensorsAsArrays:
@@ -143,6 +146,7 @@ class UnscoredTrajectory(SampledFields):
         temperature: sampling temperature; all logprobs of this sequence are scored with it.
         finish_reason: "stop", "length", "abort" or "turns".
         conversation: turns of the conversation, if an environment took part.
+        greedy_reward: reward of the greedy response to the prompt, with all penalties, if the advantage needs it.
     """
 
     prompt_tokens: Tensor = field(metadata=_tensor(torch.int64, over="prompt"))
@@ -157,6 +161,7 @@ class UnscoredTrajectory(SampledFields):
     finish_reason: str = "stop"
     conversation: Conversation | None = None
     rollout_id: str = ""
+    greedy_reward: float | None = None
 
     def __post_init__(self) -> None:
         self.rollout_id = self.rollout_id or self.sequence_id
@@ -185,6 +190,7 @@ class GroupedUnscoredTrajectories:
     """All samples of one prompt: the unit for rewards and group advantages.
 
     ``trajectories`` holds the rows of its rollouts, one rollout after the other. ``total_tokens`` sums ``total_len``.
+    ``greedy`` holds the rows of a greedy rollout that is only rewarded.
     Reward functions get ``prompt_tokens``, since rows may have other prompts, and ``whole_row``, the prompt's row of
     the data as JSON, if one of them may read it.
     """
@@ -194,6 +200,7 @@ class GroupedUnscoredTrajectories:
     total_tokens: int
     prompt_tokens: Tensor
     whole_row: str | None = None
+    greedy: list[UnscoredTrajectory] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -129,7 +129,6 @@ class Host:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
 
     async def ping(self) -> None:
-        """Wait for an answer of the schedulers."""
         await self._manager.get_internal_state()
 
     # ---------------------------------------------------------------------------------------------------------- private

@@ -134,7 +134,6 @@ class EngineScheduler(Scheduler):
 
 
 def load(scheduler: EngineScheduler, metadata: dict[str, Any]) -> None:
-    """Load a bucket into the model of a rank's ``scheduler``."""
     runner = scheduler.tp_worker.model_runner
     with torch.inference_mode():
         runner.model.load_weights(scheduler.receiver.copies(BucketMetadata.from_wire(metadata), runner.device))

@@ -10,7 +10,6 @@ from slime_like.weights.adapter import PREFIX
 
 
 def serve(engine: Any, settings: dict[str, Any], *source: Any) -> None:
-    """Replace the factors by those from ``source``."""
     factors, scale = taken(engine.receiver, *source), settings["lora_alpha"] / settings["r"]
     for name in factors:
         stem, is_a, _ = name.partition(".lora_A.")

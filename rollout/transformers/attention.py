@@ -58,6 +58,5 @@ def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 def register() -> None:
-    """Register the implementation with transformers."""
     AttentionInterface.register(GROUPED_SDPA, grouped_sdpa)
     AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)

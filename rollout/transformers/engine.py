@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 10.0
 _MAX_BATCH_SIZE = 512
-_LAYER_TYPES = frozenset(
-    {"full_attention", "sliding_attention"}
-)  # types that a cache of keys and values by column supports
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # the cache keeps keys and values by column
 
 
 class TransformersEngine(EngineBase["DecodeScheduler"]):

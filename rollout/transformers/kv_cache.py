@@ -36,7 +36,6 @@ class BufferLayer(CacheLayerMixin):
         self.lazy_initialization(keys, values)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Create empty buffers for these states."""
         self.keys, self.values = (s.new_empty((0, s.shape[1], 0, s.shape[3])) for s in (key_states, value_states))
         self.is_initialized = True
 

@@ -141,7 +141,6 @@ class DecodeScheduler:
         return not self._paused and bool(self._waiting or self._batch.samples)
 
     def _admit(self) -> None:
-        """Move waiting requests to the batch while there is room."""
         room = self._max_batch_size - len(self._batch.samples)
         while self._waiting and (len(self._waiting[0].samples) <= room or not self._batch.samples):
             request = self._waiting.pop(0)

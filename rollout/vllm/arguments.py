@@ -144,10 +144,7 @@ def _lora(model: ModelConfig) -> dict[str, Any]:
 
 
 def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
-    defaults: dict[str, Any] = {
-        "disable_log_stats": True,
-        "max_num_seqs": sequences_at_once(config.rollout),
-    }
+    defaults: dict[str, Any] = {"disable_log_stats": True, "max_num_seqs": sequences_at_once(config.rollout)}
     if not cpu and config.rollout.ranks > 1 and config.cluster.placement == "colocated":
         # A sleeping engine also frees NCCL's buffers. vLLM ignores this if NCCL is older than 2.29.7.
         defaults["enable_nccl_comm_suspend"] = True

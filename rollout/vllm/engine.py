@@ -78,7 +78,6 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         return self._core.alive()
 
     async def _ping(self) -> None:
-        """Wait for an answer of the engine core's process."""
         await self._core.ping()
 
     def _own_process_ids(self) -> tuple[int, ...]:

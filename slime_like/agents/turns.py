@@ -47,6 +47,7 @@ class Turn:
         text: text that the ids decode to.
         keys: keys of all messages up to and including the reply.
         forms: the reply as sent to the client, and as sampled.
+        number: index of the turn in its rollout.
     """
 
     prompt: Prompt
@@ -55,14 +56,21 @@ class Turn:
     text: str
     keys: tuple[str, ...]
     forms: tuple[Message, ...]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A branch of the tree, from its root to a leaf, with ``[start, end)`` of every sampled turn in the segment."""
+    """A branch of the tree, from its root to a leaf.
+
+    Attributes:
+        turns: ``[start, end)`` of every sampled turn in the segment's ``token_ids``.
+        calls: number of the turn that starts each of the row's runs of tokens that carry loss.
+    """
 
     segment: Segment
     turns: tuple[tuple[int, int], ...]
+    calls: tuple[int, ...] = ()
 
 
 class TurnTree:
@@ -102,6 +110,7 @@ class TurnTree:
             prompt.text + self._chat.continuation(prompt.input.token_ids, tokens),
             (*prompt.keys, reply.key),
             (reply, Message("assistant", sampled, is_sampled=True)),
+            len(self.turns),
         )
         self.turns.append(turn)
         return turn
@@ -153,7 +162,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     start = len(branch[0].prompt.input.token_ids)
     tokens = np.array(leaf.token_ids[start:], np.int64)
     logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
-    versions, turns = np.zeros(len(tokens), np.int64), []
+    versions, turns, calls = np.zeros(len(tokens), np.int64), [], list[int]()
     supports, covered, fields = list[Supports](), 0, dict[str, np.ndarray]()
     for turn in branch:
         fields = turn.generation.extending(fields)
@@ -162,6 +171,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
         versions[end:] = turn.generation.weight_versions[-1]  # tokens up to the next turn
         turns.append((first, end))
         if turn not in trained:
+            calls += [] if first and mask[first - 1] else [turn.number]
             logprobs[first:end], mask[first:end] = turn.generation.logprobs, True
             if turn.generation.supports is not None:
                 supports += [Supports.whole(first - covered), turn.generation.supports]
@@ -171,7 +181,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     if leaf.generation.supports is not None:
         joined = Supports.joined([*supports, Supports.whole(len(tokens) - covered)])
     reason = leaf.generation.finish_reason
-    return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields), tuple(turns))
+    return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields), tuple(turns), tuple(calls))
 
 
 def _branch(turn: Turn | None) -> Iterator[Turn]:

@@ -18,7 +18,7 @@ from slime_like.plugins.resolve import require_options, resolve
 
 Scope = Literal["group", "batch"]
 Level = Literal["sample", "turn", "token"]
-Need = Literal["tokens", "functions", "weights"]
+Need = Literal["tokens", "functions", "weights", "greedy", "logprobs", "values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,9 @@ class AdvantageEstimator:
         scope: "group" if completed groups suffice, "batch" if the whole batch is needed, which rules out streaming.
         level: "sample", "turn" or "token": the unit with one advantage, which is spread over its tokens.
         needs: further arguments of ``compute``: "tokens", (N,) loss-carrying tokens of each sample; "functions" (N, F)
-            and "weights" (F,), the unweighted rewards of each function, and their weights.
+            and "weights" (F,), the unweighted rewards of each function, and their weights; "greedy", (N,) reward of the
+            greedy response to each sample's prompt, which is then sampled; "logprobs" and "values", (E,) under the
+            policy that sampled, and of the critic, for every token that carries loss.
 
     Raises:
         ValueError: an unknown scope or level.

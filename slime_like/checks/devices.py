@@ -9,7 +9,6 @@ from slime_like.system.words import counted
 
 
 def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
-    """Check that the run uses all GPUs of the cluster."""
     cluster, needed = config.cluster, gpus_needed(config)
     if cluster.nodes is None or cluster.allow_idle_gpus:
         return

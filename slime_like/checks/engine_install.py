@@ -56,7 +56,6 @@ def version_warning(python: Path | None, engine: str) -> str | None:
 
 
 def engine_libraries(python: Path | None) -> Libraries:
-    """Return the versions in the engines' environment; ``None`` means this one."""
     return Libraries.of(_versions(python, Libraries.PACKAGES))
 
 

@@ -28,6 +28,5 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 
 
 def device_problems() -> Iterator[str]:
-    """Check this machine, if it has GPUs."""
     if local_gpus() and (problem := visible_device_problem(os.environ)):
         yield problem

@@ -40,7 +40,8 @@ def reference_text(prefix: str = "") -> str:
         for section, leaves in sections().items()
         if leaves
     ]
-    return "\n".join([*fields, _NAMES, *(_names(setting) for setting in named_parts() if setting != _REWARDS)])
+    names = {setting: _names if prefix or "algorithm" not in setting else _explained for setting in named_parts()}
+    return "\n".join([*fields, _NAMES, *(listed(setting) for setting, listed in names.items() if setting != _REWARDS)])
 
 
 def _field(field: Field, prefix: str) -> str:
@@ -54,15 +55,25 @@ def _names(setting: str) -> str:
     return f"`{setting}`\n\n" + "\n".join(items) + "\n"
 
 
+def _explained(setting: str) -> str:
+    """List the names that a setting accepts, with their options. Another page has their formulas."""
+    parts = [f"`{part.name}`" + (f" ({each})" if (each := _shown(part)) else "") for part in named_parts()[setting]]
+    text = f"`{setting}`, [with formulas](objective.md): {', '.join(parts)}."
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False) + "\n"
+
+
 def _options(part: PartDocs) -> str:
-    shown = [f"`{one.name}`" if one.default is None else f"`{one.name}={one.default}`" for one in part.options]
-    return f" Options: {', '.join(shown)}." if shown else ""
+    return f" Options: {shown}." if (shown := _shown(part)) else ""
+
+
+def _shown(part: PartDocs) -> str:
+    return ", ".join(f"`{one.name}`" if one.default is None else f"`{one.name}={one.default}`" for one in part.options)
 
 
 def _note(kind: str, default: str | None) -> str:
-    """Return type and default. The type is left out if the default shows it."""
-    if default is None:
-        return f" ({kind}; required)"
+    """Return type and default. The type is left out if the default shows it, and so is the default `none`."""
+    if default in (None, "none"):
+        return f" ({kind})" if default else f" ({kind}; required)"
     shown = kind in ("switch", "integer", "number", "text", "name or mapping") and default != "none"
     return f" (`{default}`)" if shown else f" ({kind}; `{default}`)"
 

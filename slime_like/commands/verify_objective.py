@@ -13,6 +13,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     config = load_config(options.config, ["--model.path", "none-is-loaded", *flags], temporary_run_dir("verify"))
     if config.supervised:
         raise ConfigError("algorithm.loss=sft: demonstrations have no expected reward; choose another loss")
+    if config.algorithm.chooses_tokens:
+        problem = "it chooses tokens of a whole step, which are not enumerated; choose another loss"
+        raise ConfigError(f"algorithm.loss={config.algorithm.loss}: {problem}")
     from slime_like.checks.names import advantage_name_problems, algorithm_name_problems, option_problems
 
     named = [*algorithm_name_problems(config.algorithm), *advantage_name_problems(config.algorithm)]

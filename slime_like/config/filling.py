@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from slime_like.config.roles import CRITIC
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ClusterConfig
 from slime_like.errors import ConfigError
@@ -16,7 +17,7 @@ FILLING = (REPLICAS, ENGINES)
 
 @dataclass(frozen=True, slots=True)
 class GpusNeeded:
-    """GPUs of trainer ranks, of engines that do not share them, and of roles' workers."""
+    """GPUs of trainer ranks, of engines that do not share them, and of other roles' ranks."""
 
     trainers: int
     engines: int
@@ -31,7 +32,7 @@ class GpusNeeded:
         return -(-self.total // gpus_per_node)
 
     def __str__(self) -> str:
-        workers = ((count, f"{role} workers") for role, count in self.workers.items())
+        workers = ((count, role if role == CRITIC else f"{role} workers") for role, count in self.workers.items())
         parts = ((self.trainers, "trainer ranks"), (self.engines, "engines"), *workers)
         named = " + ".join(f"{count} for {whose}" for count, whose in parts if count)
         return f"{counted(self.total, 'GPU')} ({named})"
@@ -40,7 +41,7 @@ class GpusNeeded:
 def gpus_needed(config: RunConfig) -> GpusNeeded:
     """Count the GPUs that a training run uses."""
     engines = config.rollout.num_engines * config.rollout.ranks if config.has_own_engines else 0
-    workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.with_workers}
+    workers = {role.name: role.workers * role.parallel.world_size for role in config.roles.placed}
     return GpusNeeded(config.trainer.parallel.world_size, engines, workers)
 
 
@@ -57,8 +58,10 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
     if REPLICAS in names:
         needed, parallel = gpus_needed(config), trainer.parallel
-        left = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - needed.trainers)
-        data = max(1, left // (parallel.world_size // parallel.data))
+        # A critic on its own devices has by default the policy's layout, so its size grows with it.
+        copies = 1 + (CRITIC in needed.workers and config.critic.parallel is None)
+        left = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - copies * needed.trainers)
+        data = max(1, left // (copies * parallel.world_size // parallel.data))
         trainer = trainer.model_copy(update={"parallel": parallel.model_copy(update={"data": data})})
         config = config.model_copy(update={"trainer": trainer})
     if ENGINES in names:

@@ -24,7 +24,7 @@ class ModelRole:
         placement: ``trainer``: the policy's ranks hold it. ``workers``: separate ranks score groups during sampling.
             ``ranks``: it has its own trainer ranks.
         parallel: layout of its trainer ranks, or of each worker.
-        workers, max_restarts: number of its workers, and their restarts in a run.
+        workers, max_restarts: number of its workers, and their restarts in a run. Ranks on their own devices are one.
     """
 
     name: str
@@ -54,5 +54,10 @@ class Roles(dict[str, ModelRole]):
 
     @property
     def with_workers(self) -> list[ModelRole]:
-        """Roles whose workers score groups while others are sampled."""
-        return [role for role in self.values() if role.workers]
+        """Frozen roles whose workers score groups while others are sampled."""
+        return [role for role in self.values() if role.workers and not role.trained]
+
+    @property
+    def placed(self) -> list[ModelRole]:
+        """Role of each worker, and of ranks on devices of their own."""
+        return [role for role in self.values() for _ in range(role.workers)]

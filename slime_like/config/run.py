@@ -101,13 +101,18 @@ class RunConfig(Section):
             return []
         layout = self.critic.parallel or self.trainer.parallel
         options: dict[str, Any] = {"trained": True, "scores": True, "head": "value", "placement": "ranks"}
+        options["workers"] = int(self.critic.placement == "separate")
         return [ModelRole(name=CRITIC, path=self.critic.path, fields=("values",), parallel=layout, **options)]
 
     def for_critic(self) -> Self:
         """Return the configuration of the critic's ranks, whose modules hold its weights and a value head."""
         config = self.for_worker(self.roles[CRITIC])
         settings = {"optimizer": self.critic.optimizer, "router_bias_rate": 0.0}
-        return config.model_copy(update={"trainer": config.trainer.model_copy(update=settings)})
+        trainer, critic = (
+            config.trainer.model_copy(update=settings),
+            config.critic.model_copy(update={"warmup_steps": 0}),
+        )
+        return config.model_copy(update={"trainer": trainer, "critic": critic})
 
     def has_same_base(self, role: ModelRole) -> bool:
         """Return whether a role has the policy's first weights, so that only trained weights are swapped for it."""
@@ -177,7 +182,7 @@ class RunConfig(Section):
     @property
     def total_updates(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.steps * self.algorithm.epochs * self.algorithm.minibatches
+        return (self.steps - self.critic.warmup_steps) * self.algorithm.epochs * self.algorithm.minibatches
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -190,10 +195,7 @@ class RunConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._trainer_conflicts()
-        if not self.algorithm.needs_critic and (changed := self.critic.changed):
-            yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
-        if self._critic and self.for_critic().model.weights is not None:
-            yield f"model.weights={self.model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
+        yield from self._critic_conflicts()
         if self.supervised:
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
@@ -206,6 +208,27 @@ class RunConfig(Section):
             yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:
             yield from self._agent_conflicts()
+
+    def _critic_conflicts(self) -> Iterator[str]:
+        critic, trainer = self.critic, self.trainer
+        if not self.algorithm.needs_critic:
+            if changed := critic.changed:
+                yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
+            return
+        if self.for_critic().model.weights is not None:
+            yield f"model.weights={self.model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
+        if critic.parallel is not None:
+            yield from (f"critic.{text}" for text in trainer.layout_conflicts(critic.parallel))
+            ranks, policy = critic.parallel.world_size, trainer.parallel.world_size
+            if critic.placement == "shared" and ranks > policy:
+                yield (
+                    f"critic.placement=shared: critic.parallel has {ranks} ranks, and trainer.parallel {policy}; use "
+                    "at most as many, or placement: separate"
+                )
+        if critic.warmup_steps >= self.steps:
+            yield f"critic.warmup_steps={critic.warmup_steps} leaves no step to train the policy; use fewer than steps"
+        if critic.optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
+            yield "critic.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
 
     def _sampling_conflicts(self) -> Iterator[str]:
         rollout, algorithm = self.rollout, self.algorithm
@@ -220,6 +243,11 @@ class RunConfig(Section):
             yield (
                 f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
                 "so every advantage would be 0; use at least 2, or advantage: reinforce_pp"
+            )
+        if rollout.drop_zero_spread and algorithm.advantage.name == "remax":
+            yield (
+                "rollout.drop_zero_spread=true drops groups whose samples agree, but algorithm.advantage=remax "
+                "compares them with the greedy response; use false"
             )
         buffer, most = algorithm.overlong.buffer, rollout.max_new_tokens
         if buffer is not None and buffer > most:

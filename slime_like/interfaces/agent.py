@@ -35,6 +35,8 @@ class AgentResult:
 
     Attributes:
         reward: finite; the value of the reward function ``agent``.
+        call_rewards: parts of ``reward`` that calls to the model earned, in the order in which they were answered.
+            Estimators of turns or tokens credit the rest to the last call.
         success: the rollout counts as solved.
         metadata: anything that explains the reward; small, and JSON-serializable.
     """
@@ -42,10 +44,12 @@ class AgentResult:
     reward: float
     success: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    call_rewards: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.reward, bool) or not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
-            raise ValueError(f"its reward is {self.reward!r}; give a finite number")
+        for one in (self.reward, *self.call_rewards):
+            if isinstance(one, bool) or not isinstance(one, int | float) or not math.isfinite(one):
+                raise ValueError(f"its reward is {one!r}; give a finite number")
         if not isinstance(self.success, bool) or not isinstance(self.metadata, Mapping):
             raise TypeError("success must be true or false, metadata a mapping")
 

@@ -82,6 +82,7 @@ class GenerationRequest:
         prompt_logprobs: also return the teacher-forced logprob (temperature 1) of every prompt token but the first.
         task: turns every sample into a conversation if ``rollout.environment`` or ``rollout.agent`` is set. Engines
             ignore it, because they receive one request per turn.
+        greedy: one more response, at temperature 0, after the others. Engines receive it as a request of its own.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class GenerationRequest:
     seed: int | None = None
     prompt_logprobs: bool = False
     task: ConversationTask | None = None
+    greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

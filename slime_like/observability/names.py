@@ -54,7 +54,7 @@ def phase_seconds(phase: str) -> str:
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
     """Return the metrics of one training step by name. Seconds are wall time, shares are percent."""
-    metrics = {**update_metrics(record.updates), **record.penalties}
+    metrics = {**update_metrics(record.updates), **update_metrics(record.critic, "train_critic"), **record.penalties}
     metrics["train_actor_training/response_lengths"] = float(np.mean(record.response_lengths))
     metrics |= _performance(record)
     metrics |= {phase_seconds(phase): value for phase, value in record.times.seconds.items()}
@@ -79,11 +79,14 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
 
 
 def update_metrics(updates: Sequence[StepStats], section: str = "train_actor_training") -> dict[str, float]:
-    """Return means over a training step's optimizer steps, of the policy or the critic, with four exceptions.
+    """Return means over a training step's optimizer steps, of the policy or the critic, with four exceptions;
+    nothing if there were none.
 
     ``old_gap_max`` is from the first optimizer step, because later ones differ from the old policy by design.
     ``engine_gap_max`` is the largest, ``learning_rate`` the last, and ``num_tokens`` the sum.
     """
+    if not updates:
+        return {}
     means = [each.name for each in fields(updates[0]) if each.name not in _NOT_MEANS]
     figures = {name: float(np.mean([float(getattr(update, name)) for update in updates])) for name in means}
     figures["old_gap_max"] = float(updates[0].old_gap_max)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from slime_like.observability.phases import PhaseTimes
 
 if TYPE_CHECKING:
-    from slime_like.statistics import GRPOStats
+    from slime_like.statistics import GRPOStats, ValueStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class StepRecord:
     """One training step.
 
     Attributes:
-        updates: metrics of every optimizer step, in order.
+        updates, critic: metrics of every optimizer step, in order; none of the policy while its critic warms up.
         times: time by phase.
         response_lengths: (N,) sampled tokens of every response, without observations.
         packed_tokens: tokens the trainer computed, including padding.
@@ -127,6 +127,7 @@ class StepRecord:
     sync: SyncRecord | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
     penalties: Mapping[str, float] = field(default_factory=dict)
+    critic: Sequence[ValueStats] = ()
     trainers_busy_s: float | None = None
 
 

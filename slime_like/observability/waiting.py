@@ -29,7 +29,6 @@ class Waiting:
     names: Sequence[str] = ()
 
     def left(self, names: Sequence[str]) -> None:
-        """Record the names of those that have not answered yet."""
         self.names = tuple(names)
         self.done = self.total - len(self.names)
 

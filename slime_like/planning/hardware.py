@@ -65,7 +65,6 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one GPU."""
         return int(self.gpu.memory_gib * GIB)
 
     @staticmethod

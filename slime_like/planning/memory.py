@@ -163,12 +163,17 @@ class HostMemory:
 
 
 def host_memory(
-    run: PlannedRun, estimates: Sequence[RankEstimate], engine: EnginePlan | None, transport: str | None
+    run: PlannedRun,
+    estimates: Sequence[RankEstimate],
+    engine: EnginePlan | None,
+    transport: str | None,
+    critic: Sequence[RankEstimate] = (),
 ) -> HostMemory:
     """Return the host memory of a node full of trainer ranks (and colocated engines) of the kind that needs most.
 
     Args:
         transport: transport of weights, if there are engines.
+        critic: estimates of the critic's ranks.
     """
     config = run.config
     gpus = min(config.cluster.gpus_per_node, config.trainer.parallel.world_size)
@@ -180,8 +185,11 @@ def host_memory(
     }
     save = "checkpoint save, asynchronous" if config.checkpoint.async_save else "checkpoint save"
     items[save] = gpus * max(save_bytes(run, memory) for memory in memories)
+    moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
+    if critic and config.critic.placement == "shared":
+        of_critic = max(one.memory.parameter_bytes + one.memory.optimizer_bytes for one in critic)
+        items["critic or policy, while the other trains"] = gpus * max(moved * (not run.colocated), of_critic)
     if run.colocated and engine is not None:
-        moved = max(m.parameter_bytes + m.optimizer_bytes for m in memories)
         items["trainers, while engines sample"] = gpus * moved
         if can_keep_weights(config, run.dimensions):
             items["engine weights, while they sleep"] = gpus * engine.weight_bytes

@@ -12,10 +12,11 @@ from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.config.filling import gpus_needed
-from slime_like.config.roles import ModelRole
+from slime_like.config.roles import CRITIC, ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import TrainerBackend
+from slime_like.interfaces.estimate import RankEstimate
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.planning import checks
@@ -24,7 +25,7 @@ from slime_like.planning.memory import engine_phase, host_memory, trainer_phases
 from slime_like.planning.planned_run import Note, PlannedRun, estimated_kinds, plannable_backend
 from slime_like.planning.recompute import chosen_recompute
 from slime_like.planning.result import KindPlan, Plan
-from slime_like.planning.step_time import predict, worker_seconds
+from slime_like.planning.step_time import critic_seconds, predict, worker_seconds
 from slime_like.planning.units import traffic_text
 from slime_like.system.gpus import local_gpus
 
@@ -126,8 +127,24 @@ def _work_out(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
     found = estimated_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
     estimates = [estimate for _, estimate in found]
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]
-    plan.host = host_memory(run, estimates, plan.engine, plan.transport)
-    plan.step = predict(run, estimates, plan.engine, plan.transport, max(seconds, default=0.0))
+    critic = _work_out_critic(plan, backend, note) if config.algorithm.needs_critic else []
+    plan.host = host_memory(run, estimates, plan.engine, plan.transport, critic)
+    critics = critic_seconds(run.for_critic(), critic) if critic else 0.0
+    plan.step = predict(run, estimates, plan.engine, plan.transport, max(seconds, default=0.0), critics)
+
+
+def _work_out_critic(plan: Plan, backend: type[TrainerBackend], note: Note) -> list[RankEstimate]:
+    """Plan the critic's ranks. Return their estimates; none if its model or layout has a problem, told elsewhere."""
+    path, layout = plan.run.config.for_critic().model.path, plan.run.config.roles[CRITIC].parallel
+    if not (path / "config.json").is_file() or layout_problems(layout, ModelDimensions.from_checkpoint(path, True)):
+        return []
+    run, is_shared = plan.run.for_critic(), plan.run.config.critic.placement == "shared"
+    kinds = [replace(kind, name=f"critic, {kind.name}") for kind in backend.planner().rank_kinds(run.config.trainer)]
+    found = estimated_kinds(run.config, backend, kinds, note, CRITIC)
+    for kind, estimate in found:
+        phases = trainer_phases(run, plan.engine if is_shared else None, kind, estimate)[:1]
+        plan.references.append(KindPlan(kind, estimate, tuple(phases)))
+    return [estimate for _, estimate in found]
 
 
 def _work_out_workers(plan: Plan, role: ModelRole, backend: type[TrainerBackend], note: Note) -> float:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from slime_like.algorithms.packing.prefixes import pays
 from slime_like.checks.model_directories import target_problems
 from slime_like.config import ParallelConfig, RunConfig
+from slime_like.config.roles import POLICY
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend, load_backend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
@@ -101,6 +102,13 @@ class PlannedRun:
             factors = sum(map(math.prod, factor_shapes(lora, tensors).values()))
         return cls(config, dimensions, Hardware.of(config.cluster), workload, factors)
 
+    def for_critic(self) -> Self:
+        """Return the plan of the critic's ranks."""
+        config = self.config.for_critic()
+        dimensions = ModelDimensions.from_checkpoint(config.model.path, values=True)
+        workload = Workload.of(config, self.workload.mean_prompt, self.workload.mean_response)
+        return replace(self, config=config, dimensions=dimensions, workload=workload, factors=0)
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the whole model as engines get it. Norms and routers count as 8-bit, too, if matrices are."""
@@ -137,11 +145,15 @@ def plannable_backend(name: str) -> type[TrainerBackend]:
 
 
 def estimated_kinds(
-    config: RunConfig, backend: type[TrainerBackend], kinds: Sequence[RankKind], note: Note = lambda _: None
+    config: RunConfig,
+    backend: type[TrainerBackend],
+    kinds: Sequence[RankKind],
+    note: Note = lambda _: None,
+    role: str = POLICY,
 ) -> list[tuple[RankKind, RankEstimate]]:
     """Pair every kind with the estimate of its first rank."""
     found = []
     for kind in kinds:
         note(f"{kind.name}: {len(kind.ranks)} ranks")
-        found.append((kind, backend.planner().estimate(config, kind.ranks[0])))
+        found.append((kind, backend.planner().estimate(config, kind.ranks[0], role)))
     return found

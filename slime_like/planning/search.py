@@ -47,7 +47,6 @@ class Candidate:
         return " ".join(sizes)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to JSON values, with derived figures."""
         trainer = self.trainer.model_dump(mode="json", include={"parallel", "target_tokens_per_batch", "recompute"})
         details = {"tightest": asdict(self.tightest), "step": asdict(self.step), "flags": self.flags}
         return {**trainer, **details, "margin": self.tightest.margin, "total": self.step.total}

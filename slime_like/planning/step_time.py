@@ -28,6 +28,7 @@ class StepTime:
     Attributes:
         generation, scoring, training, sync: seconds of these phases.
         moving: seconds of moves between colocated GPUs and host memory.
+        critic: seconds of the critic that the policy waits for.
         references: seconds of roles' workers, which score sequences while others are sampled.
         overlapped: sampling runs during training (``rollout.max_staleness``).
         after_last: seconds of scoring and training that cannot begin before the last sample is finished: all of them,
@@ -44,10 +45,11 @@ class StepTime:
     overlapped: bool
     after_last: float
     utilization: float
+    critic: float = 0.0
 
     @property
     def total(self) -> float:
-        ours, sampled = self.scoring + self.training, max(self.generation, self.references)
+        ours, sampled = self.scoring + self.critic + self.training, max(self.generation, self.references)
         together = max(sampled, ours) if self.overlapped else max(sampled, ours - self.after_last) + self.after_last
         return together + self.sync + self.moving
 
@@ -58,13 +60,14 @@ def predict(
     engine: EnginePlan | None,
     transport: str | None,
     references: float = 0.0,
+    critic: float = 0.0,
 ) -> StepTime:
     """Predict the whole step.
 
     Args:
         estimates: estimates of every kind of rank; the slowest stage decides.
         transport: transport of weights, if there are engines.
-        references: seconds of roles' workers.
+        references, critic: seconds of roles' workers, and of the critic.
     """
     config, dimensions, hardware, workload = run.config, run.dimensions, run.hardware, run.workload
     layout, algorithm = config.trainer.parallel, config.algorithm
@@ -82,6 +85,11 @@ def predict(
     per_weight = 4.0 if config.model.lora.is_set else 6.0  # the base has no weight gradients
     flops = (per_weight * dimensions.active_parameters + 6.0 * attention) * workload.tokens * algorithm.epochs
     ceiling = layout.world_size * hardware.gpu.ceiling_tflops * 1e12
+    if config.critic.placement == "separate":
+        critic = max(0.0, critic - training)
+    after_last = scoring + critic + training
+    if config.rollout.stream:
+        after_last = (1 + bubble) * (score_slot + slot) + update
     return StepTime(
         generation=0.0 if engine is None else predict_generation(run, engine).seconds,
         scoring=scoring,
@@ -90,9 +98,17 @@ def predict(
         moving=_moving_seconds(run, estimates, engine),
         references=references,
         overlapped=config.rollout.max_staleness > 0,
-        after_last=(1 + bubble) * (score_slot + slot) + update if config.rollout.stream else scoring + training,
+        after_last=after_last,
         utilization=flops / (training * ceiling),
+        critic=critic,
     )
+
+
+def critic_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
+    """Predict the time in which the critic's ranks score a batch and train on it."""
+    passes = run.workload.micro_batches * run.config.algorithm.minibatches + run.config.trainer.parallel.pipeline - 1
+    scoring = passes * max(pass_seconds(run, one, one.forward) for one in estimates)
+    return scoring + predict(run, estimates, None, None).training
 
 
 def worker_seconds(run: PlannedRun, role: ModelRole, estimates: Sequence[RankEstimate]) -> float:

@@ -24,6 +24,7 @@ _PHASES = {
     "generation": "generation",
     "references": "reference workers (during generation)",
     "scoring": "scoring",
+    "critic": "critic, before the policy",
     "training": "training",
     "sync": "weight sync",
     "moving": "moves to and from host memory",
@@ -186,7 +187,6 @@ def _print_time(console: Console, step: StepTime) -> None:
 
 
 def _workings(plan: Plan) -> Iterator[str]:
-    """Yield the inputs of the figures."""
     config, engine, work = plan.run.config, plan.engine, plan.run.workload
     if engine is not None:
         yield (

@@ -14,7 +14,6 @@ def memory_text(nbytes: float) -> str:
 
 
 def traffic_text(nbytes: float) -> str:
-    """Format bytes on a disk or a link, in decimal units."""
     return _scaled(nbytes, 1000, _TRAFFIC)
 
 

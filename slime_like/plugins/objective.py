@@ -42,17 +42,20 @@ ADVANTAGES: Mapping[str, str] = {
     "gdpo": f"{_ALGORITHMS}.estimators.batch:gdpo",
     "turn_rloo": f"{_ALGORITHMS}.estimators.turns:turn_rloo",
     "turn_index_mean": f"{_ALGORITHMS}.estimators.turns:turn_index_mean",
+    "optimal_token_baseline": f"{_ALGORITHMS}.estimators.tokens:optimal_token_baseline",
+    "gae": f"{_ALGORITHMS}.estimators.tokens:gae",
+    "remax": f"{_ALGORITHMS}.estimators.group:remax",
     "pass_through": f"{_ALGORITHMS}.estimators.group:pass_through",
 }
 """Advantage estimators, ``algorithm.advantage``."""
 
 GROUP_ADVANTAGES = (
     "grpo", "grpo_mean_only", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "gdpo",
-    "turn_rloo", "turn_index_mean",
+    "turn_rloo", "turn_index_mean", "optimal_token_baseline",
 )  # fmt: skip
 """Estimators that compare the samples of a group. With groups of one, every advantage is 0."""
 
-BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo")
+BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo", "gae")
 """Estimators that need the whole batch before the first advantage is known."""
 
 REDUCTIONS: Mapping[str, str] = {
@@ -74,6 +77,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "rloo_vectorized": "rloo",
         "grpo_vectorized": "grpo",
         "grpo_passk": "pass_at_k",
+        "tir_optimal_token_baseline": "optimal_token_baseline",
     },
 }
 """Names of other trainers (verl, TRL, slime) for the same formulas, by field of ``algorithm``."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TextIO
 
+import ray
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -110,8 +111,8 @@ def verify_layouts(
         run_dir = stack.enter_context(run_directory(config.run_dir, temporary))
         progress = stack.enter_context(Progress(config.logging.progress, 1 + len(layouts), unit="layout"))
         progress.note(f"starting Ray; the ranks' logs: {run_dir / 'worker_logs'}")
-        cluster = stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS, note=progress.note))
-        resources = cluster.resources()
+        stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", CPU_RANKS, note=progress.note))
+        resources = ray.cluster_resources()
         reasons |= {layout.name: reasons[layout.name] or device_misfit(layout, resources) for layout in everyone}
         _refuse(must_fit, reasons)
         progress.note(f"{baseline.name}: the baseline of the other layouts")

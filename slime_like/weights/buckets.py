@@ -27,7 +27,6 @@ def place_tensors(bucket: WeightBucket) -> Iterator[tuple[str, Tensor, int]]:
 
 
 def describe(name: str, tensor: Tensor, offset: int, checksum: int) -> TensorEntry:
-    """Return the entry for ``tensor`` at ``offset``."""
     return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), offset, tensor.nbytes, checksum)
 
 

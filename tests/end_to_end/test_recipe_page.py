@@ -82,7 +82,7 @@ def small(recipe: dict[str, Any], tiny: Tiny, model: Path, run_dir: Path) -> dic
 
 
 def test_the_page_has_the_recipes() -> None:
-    assert len(RECIPES) == 16 and {"GRPO", "LoRA", "DAPO", "GSPO", MOE, "One GPU"} <= RECIPES.keys()
+    assert len(RECIPES) == 17 and {"GRPO", "LoRA", "DAPO", "GSPO", MOE, "One GPU"} <= RECIPES.keys()
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -16,7 +16,7 @@ from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.faults.quick import quick
 from tests.faults.test_failures import one_sentence
-from tests.support.processes import Command
+from tests.support.processes import Command, succeed
 
 ACCEPTANCE = pytest.mark.acceptance
 # vLLM renames its process, where the operating system lets it.
@@ -84,6 +84,28 @@ def test_a_reference_worker_killed_as_it_scores_is_replaced(tiny: Tiny, tmp_path
     assert not audit.problems
     assert (audit.issued, audit.trained, audit.in_flight) == (4 * 16, 4 * 16, ())
     assert steps_of(run_dir)[-1]["train_actor_training/kl_loss"] > 0
+
+
+@pytest.mark.parametrize("placement", ["separate", pytest.param("shared", marks=ACCEPTANCE)])
+def test_a_killed_critic_ends_the_run_which_resumes(tiny: Tiny, tmp_path: Path, placement: str) -> None:
+    flags = ["--algorithm.advantage", "gae", "--critic.placement", placement, "--checkpoint.every", "1"]
+    run_dir = tmp_path / "run"
+    with Command(quick(tiny, run_dir, *flags, "--steps", "1000"), tmp_path / "log") as command:
+        command.wait_for_rows(run_dir)
+        (critic,) = (each for each in command.descendants() if _logs_to(each, "critic-0.log"))
+        critic.kill()
+        finished = command.finish(timeout_s=60)
+    assert finished.code == 1
+    assert "critic rank 0" in one_sentence(finished) and "critic-0*.log in worker_logs" in one_sentence(finished)
+    done = steps_of(run_dir)[-1]["step"]
+    succeed(quick(tiny, run_dir, *flags, "--steps", str(done + 2)), tmp_path / "log")
+    assert steps_of(run_dir)[-1]["step"] == done + 2 and not audit_run(run_dir).problems
+
+
+def _logs_to(process: psutil.Process, name: str) -> bool:
+    with suppress(OSError):  # it may have ended
+        return Path(f"/proc/{process.pid}/fd/1").readlink().name == name
+    return False
 
 
 def role_logs(run_dir: Path) -> set[str]:

@@ -71,6 +71,16 @@ async def solve(task, reward=1.0):
         time.sleep(0.3)
     return AgentResult(reward, word == "more", {"prompt": task.prompt, "said": word, "messages": list(task.messages)})
 
+async def paid(task):
+    said = call(task)
+    call(task, {"role": "user", "content": "side"})
+    call(task, said, {"role": "user", "content": "more"})
+    return AgentResult(3.5, call_rewards=[1.0, 2.0])
+
+async def unpaid(task):
+    call(task)
+    return AgentResult(1.0, call_rewards=["2"])
+
 async def silent(task):
     return AgentResult(2.0, True)
 
@@ -254,6 +264,20 @@ def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
     assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2", "7-2"]
     advantages = [float(row.advantages.unique()) for row in scored]
     assert advantages[1] == advantages[2] == advantages[3] > advantages[4]
+
+
+@pytest.mark.usefixtures("agents")
+def test_calls_have_rewards_in_the_order_of_answers() -> None:
+    """The subagent's call comes between two calls of the main row, and its row before it."""
+    found = rollouts(Engine(["A"]), request(1), name="agents_of_test:paid")[0]
+    assert [TOKENIZER.decode(segment.token_ids[segment.loss_mask]) for segment in found.segments] == [
+        "ok<eos>",
+        "A<eos>ok<eos>",
+    ]
+    assert found.conversation is not None and found.conversation.reward == 3.5
+    assert (found.conversation.calls, found.conversation.rewards) == ((1, 0, 2), (2.0, 1.0, 0.0))
+    (refused,) = rollouts(Engine(["A"]), request(1), name="agents_of_test:unpaid")
+    assert failure(refused) == "error"
 
 
 @pytest.mark.usefixtures("agents")

@@ -149,8 +149,8 @@ def test_a_field_of_a_prompt_goes_from_its_row_to_the_pack(
 
     def marked(encoder: Any, row: Any) -> Any:
         found = usual(encoder, row)
-        marks = 7 * np.arange(len(found.prompt.token_ids), dtype=np.int32)
-        return replace(found, prompt=replace(found.prompt, fields={"marks": marks}))
+        marks = 7 * np.arange(len(found.input.token_ids), dtype=np.int32)
+        return replace(found, input=replace(found.input, fields={"marks": marks}))
 
     monkeypatch.setattr(encoding.RowEncoder, "encode", marked)
     (tmp_path / "rows.jsonl").write_text(

@@ -72,6 +72,15 @@ def pass_at_k(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     return lead.masked_fill(groups.flat(rewards, eps), 0.0)
 
 
+@estimator("group", needs=("greedy",))
+def remax(rewards: Tensor, groups: Groups, greedy: Tensor) -> Tensor:
+    """``r - reward of the greedy response to the same prompt`` (ReMax, arXiv:2310.10505).
+
+    The greedy response is one more sample per prompt, at temperature 0. It is rewarded and never trained.
+    """
+    return rewards - greedy
+
+
 @estimator("group")
 def pass_through(rewards: Tensor, groups: Groups) -> Tensor:
     """``r`` (REINFORCE without baseline: Williams 1992)."""

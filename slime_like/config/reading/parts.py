@@ -82,7 +82,7 @@ def _found(module: str, name: str) -> ast.AST:
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == name:
             return statement
-        if isinstance(statement, ast.ImportFrom) and name in {alias.name for alias in statement.names}:
+        if isinstance(statement, ast.ImportFrom) and name in {alias.asname or alias.name for alias in statement.names}:
             return _found(statement.module or "", name)
     return tree
 

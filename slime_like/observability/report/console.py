@@ -11,7 +11,7 @@ from rich.text import Text
 
 from slime_like.observability.report.data import RunData, summary
 from slime_like.observability.report.panels import key_metrics, panels, phase_picture
-from slime_like.observability.report.text import bare_answer, last_user_message, shortened, spelled_out
+from slime_like.observability.report.text import last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, response_column
 from slime_like.system.words import counted
 
@@ -52,7 +52,6 @@ def _printable(value: Any) -> Text:
 
 
 def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (label, text) of a sample's question, response, answer and outcome."""
     outcome = {
         "step": row["step"],
         **{name.removeprefix("Reward_"): value for name, value in row.items() if name.startswith("Reward_")},
@@ -67,7 +66,7 @@ def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
         ("prompt", last_user_message(str(row.get("Prompt", "")))),
         ("response", lines[0]),
         *(("", line) for line in lines[1:]),
-        ("answer", bare_answer(row.get("Answer"))),
+        ("answer", row.get("Answer")),
         ("outcome", ", ".join(shown)),
         *([("metadata", metadata)] if (metadata := row.get("Reward Metadata")) else []),
     ]
@@ -84,12 +83,11 @@ def _held_out(rows: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
         question = ("prompt", last_user_message(str(first.get("Prompt", ""))))
         judged: dict[Any, str] = {None: "", True: ", right", False: ", wrong"}
         shown = {f"step {row['step']}{judged[row.get('Success')]}": row.get("Response") for row in (first, last)}
-        groups.append([question, *shown.items(), ("answer", bare_answer(first.get("Answer")))])
+        groups.append([question, *shown.items(), ("answer", first.get("Answer"))])
     return groups
 
 
 def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:
-    """Return a table of two columns, with a line between groups."""
     table = Table(title=Text(title), show_header=False, title_justify="left")
     for group in groups:
         for label, value in group:

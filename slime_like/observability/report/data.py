@@ -62,14 +62,12 @@ class RunData:
         return max((record["step"] for record in current if STEP_TIME in record or LOSS in record), default=0)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Return steps and finite values of one metric."""
         return series(self.records, name)
 
     def by_step(self, name: str) -> dict[int, float]:
         return dict(zip(*self.series(name), strict=True))
 
     def non_finite_steps(self, name: str) -> list[int]:
-        """Return the steps at which the metric was NaN or infinite."""
         last = {record["step"]: record[name] for record in current_records(self.records) if name in record}
         return sorted(step for step, value in last.items() if value is None)
 

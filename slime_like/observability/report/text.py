@@ -1,6 +1,5 @@
 """Text of a run, prepared for display. A model's output may be hostile, long, or wrapped in a chat template."""
 
-import json
 import re
 
 # Control characters affect a terminal. Direction marks, invisible characters and lone surrogates hide what a text says.
@@ -23,15 +22,6 @@ def shortened(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit // 3]} … ({len(text) - limit} characters) … {text[limit // 3 - limit :]}"
-
-
-def bare_answer(answer: str | None) -> str | None:
-    """Return the answer inside a JSON task, as reasoning-gym writes them; all other answers unchanged."""
-    try:
-        found = json.loads(answer or "")
-    except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
-        return answer
-    return str(found["answer"]) if isinstance(found, dict) and {"answer", "task"} <= found.keys() else answer
 
 
 def last_user_message(prompt: str) -> str:

@@ -37,14 +37,14 @@ def pieces_of(config: RunConfig, with_trainers: bool = True, with_engines: bool 
     colocated = with_trainers and config.cluster.placement == "colocated"
     samples = with_engines and config.starts_engines
     size, ranks = parallel.tensor, parallel.world_size if with_trainers else 0
-    layouts = [role.parallel for role in config.roles.with_workers for _ in range(role.workers)]
+    layouts = [role.parallel for role in config.roles.placed]
     groups = [layout.tensor for layout in layouts for _ in range(layout.world_size // layout.tensor)]
     if with_engines and colocated and not config.supervised:
         size = min(math.lcm(size, part), ranks)
     return Pieces(
         [min(size, ranks - start) for start in range(0, ranks, size)],
         [part] * count * config.rollout.num_engines if samples and not colocated else (),
-        groups if samples and with_trainers else (),
+        groups if with_engines and with_trainers else (),
     )
 
 

@@ -137,10 +137,6 @@ class Cluster:
         self._daemons.end_stopped()
         return found
 
-    def resources(self) -> dict[str, float]:
-        """Return the total amount of each Ray resource."""
-        return ray.cluster_resources()
-
     def _end(self, in_order: bool) -> None:
         """Shut Ray down. After an interrupted start, the orphan reaper checks once more."""
         try:

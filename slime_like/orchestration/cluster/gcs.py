@@ -87,7 +87,6 @@ class Gcs:
         return bool(self._call(self._values.InternalKVPut, request).added)
 
     def members(self) -> dict[int, Member]:
-        """Return the joined nodes by rank."""
         found = self._call(self._nodes.GetAllNodeInfo, messages.GetAllNodeInfoRequest()).node_info_list
         return {int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels}
 

@@ -15,7 +15,6 @@ from slime_like.system.network import interface_of
 
 
 def node_address() -> str:
-    """Return this node's address in the cluster."""
     address: str = ray.util.get_node_ip_address()
     return address
 
@@ -28,7 +27,6 @@ def session_directory() -> Path:
 
 
 def logs_directory() -> Path:
-    """Return the directory of the logs of Ray and the run on this node."""
     return session_directory() / "logs"
 
 

@@ -40,13 +40,13 @@ class Placement:
     else in address order.
 
     Attributes:
-        workers: role of each worker.
+        workers: role of each worker, and of ranks on their own devices.
         engine_nodes: nodes of each engine.
     """
 
     def __init__(self, config: RunConfig, with_trainers: bool = True, with_engines: bool = True) -> None:
         self._config = config
-        self.workers = [role for role in config.roles.with_workers for _ in range(role.workers)]
+        self.workers = config.roles.placed
         self._pieces = pieces_of(config, with_trainers, with_engines)
         self.engine_nodes, self._part = engine_parts(config.rollout, config.cluster)
         self._sizes = self._pieces.bundles
@@ -107,9 +107,9 @@ class Placement:
             return ranks
         return ranks + sum(self._nodes[bundle] == node for bundle in self._order[: self._num_ranks])
 
-    def trainer_options(self, rank: int) -> dict[str, Any]:
-        """Return the Ray options of a trainer rank's actor."""
-        return self._in_bundle(self._order[rank], gpus=1)
+    def trainer_options(self, rank: int, gpus: int = 1) -> dict[str, Any]:
+        """Return the Ray options of a trainer rank's actor. One without a GPU may use that of its neighbor."""
+        return self._in_bundle(self._order[rank], gpus)
 
     def engine_options(self, engine: int, part: int = 0) -> dict[str, Any]:
         """Return the Ray options of an engine's actor on one of its nodes. A colocated engine owns no device: the

@@ -31,7 +31,6 @@ def make_private(parent: Path) -> Path:
 
 
 def sessions(private: Path) -> list[Path]:
-    """List the directories of clusters started below ``private``."""
     return list((private / RAY_DIRECTORY).glob("session_[0-9]*"))
 
 
@@ -53,7 +52,6 @@ def make_room(logs: Path) -> None:
 
 
 def link_logs(session: Path, logs: Path) -> None:
-    """Link to the session's logs while it is running."""
     logs.symlink_to(session / _LOGS)
 
 

@@ -1,7 +1,7 @@
 """Rollouts of agents that call the model through an endpoint. Runs in the engine's actor."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ def _generation(request: GenerationRequest, session: Session, rows: list[Row], o
         supports=last.supports,
         fields=last.fields,
         finish_reason=last.finish_reason,
-        conversation=_conversation(rows[-1].turns, outcome, session, len(rows)),
+        conversation=_conversation(rows, outcome, session),
         segments=() if is_plain else tuple(row.segment for row in rows),
     )
 
@@ -192,14 +192,16 @@ def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Out
         weight_versions=np.array([version], np.int64),
         supports=Supports.whole(1) if request.sampling.wants_supports else None,
         finish_reason="stop",
-        conversation=_conversation((), outcome, session, 0),
+        conversation=_conversation((), outcome, session),
     )
 
 
-def _conversation(turns: tuple[tuple[int, int], ...], outcome: _Outcome, session: Session, rows: int) -> Conversation:
-    result = outcome.result
-    endpoint: dict[str, Any] = {"calls": len(session.tree.turns), "rows": rows}
+def _conversation(rows: Sequence[Row], outcome: _Outcome, session: Session) -> Conversation:
+    result, turns = outcome.result, rows[-1].turns if rows else ()
+    calls = tuple(number for row in rows for number in row.calls) if result.call_rewards else ()
+    rewards = tuple(result.call_rewards[one] if one < len(result.call_rewards) else 0.0 for one in calls)
+    endpoint: dict[str, Any] = {"calls": len(session.tree.turns), "rows": len(rows)}
     endpoint |= {"rejected": dict(session.rejections)} if session.rejections else {}
     endpoint |= {"ignored": session.ignored} if session.ignored else {}
     metadata = {**result.metadata, "endpoint": endpoint}
-    return Conversation(turns, result.reward, result.success, outcome.failure, (metadata,))
+    return Conversation(turns, result.reward, result.success, outcome.failure, (metadata,), rewards, calls)

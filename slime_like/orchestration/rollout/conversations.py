@@ -134,10 +134,8 @@ class Conversations:
             response.sampled(generation)
             if generation.finish_reason == "abort":
                 return response.finished("abort")
-            sampled, stops = (
-                generation.token_ids.tolist(),
-                (*request.sampling.stop_token_ids, self._tokenizer.eos_token_id),
-            )
+            sampled = generation.token_ids.tolist()
+            stops = (*request.sampling.stop_token_ids, self._tokenizer.eos_token_id)
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
                 return response.finished("length")

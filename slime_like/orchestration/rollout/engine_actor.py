@@ -35,7 +35,8 @@ from slime_like.orchestration.cluster.node import (
 )
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
-from slime_like.orchestration.rollout.requests import require_routes, routes_per_token
+from slime_like.orchestration.rollout.requests import parts_of, require_routes, routes_per_token
+from slime_like.orchestration.rollout.samples import all_or_none
 from slime_like.system.processes import end_processes
 from slime_like.weights.transports.broadcast_group import serve_store
 
@@ -132,12 +133,13 @@ class EngineActor:
         A canceled call ends what it started.
         """
         talks = self._conversations if request.task is not None else None
-        answer = self._sample(request) if talks is None else talks.run(request)
+        run = self._sample if talks is None else talks.run
+        answer = all_or_none([run(part) for part in parts_of(request)])
         if isinstance(talks, AgentRollouts):  # they have their own limits, and wait for workers
-            return await answer
+            return [each for part in await answer for each in part]
         timeout = self._config.request_timeout_s
         try:
-            return await asyncio.wait_for(answer, timeout)
+            return [each for part in await asyncio.wait_for(answer, timeout) for each in part]
         except TimeoutError as error:
             raise EngineError(
                 f"{request.request_id} was not answered within {timeout:.0f} s",

@@ -35,7 +35,8 @@ class EngineCall:
     @property
     def tokens(self) -> int:
         """Largest number of tokens that it needs."""
-        return len(self.request.prompt.token_ids) + self.request.num_samples * self.request.sampling.max_new_tokens
+        request = self.request
+        return len(request.prompt.token_ids) + (request.num_samples + request.greedy) * request.sampling.max_new_tokens
 
 
 Call = TypeVar("Call", bound=EngineCall)

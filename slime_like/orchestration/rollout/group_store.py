@@ -80,7 +80,6 @@ class GroupStore:
         return self._gate.formed
 
     def serve(self, version: int) -> None:
-        """Record that the engines serve ``version`` from now on."""
         with self.changed:
             self._gate.serve(version)
             self.changed.notify_all()
@@ -121,7 +120,6 @@ class GroupStore:
             self._ledger.add(_ids(tasks), REISSUED, version=self.version, reason="engine died")
 
     def move(self, tasks: Sequence[GroupTask], stage: str) -> None:
-        """Move tasks to the end of a stage."""
         with self.changed:
             for task in tasks:
                 task.stage, task.engine, task.answer = stage, None, None
@@ -168,7 +166,6 @@ class GroupStore:
             )
 
     def drop_oversampled(self) -> None:
-        """Drop the groups left over from a complete batch."""
         with self.changed:
             self._ledger.add(sorted(self._tasks), DROPPED, reason="oversampled")
             self._tasks.clear()

@@ -1,6 +1,7 @@
 """Requests from prompts, and trajectories from answers."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -47,7 +48,12 @@ def evaluation_sampling(evaluation: EvaluationConfig, rollout: RolloutConfig, mo
 
 
 def build_requests(
-    prompts: Sequence[Prompt], sampling: SamplingParams, num_samples: int, seed: int, label: str
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    num_samples: int,
+    seed: int,
+    label: str,
+    greedy: bool = False,
 ) -> list[GenerationRequest]:
     """Build one request per prompt, in order. Seeds depend only on the run's seed and the group id, so a resumed run
     samples the same as an uninterrupted one."""
@@ -59,9 +65,19 @@ def build_requests(
             num_samples=num_samples,
             seed=int(np.random.SeedSequence([seed, prompt.group_id]).generate_state(1)[0]),
             task=ConversationTask(prompt.answer, prompt.environment or {}, tuple(prompt.messages or ())),
+            greedy=greedy,
         )
         for prompt in prompts
     ]
+
+
+def parts_of(request: GenerationRequest) -> list[GenerationRequest]:
+    """Return the request of the samples and, if there is a greedy response, the one of it."""
+    if not request.greedy:
+        return [request]
+    sampling = replace(request.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, training=False)
+    last = replace(request, request_id=f"{request.request_id}-greedy", sampling=sampling, num_samples=1, greedy=False)
+    return [replace(request, greedy=False), last]
 
 
 def routes_per_token(algorithm: AlgorithmConfig, model: ModelConfig) -> tuple[int, int] | None:
@@ -89,21 +105,22 @@ def require_routes(
             )
 
 
-def to_group(prompt: Prompt, generations: Sequence[Generation], temperature: float) -> GroupedUnscoredTrajectories:
-    """Build the group of one prompt's samples, with one row per segment of a sample.
+def to_group(
+    prompt: Prompt, generations: Sequence[Generation], temperature: float, greedy: bool = False
+) -> GroupedUnscoredTrajectories:
+    """Build the group of one prompt's samples, with one row per segment of a sample. With ``greedy``, the last sample
+    is only rewarded.
 
     Raises:
         EngineError: a response is empty, its logprobs or versions do not cover every token, or the last segment is not
             the generation's response.
     """
-    rows = [
-        row
-        for index, generation in enumerate(generations)
-        for row in _rows(prompt, generation, f"{prompt.group_id}-{index}", temperature)
-    ]
+    each = [[*_rows(prompt, one, f"{prompt.group_id}-{at}", temperature)] for at, one in enumerate(generations)]
+    apart = each.pop() if greedy else []
+    rows = [row for rollout in each for row in rollout]
     tokens = sum(row.total_len for row in rows)
     ids = _copy(prompt.input.token_ids, np.int64)
-    return GroupedUnscoredTrajectories(rows, prompt.group_id, tokens, ids, prompt.whole_row)
+    return GroupedUnscoredTrajectories(rows, prompt.group_id, tokens, ids, prompt.whole_row, apart)
 
 
 def _rows(prompt: Prompt, generation: Generation, rollout_id: str, temperature: float) -> Iterator[UnscoredTrajectory]:
@@ -137,6 +154,7 @@ def _rows(prompt: Prompt, generation: Generation, rollout_id: str, temperature: 
             temperature=temperature,
             finish_reason=(segment is not segments[-1] and segment.finish_reason) or generation.finish_reason,
             conversation=generation.conversation if segment is segments[-1] else None,
+            greedy_reward=None,
             **{name: _copy(values) for name, values in segment.prompt.fields.items()},
             **{name: _copy(values) for name, values in segment.fields.items()},
         )

@@ -25,7 +25,6 @@ class LeastLoaded(Generic[Worker]):
         self._loads: dict[Worker, _Load] = {}  # in order of joining
 
     def join(self, worker: Worker) -> None:
-        """Add a worker with nothing outstanding."""
         self._loads[worker] = _Load()
 
     def leave(self, worker: Worker) -> None:

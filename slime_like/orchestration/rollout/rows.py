@@ -44,13 +44,19 @@ class Rollout(Generic[Row]):
 
     @property
     def turn_rewards(self) -> Sequence[float]:
-        """Rewards of the environment's steps, one per turn from the first; empty for several rows."""
+        """Rewards of turns, as in ``Conversation``; empty after a failure."""
+        return self._of_turns("rewards")
+
+    @property
+    def calls(self) -> Sequence[int]:
+        """Numbers of the turns of ``turn_rewards``."""
+        return self._of_turns("calls")
+
+    def _of_turns(self, name: str) -> Sequence[Any]:
         row: Any = self.last
-        if len(self.rows) > 1:
-            return ()
         if row.conversation is not None:
-            return row.conversation.rewards if row.conversation.failure is None else ()
-        found: Sequence[float] = getattr(row, "reward_metadata", {}).get("conversation", {}).get("rewards", ())
+            return getattr(row.conversation, name) if row.conversation.failure is None else ()
+        found: Sequence[Any] = getattr(row, "reward_metadata", {}).get("conversation", {}).get(name, ())
         return found
 
     @property

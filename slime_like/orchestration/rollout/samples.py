@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput
 from slime_like.models.chat_turns import with_template_variables
 
+Answer = TypeVar("Answer")
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 """Type of an engine's ``generate``."""
 
@@ -47,7 +48,7 @@ def turn_request(
     )
 
 
-async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+async def all_or_none(coroutines: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """Gather all results in order; a failure or cancellation cancels the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

@@ -58,8 +58,9 @@ class Scorer:
         self._lock = threading.Lock()
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
-        """Score every rollout with all reward functions, in order. They get the model's last turn."""
-        rollouts = [rollout for group in groups for rollout in rollouts_of(group.trajectories)]
+        """Score every rollout with all reward functions, in order, a group's greedy one last. They get the model's last
+        turn."""
+        rollouts = [one for group in groups for one in rollouts_of([*group.trajectories, *group.greedy])]
         responses = self._form.judged(_judged_tokens(rollout, self._stops) for rollout in rollouts)
         prompt_tokens = [group.prompt_tokens for group in groups]
         texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
@@ -114,11 +115,15 @@ class Scorer:
         rollouts: Sequence[Rollout[UnscoredTrajectory]],
         outcomes: Iterator[RewardOutcome],
     ) -> RewardedGroup:
-        """Build the group with the next outcomes, one per rollout."""
+        """Build the group with the next outcomes, one per rollout, and one of a greedy rollout."""
         found = [next(outcomes) for _ in rollouts]
         rewards = torch.tensor([outcome.rewards for outcome in found], dtype=torch.float32)
         successes = torch.tensor([outcome.successes for outcome in found], dtype=torch.float32)
         totals = self._advantages.totals(rewards, [rollout.length for rollout in rollouts])
+        for greedy in rollouts_of(group.greedy):
+            its = torch.tensor([next(outcomes).rewards], dtype=torch.float32)
+            for row in group.trajectories:
+                row.greedy_reward = float(self._advantages.totals(its, [greedy.length]))
         of_rollout = {rollout.last.rollout_id: outcome for rollout, outcome in zip(rollouts, found, strict=True)}
         metadata = [self._metadata(of_rollout[row.rollout_id], row) for row in group.trajectories]
         return RewardedGroup(group, rewards, successes, totals, metadata, [{} for _ in metadata])
@@ -145,8 +150,10 @@ class Scorer:
         metadata = {"func_names": self._names, **outcome.metadata}
         if row.conversation is not None:
             steps = [dict(step) for step in row.conversation.metadata]
-            turns, rewards = [list(turn) for turn in row.conversation.turns], list(row.conversation.rewards)
-            metadata["conversation"] = {"turns": turns, "steps": steps, "rewards": rewards}
+            turns = [list(turn) for turn in row.conversation.turns]
+            rewards = [] if row.conversation.failure else list(row.conversation.rewards)
+            calls = {"calls": list(row.conversation.calls)} if row.conversation.calls else {}
+            metadata["conversation"] = {"turns": turns, "steps": steps, "rewards": rewards, **calls}
         elif not row.loss_mask.all():
             metadata["conversation"] = {"turns": [list(span) for span in trained_spans(row.loss_mask)], "steps": []}
         return metadata

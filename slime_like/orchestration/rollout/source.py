@@ -9,7 +9,7 @@ from slime_like.config import RolloutConfig, RunConfig
 from slime_like.data.ledger import TRAINED, Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.observability.phases import PhaseClock
-from slime_like.orchestration.rollout.advantages import weighted_rewards
+from slime_like.orchestration.rollout.advantages import configured_estimator, weighted_rewards
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.group_store import GENERATE, REWARD, GroupStore, GroupTask
@@ -49,7 +49,12 @@ class RolloutSource(ABC):
     ) -> None:
         rollout, sampling = config.rollout, training_sampling(config.rollout, config.model)
         requests = partial(
-            build_requests, sampling=sampling, num_samples=rollout.samples_per_prompt, seed=config.seed, label="train"
+            build_requests,
+            sampling=sampling,
+            num_samples=rollout.samples_per_prompt,
+            seed=config.seed,
+            label="train",
+            greedy="greedy" in configured_estimator(config.algorithm.advantage.name).needs,
         )
         self.store = GroupStore(rollout, config.steps, prompts, ledger, requests)
         self._config = config
@@ -106,7 +111,8 @@ class RolloutSource(ABC):
         answers, lost = self._client.poll(self.store.at(GENERATE), timeout_s)
         self.store.resent(lost)
         for task, generations in answers:
-            task.samples = to_group(task.prompt, generations, task.request.sampling.temperature)
+            request = task.request
+            task.samples = to_group(task.prompt, generations, request.sampling.temperature, request.greedy)
         sampled = [task for task, _ in answers]
         self.store.generated(sampled)
         return sampled
@@ -259,5 +265,4 @@ class ThreadedSource(RolloutSource):
 
 
 def source_class(rollout: RolloutConfig) -> type[RolloutSource]:
-    """Return the class of the run's source."""
     return ThreadedSource if rollout.max_staleness > 0 else SynchronousSource

@@ -92,7 +92,6 @@ class EngineSupervisor:
             return self._serving.acquire(tokens)
 
     def release(self, start: EngineStart, tokens: int) -> None:
-        """Record that a request of ``tokens`` ended."""
         with self._lock:
             self._serving.release(start, tokens)
 

@@ -27,7 +27,7 @@ CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 """Summary figures. The file exists only if the run finished."""
 
-EXPORT = "hf"
+EXPORT, CRITIC_EXPORT = "hf", "critic_hf"
 """Name of the trained model's Hugging Face directory."""
 
 _WRITTEN = (
@@ -191,17 +191,21 @@ class RunDirectory:
     def _require_room_for_export(self, resumes_here: bool) -> None:
         """Reject files that the export must not replace, before the first step. If the run resumes in this directory, a
         model there is from an earlier start."""
-        export = self._path / EXPORT
-        read = export.resolve() == self._config.model.path.resolve()
-        wrote = any((export / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-        earlier = resumes_here and not read and wrote
-        if not os.path.lexists(export) or earlier or _is_empty_directory(export):
-            return
-        what = "model.path" if read else "not a model that this run wrote"
-        raise ConfigError(
-            f"run_dir={self._path}: {export} is {what}, but the trained model is exported there; move it away, set "
-            "another run_dir, or set checkpoint.export_hf: false"
-        )
+        places: dict[str, tuple[str, Path | None]] = {EXPORT: ("model.path", self._config.model.path)}
+        if self._config.algorithm.needs_critic:
+            places[CRITIC_EXPORT] = ("critic.path", self._config.critic.path)
+        for name, (setting, source) in places.items():
+            export = self._path / name
+            read = source is not None and export.resolve() == source.resolve()
+            wrote = any((export / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+            earlier = resumes_here and not read and wrote
+            if not os.path.lexists(export) or earlier or _is_empty_directory(export):
+                continue
+            what = setting if read else "not a model that this run wrote"
+            raise ConfigError(
+                f"run_dir={self._path}: {export} is {what}, but the trained model is exported there; move it away, set "
+                "another run_dir, or set checkpoint.export_hf: false"
+            )
 
     def _keep_config(self, step: int) -> list[str]:
         """Keep the earlier configuration if this one differs, and return the differences."""

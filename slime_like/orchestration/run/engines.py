@@ -82,7 +82,12 @@ def launch_engines(
 
 
 def start_engines(
-    config: RunConfig, stack: ExitStack, placement: Placement, trainers: TrainerGroup, progress: Progress
+    config: RunConfig,
+    stack: ExitStack,
+    placement: Placement,
+    trainers: TrainerGroup,
+    progress: Progress,
+    set_up_critic: Callable[[], None],
 ) -> tuple[EngineSupervisor, RewardPool, list[RolePool], Turns]:
     """Set up trainers, engines, reward workers and roles' workers.
 
@@ -103,6 +108,7 @@ def start_engines(
         worker.launch()
     with progress.waiting("trainer ranks", len(trainers)) as waiting:
         trainers.setup(waiting.left)
+    set_up_critic()
     with progress.waiting("starting reward workers"):
         rewards.start()
     if colocated:

@@ -13,7 +13,7 @@ from slime_like.observability.curve import plot_reward_curve
 from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics
 from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
-from slime_like.orchestration.run.directory import EXPORT, SUMMARY_FILE, RunDirectory
+from slime_like.orchestration.run.directory import CRITIC_EXPORT, EXPORT, SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
 from slime_like.weights.adapter import ADAPTER, adapter_facts
@@ -94,6 +94,9 @@ class Milestones:
             phase = "writing the Hugging Face model"
             with run.progress.waiting(phase):
                 run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
+                if run.critic is not None:
+                    files["critic"] = config.run_dir / CRITIC_EXPORT
+                    run.critic.export(files["critic"])
         if not config.supervised:
             files["reward curve"] = config.run_dir / "reward_curve.png"
             plot_reward_curve(files["metrics"], files["reward curve"])

@@ -26,16 +26,18 @@ from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
-from slime_like.orchestration.rollout.advantages import KLCoefficient, require_group_scope
+from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
+from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.rollout.sync_probe import Probe
+from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
@@ -125,6 +127,7 @@ def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
     placed.launch_trainers()
     with placed.progress.waiting("trainer ranks", len(placed.trainers)) as waiting:
         placed.trainers.setup(waiting.left)
+    placed.set_up_critic()
     return placed.run(side, Turns())
 
 
@@ -140,7 +143,8 @@ def _open_rl(base: _Base) -> Run:
     placement, trainers, progress = placed.placement, placed.trainers, placed.progress
     transport = _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch_trainers()
-    supervisor, rewards, pools, devices = start_engines(config, stack, placement, trainers, progress)
+    started = start_engines(config, stack, placement, trainers, progress, placed.set_up_critic)
+    supervisor, rewards, pools, devices = started
     model, ranks = config.model, trainers.ranks
     tolerance, quantized = config.sync.probe_tolerance, config.sync.quantization != "none"
     probe = Probe(model, tolerance, config.max_model_len, prompts.longest(2), quantized)
@@ -178,6 +182,11 @@ class _Base:
     directory: RunDirectory
     checkpoint: Checkpoint | None
     tokenizer: Any
+
+    @property
+    def pad_id(self) -> int:
+        """Token id of padding."""
+        return self.tokenizer.pad_token_id or 0
 
     def prompts(self, *files: str, need_responses: bool) -> PromptSource:
         """Return the training prompts, at the checkpoint's position if there is one. It must contain ``files``."""
@@ -218,9 +227,11 @@ class _Base:
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
         trainers = TrainerGroup(config, placement)
-        resumed = None if self.checkpoint is None else finished
-        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trainers, progress.note, resumed)
-        return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, checkpoints)
+        resumed, store = None if self.checkpoint is None else finished, (config.run_dir, config.checkpoint.keep)
+        critic = Critic(config, placement, trainers, self.pad_id) if config.algorithm.needs_critic else None
+        of_critic = () if critic is None else (critic.group, critic.turn)
+        checkpoints = CheckpointStore(*store, trainers, progress.note, resumed, *of_critic)
+        return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, critic, checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +244,22 @@ class _Placed:
     placement: Placement
     run_name: str
     trainers: TrainerGroup
+    critic: Critic | None
     checkpoints: CheckpointStore
 
     def launch_trainers(self) -> None:
         """Create the ranks. They import while other parts start."""
         self.base.stack.callback(self.checkpoints.abandon)  # runs after the trainers have ended
-        self.base.stack.callback(self.trainers.shutdown)
-        self.trainers.launch()
+        for group in (self.trainers, *(() if self.critic is None else (self.critic.group,))):
+            self.base.stack.callback(group.shutdown)
+            group.launch()
+
+    def set_up_critic(self) -> None:
+        """Wait for the critic's ranks, if there are any. Those of the policy are set up, and leave shared devices."""
+        if self.critic is None:
+            return
+        with self.progress.waiting("critic ranks", len(self.critic.group)) as waiting, self.critic.turn(starts=True):
+            self.critic.group.setup(waiting.left)
 
     def run(self, rollout: RolloutSide, devices: Turns, pools: Sequence[RolePool] = ()) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""
@@ -247,14 +267,14 @@ class _Placed:
         interval = config.reference.update_interval if REFERENCE in config.roles else None
         reference = Reference(config.run_dir, interval, self.trainers, pools)
         self.checkpoints.also_link(reference.files, REFERENCE)
-        pad_id = base.tokenizer.pad_token_id or 0
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
-            batcher=ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, pad_id),
+            batcher=ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, base.pad_id),
             trainers=self.trainers,
+            critic=self.critic,
             devices=devices,
             reference=reference,
             kl_reward=KLCoefficient(config.algorithm.kl_reward),
@@ -266,6 +286,8 @@ class _Placed:
             rollout.restore(checkpoint)
             with self.progress.waiting("loading the checkpoint"):
                 ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+                if self.critic is not None:
+                    self.critic.load(checkpoint)
                 reference.restore(checkpoint)
             run.kl_reward.load_state_dict(checkpoint.state)
             self.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")

@@ -60,6 +60,7 @@ class StepRecorder:
         metrics = step_metrics(
             StepRecord(
                 updates=trained.updates,
+                critic=trained.critic,
                 times=times,
                 response_lengths=[rollout.sampled_len for rollout in rollouts],
                 sources=[source for rollout in rollouts if (source := figures.source_of(rollout.group_id))],
@@ -143,7 +144,7 @@ class ResponseRecorder(StepRecorder):
     def finish_step(self, step: int, trained: TrainedStep) -> None:
         run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
         is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
-        if debug.samples_per_step > 0 and is_due:
+        if debug.samples_per_step > 0 and is_due and trained.updates:
             ranks, limit = run.trainers.ranks, debug.samples_per_step
             tables = debug_tables(step, trajectories, ranks, trained.updates[-1], run.decode, limit)
             for name, rows in tables.items():

@@ -7,8 +7,9 @@ from slime_like.config import RunConfig
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.reference.refresh import Reference
-from slime_like.orchestration.rollout.advantages import KLCoefficient
 from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
+from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
@@ -34,6 +35,7 @@ class Run:
     rollout: RolloutSide
     batcher: ExperienceBatcher
     trainers: TrainerGroup
+    critic: Critic | None
     devices: Turns
     reference: Reference
     kl_reward: KLCoefficient

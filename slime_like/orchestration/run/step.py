@@ -14,12 +14,13 @@ from slime_like.algorithms.losses.rejection import kept_sequences
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance
+from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream, split_by_group
 from slime_like.orchestration.trainer.calls import given
 from slime_like.orchestration.trainer.rank_training import RankTraining, StreamedStep
 from slime_like.orchestration.trainer.scoring import frozen_scores
-from slime_like.statistics import GRPOStats
+from slime_like.statistics import GRPOStats, ValueStats
 from slime_like.trajectory import ScoredTrajectory
 
 
@@ -34,6 +35,7 @@ class TrainedStep:
         tokens: number of computed and shared tokens.
         busy_s: seconds that trainer ranks worked on it; ``None`` if the phase "train" measures that.
         penalties: metrics of the KL in the reward, and to the teacher.
+        critic: figures of every optimizer step of the critic, in order.
     """
 
     trajectories: Sequence[ScoredTrajectory]
@@ -42,6 +44,7 @@ class TrainedStep:
     tokens: PackTokens
     busy_s: float | None = None
     penalties: Mapping[str, float] = field(default_factory=dict)
+    critic: Sequence[ValueStats] = ()
 
     @classmethod
     def of_stream(cls, windows: WindowStream, steps: Sequence[StreamedStep]) -> Self:
@@ -75,12 +78,13 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
     config, ranks, coefficient = run.config, run.trainers.ranks, run.kl_reward.value
     if config.supervised:
         return {}
-    metrics = {}
+    metrics = dict[str, float]()
     with clock.phase("score"):
-        if coefficient > 0:
+        if run.critic is not None:
+            metrics |= _value(run, run.critic, trajectories, step)
+        elif coefficient > 0:
             kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
-            run.kl_reward.adapt(kl)
-            metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": coefficient}
+            metrics |= _adapted(run, kl)
         if config.distillation.is_sampled:
             metrics["train_actor_training/distillation_kl"] = distil(ranks, trajectories, config.distillation.coef)
         if config.algorithm.importance.normalize:
@@ -88,6 +92,23 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
         if config.algorithm.chooses_tokens:
             _set_apart(run, trajectories, step)
     return metrics
+
+
+def _adapted(run: Run, kl: float) -> dict[str, float]:
+    """Adapt the coefficient of the KL in the reward. Return the metrics of the KL that it was applied to."""
+    metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": run.kl_reward.value}
+    run.kl_reward.adapt(kl)
+    return metrics
+
+
+def _value(run: Run, critic: Critic, trajectories: Sequence[ScoredTrajectory], step: int) -> dict[str, float]:
+    """Replace advantages by those of the critic's values, and have it learn. Return the metrics of a KL."""
+    coefficient, ranks = run.kl_reward.value, run.trainers.ranks
+    with critic.turn():
+        values = critic.values(trajectories)
+        returns, kl = Advantages(run.config).of_values(ranks, trajectories, values, step, coefficient)
+        critic.learn(returns)
+    return _adapted(run, kl) if coefficient > 0 else {}
 
 
 def _set_apart(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
@@ -111,8 +132,11 @@ def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> Scoring
     return ScoringRecord(seconds, seconds, sum(row.response_len for row in rows), sum(row.total_len for row in rows))
 
 
-def update(run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajectory]) -> list[GRPOStats]:
-    """Run the optimizer steps of one training step: ``algorithm.epochs`` passes over the minibatches."""
+def update(run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajectory], step: int) -> list[GRPOStats]:
+    """Run the optimizer steps of one training step: ``algorithm.epochs`` passes over the minibatches. There are none
+    while the critic warms up."""
+    if step <= run.config.critic.warmup_steps:
+        return []
     shrinks = run.config.algorithm.rejection.shrinks
     denominators = _of_kept(run, batch, trajectories) if shrinks else batch.denominators
     return [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from slime_like.config.roles import CRITIC
 from slime_like.errors import CheckpointError
 from slime_like.system.disk import length_fault
 
@@ -38,6 +39,22 @@ class Checkpoint:
     @property
     def trainer(self) -> Path:
         return self.path / TRAINER
+
+    @property
+    def critic(self) -> Path:
+        """Directory of the critic's state.
+
+        Raises:
+            CheckpointError: a run without a critic wrote the checkpoint.
+        """
+        if not (found := self.path / CRITIC).is_dir():
+            raise CheckpointError(
+                f"{self.path} was written by a run without a critic",
+                code="no-critic",
+                who="resume",
+                remedy="keep algorithm.advantage, or start a new run from its Hugging Face export",
+            )
+        return found
 
     def data_position(self) -> dict[str, Any]:
         """Return the position of the prompts to resume from.

@@ -6,11 +6,13 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from slime_like.config.roles import CRITIC
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.trainer.checkpoint import (
@@ -39,14 +41,25 @@ class CheckpointStore:
         keep: number of newest checkpoints to keep after a save.
         note: reports files that could not be removed; removal is tried again after the next save.
         resumed: step that the run resumed after; checkpoints of later steps are removed first.
+        critic: ranks of the critic, whose state every checkpoint contains, too.
+        critics_turn: context in which the critic has its devices.
     """
 
     def __init__(
-        self, run_dir: Path, keep: int, trainers: TrainerGroup, note: Callable[[str], None], resumed: int | None = None
+        self,
+        run_dir: Path,
+        keep: int,
+        trainers: TrainerGroup,
+        note: Callable[[str], None],
+        resumed: int | None = None,
+        critic: TrainerGroup | None = None,
+        critics_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep
         self._trainers = trainers
+        self._critic = critic
+        self._critics_turn = critics_turn
         self._note = note
         self._left = {path for path in saved_steps(self._root) if resumed is not None and _step(path) > resumed}
         self._started: Path | None = None
@@ -62,6 +75,10 @@ class CheckpointStore:
     def also_link(self, source: Callable[[], Path | None], name: str) -> None:
         """Link the files of the directory returned by ``source``, if any, into every later checkpoint as ``name``."""
         self._linked[name] = source
+
+    @property
+    def _groups(self) -> list[TrainerGroup]:
+        return [self._trainers] if self._critic is None else [self._trainers, self._critic]
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Save step ``step``. ``state`` (JSON) holds what the driver must remember, such as the data position.
@@ -91,7 +108,9 @@ class CheckpointStore:
             return None
         phase = "writing a checkpoint in the background"
         with self._whole_or_removed(self._started):
-            written = all(self._trainers.ranks.start(phase, TrainerRank.is_save_written).result(timeout_s))
+            written = all(
+                all(group.ranks.start(phase, TrainerRank.is_save_written).result(timeout_s)) for group in self._groups
+            )
         return self.finish(timeout_s) if written else None
 
     def finish(self, timeout_s: float | None = None) -> Path | None:
@@ -104,7 +123,8 @@ class CheckpointStore:
             return None
         final = self._started
         with self._whole_or_removed(final):
-            self._trainers.ranks.start("finishing a checkpoint", TrainerRank.finish_save).result(timeout_s)
+            for group in self._groups:
+                group.ranks.start("finishing a checkpoint", TrainerRank.finish_save).result(timeout_s)
             self._commit(final)
         self._started = None
         return final
@@ -134,6 +154,9 @@ class CheckpointStore:
                     link_tree(files, partial / name)
             write_state(partial, step, {**state, FILES: checksums})
             self._trainers.ranks.call(phase, method, partial / TRAINER)
+            if self._critic is not None:
+                with self._critics_turn():
+                    self._critic.ranks.call(phase, method, partial / CRITIC)
         return final
 
     def _commit(self, final: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from slime_like.config import RunConfig
-from slime_like.config.roles import POLICY
+from slime_like.config.roles import CRITIC, POLICY
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement, TrainerBackend
 from slime_like.observability.waiting import ignore_answers
@@ -29,29 +29,40 @@ class TrainerGroup:
 
     Args:
         worker: index of the worker that the ranks belong to; by default, they are the policy's trainers.
+        beside: the policy's trainers, if these ranks are the critic's on the same devices.
 
     Attributes:
         ranks: calls methods of all ranks.
     """
 
-    def __init__(self, config: RunConfig, placement: Placement, worker: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        worker: int | None = None,
+        beside: "TrainerGroup | None" = None,
+    ) -> None:
         self._config = config
         self._placement = placement
         self._worker = worker
+        self._beside = beside
         self._actors: list[Any] = []
         self._role, owner, self._options = POLICY, "trainer", placement.trainer_options
+        if beside is not None:
+            self._role, owner, self._options = CRITIC, CRITIC, partial(placement.trainer_options, gpus=0)
         if worker is not None:
-            self._role = placement.workers[worker].name
-            owner, self._options = f"{self._role} worker {worker}", partial(placement.worker_options, worker)
+            self._role, self._options = placement.workers[worker].name, partial(placement.worker_options, worker)
+            owner = CRITIC if self._role == CRITIC else f"{self._role} worker {worker}"
         self.ranks = RankCalls(owner, config.trainer.step_timeout_s)
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
         """Create the actors. They import in the background until ``setup`` waits for them."""
         actor = ray.remote(TrainerRank)
+        devices = [""] * len(self) if self._beside is None else self._beside.devices()
         self._actors = [
             actor.options(**self._options(rank), max_restarts=0, runtime_env=self._environment(rank)).remote(
-                self._config, self._log_name(rank)
+                self._config, self._log_name(rank), devices[rank]
             )
             for rank in range(len(self))
         ]
@@ -67,8 +78,8 @@ class TrainerGroup:
         return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
 
     def _log_name(self, rank: int) -> str:
-        if self._worker is None:
-            return f"trainer-{rank}"
+        if self._worker is None or self._role == CRITIC:
+            return f"{CRITIC if self._role == CRITIC else 'trainer'}-{rank}"
         return f"{self._role}-{self._worker}" + (f"-{rank}" if len(self) > 1 else "")
 
     def __len__(self) -> int:

@@ -28,10 +28,13 @@ class TrainerRank:
 
     Args:
         role: name of the rank's log.
+        shared: device of another actor that this rank uses, too, in ``CUDA_VISIBLE_DEVICES`` format.
     """
 
-    def __init__(self, config: RunConfig, role: str) -> None:
+    def __init__(self, config: RunConfig, role: str, shared: str = "") -> None:
         use_log(role)
+        if shared:  # Ray assigns no device to this actor; CUDA is not initialized yet
+            os.environ["CUDA_VISIBLE_DEVICES"] = shared
         self._config = config
         self._parts: dict[str, Any] = {TrainerRank.__name__: self}
         self._save: PendingSave

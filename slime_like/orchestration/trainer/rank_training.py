@@ -24,7 +24,7 @@ class StreamedStep:
     """One optimizer step with streamed windows.
 
     Attributes:
-        stats: metrics of the step; ``None`` on ranks that do not have them.
+        stats: ``GRPOStats`` of the step; ``None`` on ranks that do not have them.
         busy_s: seconds spent on the step, without waiting for windows.
         scoring_s: seconds of ``busy_s`` spent on scores, by frozen role.
     """
@@ -76,7 +76,7 @@ class RankTraining:
                 pack.advantages = (pack.advantages.double() / divisor).float()
 
     def train_minibatch(self, index: int, denominator: float) -> Any:
-        """Run one optimizer step on minibatch ``index`` of the loaded batch; return its metrics."""
+        """Run one optimizer step on minibatch ``index`` of the loaded batch, and return the ``StepStats``."""
         self.accumulate_minibatch(index, denominator)
         return self._backend.finish_step(denominator)
 

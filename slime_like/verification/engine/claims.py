@@ -224,7 +224,6 @@ def _perturbed(
 
 
 def _expected(subject: Subject) -> np.ndarray:
-    """Return the reference's logprobs of the prompts' tokens."""
     parts = [subject.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0) for prompt in subject.prompts]
     return np.concatenate(parts)
 

@@ -41,7 +41,6 @@ def routes_amid_update(subject: Subject) -> float | None:
 
 
 def _wrong(generation: Generation, expected: np.ndarray) -> np.ndarray:
-    """Return which of the choices (tokens, layers) differ, in any order."""
     found = generation.fields.get("routes", np.empty(0))
     if found.dtype != np.int16 or found.shape != expected.shape:
         raise Refuted(f"routes are {found.dtype} {found.shape}, not int16 {expected.shape}")

@@ -87,7 +87,6 @@ def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prompts(model: Path) -> list[list[int]]:
-    """Return random prompts of 8 to 63 token ids."""
     generator = np.random.default_rng(0)
     vocabulary = ModelDimensions.from_checkpoint(model).vocab_size
     lengths = generator.integers(8, LONGEST_PROMPT, _PROMPTS)

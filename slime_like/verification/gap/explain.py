@@ -46,7 +46,6 @@ class Compared:
     trainer: Sequence[Tensor]
 
     def tokens(self, values: Sequence[Tensor]) -> Tensor:
-        """Join the compared tokens of all rows."""
         return torch.cat([each[mask] for each, mask in zip(values, self.masks, strict=True)])
 
     @property

@@ -19,7 +19,7 @@ from slime_like.orchestration.rollout.advantages import Advantages, configured_e
 from slime_like.orchestration.rollout.rows import Rollout
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.objective.trees import Tree
+from slime_like.verification.objective.trees import OBSERVATION, Tree
 
 _Place = tuple[int, int]
 """A prompt, and one of its responses."""
@@ -65,7 +65,10 @@ class Enumeration:
         columns = {name: self._columns(logits) for name, logits in tables.items()}
         batches = list(self._batches(columns["behaviour_logprobs"]))
         places = [place for batch, _ in batches for place in batch]
-        rows = [self._row(index, place) for index, place in enumerate(places)]
+        greedy = [self._tree.likeliest(logits) for logits in policies.behaviour]
+        rows = [self._row(index, place, greedy[place[0]]) for index, place in enumerate(places)]
+        for row, place in zip(rows, places, strict=True):
+            row.logprobs = columns["behaviour_logprobs"][self._tokens(place)]
         self._batcher.weigh(rows)
         size = len(self._rewards) * self._samples
         steps = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -134,33 +137,57 @@ class Enumeration:
         total = sum(p for _, p in made)
         return [(group, p / total) for group, p in made]
 
-    def _row(self, index: int, place: _Place) -> ScoredTrajectory:
+    def _row(self, index: int, place: _Place, greedy: int) -> ScoredTrajectory:
         response, group = self._tree.responses[place[1]], index // self._samples
         tokens, mask = torch.tensor(response.tokens), torch.tensor(response.mask)
         prompt = torch.zeros(1, dtype=torch.int64)
         row = ScoredTrajectory.unrewarded(str(index), prompt, tokens, group_id=group, loss_mask=mask)
+        row.greedy_reward = float(self._rewards[place[0], greedy])
         row.reward_metadata["conversation"] = {"rewards": [float(self._first[place[0], response.tokens[0]])]}
         return row
+
+    def _values(self, old: Tensor, penalties: Tensor) -> Tensor:
+        """Return the values of an exact critic, like a column: the mean of what follows a state, 0 at observations."""
+        probabilities, totals, found = self._sums(old).exp(), self._rewards + penalties, []
+        for prompt, probability in enumerate(probabilities):
+            sums = torch.zeros(2, self._tree.states, dtype=torch.float64)  # of returns, and of probabilities
+            for index, response in enumerate(self._tree.responses):
+                for place, state in enumerate(response.states):
+                    if state != OBSERVATION:
+                        was_paid = OBSERVATION in response.states[:place]
+                        rest = totals[prompt, index] - was_paid * self._first[prompt, response.tokens[0]]
+                        sums[:, state] += probability[index] * torch.stack([rest, torch.ones_like(rest)])
+            for states in (torch.tensor(each.states) for each in self._tree.responses):
+                mean = sums[0] / sums[1]
+                found.append(torch.where(states >= 0, mean[states.clamp_min(0)], 0.0))
+        return torch.cat(found)
 
     def _advantages_of(
         self, steps: Sequence[Sequence[ScoredTrajectory]], places: Sequence[_Place], columns: dict[str, Tensor]
     ) -> Tensor:
         """Return the advantages of every token. All batches together, unless they depend on the rest of their batch."""
         setting, rewards = self._algorithm.kl_reward, torch.stack([self._rewards[place] for place in places])
-        totals = rewards
+        totals, penalties = rewards, torch.zeros_like(self._rewards)
         if setting.coef:
             old, reference = columns["old_logprobs"], columns["ref_logprobs"]
             lengths = torch.tensor([len(old)])
             each = kl_penalty(
                 old, reference, torch.ones_like(old, dtype=torch.bool), lengths, setting.coef, setting.estimator
             )[0]
-            totals = rewards + torch.stack([self._sums(each)[place] for place in places])
+            penalties = self._sums(each)
+            totals = rewards + torch.stack([penalties[place] for place in places])
+        values = self._values(columns["old_logprobs"], penalties) if self._algorithm.needs_critic else None
         per_batch = self._algorithm.whiten or configured_estimator(self._algorithm.advantage.name).scope == "batch"
         found, start = [], 0
         for rows in steps if per_batch else [[row for step in steps for row in step]]:
             part = slice(start, start := start + len(rows))
             rollouts = [Rollout((row,)) for row in rows]
-            made = self._advantages.of_rows(rollouts, rewards[part, None], totals[part], step=1)
+            known = None
+            if values is not None:
+                known = {
+                    row.sequence_id: values[self._tokens(place)] for row, place in zip(rows, places[part], strict=True)
+                }
+            made = self._advantages.of_rows(rollouts, rewards[part, None], totals[part], 1, known)
             found += [made[row.sequence_id].double().expand(row.response_len) for row in rows]
         return torch.cat(found)
 

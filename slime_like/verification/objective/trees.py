@@ -34,6 +34,12 @@ class Tree:
     responses: tuple[Response, ...]
     states: int
 
+    def likeliest(self, logits: Tensor) -> int:
+        """Return the index of the greedy response."""
+        best = logits.argmax(dim=-1).tolist()
+        chosen = ([best[s] == t for s, t in zip(r.states, r.tokens, strict=True) if s >= 0] for r in self.responses)
+        return next(index for index, each in enumerate(chosen) if all(each))
+
     def logprobs(self, logits: Tensor, response: Response) -> Tensor:
         """Return (n,) log-softmax of the (states, ACTIONS) ``logits`` at a response's tokens, 0 at observations."""
         states, tokens = torch.tensor(response.states), torch.tensor(response.tokens)
@@ -42,7 +48,6 @@ class Tree:
 
 
 def one_turn(small: bool) -> Tree:
-    """Return the tree of responses of one or two tokens."""
     return Tree("one turn", tuple(_responses(small, lambda a: 0)), ACTIONS)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from slime_like.config import ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
 from slime_like.config.part import Part
-from slime_like.config.sections import FrozenModelConfig
+from slime_like.config.sections import CriticConfig, FrozenModelConfig
 from slime_like.models.dimensions import ModelDimensions
 
 RANKS = 8
@@ -51,6 +51,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "trainer": _trainer(config.trainer, budget),
         "reference": _frozen(config.reference, algorithm.needs_reference, model),
         "distillation": _frozen(config.distillation, config.distillation.is_set, model),
+        "critic": _critic(config.critic),
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
@@ -91,6 +92,12 @@ def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None) -> dic
     if rollout.agent.is_set:
         small["agent"] = {"workers": min(4, rollout.agent.workers)}
     return small
+
+
+def _critic(critic: CriticConfig) -> dict[str, Any]:
+    """Return a critic without its own checkpoint. It warms up for at most the first of the steps."""
+    small: dict[str, Any] = {"path": None, "warmup_steps": min(1, critic.warmup_steps), "optimizer": {"offload": False}}
+    return small | ({} if critic.parallel is None else {"parallel": _small_axes(critic.parallel)})
 
 
 def _trainer(trainer: TrainerConfig, budget: int) -> dict[str, Any]:

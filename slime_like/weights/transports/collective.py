@@ -105,10 +105,8 @@ class CollectiveSender:
         self._sent = 0
 
     def rendezvous(self) -> dict[str, Any]:
-        host, timeout_s = self._settings.address, self._settings.timeout_s
-        receivers = self._receivers
-        place = {"host": host, "port": receivers.port, "key": receivers.key}
-        return {"sender": self._id, **place, "timeout_s": timeout_s}
+        place = {"host": self._settings.address, "port": self._receivers.port, "key": self._receivers.key}
+        return {"sender": self._id, **place, "timeout_s": self._settings.timeout_s}
 
     def send(self, bucket: WeightBucket) -> BucketMetadata:
         """Start a broadcast of ``bucket``.

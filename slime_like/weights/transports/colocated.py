@@ -198,7 +198,6 @@ class ColocatedReceiver:
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         ranks = rendezvous.get("senders", [rendezvous])
         self._session = str(ranks[0]["sender"])
-        check_session(self._session)
         own = Place.of_this_process(rendezvous.get("first_rank", 0) + worker)
         self._rank: int = ranks[rank_on(own, [Place(rank["node"], rank["device"]) for rank in ranks])]["rank"]
         self._segments = SegmentMap(self._session)

@@ -240,6 +240,38 @@ def test_with_one_reward_at_the_end_turns_get_rloo() -> None:
     assert found.tolist() == pytest.approx(whole.repeat_interleave(lengths).tolist(), abs=1e-12)
 
 
+def test_remax_subtracts_the_greedy_reward() -> None:
+    given = {"greedy": torch.tensor([0.5, 0.5, -1.0])}
+    assert compute_advantages(torch.tensor([1.0, 0.0, 2.0]), [7, 7, 9], "remax", given=given).tolist() == [0.5, -0.5, 3]
+
+
+TOKEN_REWARDS = {7: [[0.0, 1.0, 0.0, 2.0], [0.5], [0.0, 3.0]], 9: [[1.0, 2.0], []], 4: [[5.0]]}
+"""Rewards of the tokens of each sample, by group."""
+PROBABILITIES = {7: [[0.5, 1.0, 0.125, 0.25], [0.75], [1.0, 0.3]], 9: [[0.5, 0.5], []], 4: [[0.5]]}
+
+
+def test_a_token_gets_its_return_minus_the_others_weighted_by_energy() -> None:
+    """Beyond the last token of the others, their last baseline holds. Nothing is known of a sample without others."""
+    expected = []
+    for group, rewards in TOKEN_REWARDS.items():
+        for own, each in enumerate(rewards):
+            others = [other for other in range(len(rewards)) if other != own and rewards[other]]
+            for t in range(len(each)):
+                at = min(t, max((len(rewards[other]) for other in others), default=0) - 1)
+                reaching = [other for other in others if len(rewards[other]) > at]
+                weights = [sum(1 - p for p in PROBABILITIES[group][other][: at + 1]) for other in reaching]
+                later = [sum(rewards[other][at:]) for other in reaching]
+                weights = weights if any(weights) else [1.0] * len(weights)
+                total = sum(w * g for w, g in zip(weights, later, strict=True))
+                expected.append(sum(each[t:]) - total / sum(weights) if reaching else 0.0)
+    flat = torch.tensor([r for g in TOKEN_REWARDS.values() for each in g for r in each], dtype=torch.float64)
+    given = {"logprobs": torch.tensor([p for g in PROBABILITIES.values() for each in g for p in each]).double().log()}
+    lengths = torch.tensor([len(each) for g in TOKEN_REWARDS.values() for each in g])
+    ids = [group for group, each in TOKEN_REWARDS.items() for _ in each]
+    found = compute_advantages(flat, ids, "optimal_token_baseline", lengths, given)
+    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+
+
 def test_an_estimator_says_what_it_needs() -> None:
     with pytest.raises(ValueError, match="'opo' needs tokens"):
         compute_advantages(torch.tensor(REWARDS), GROUPS, "opo")

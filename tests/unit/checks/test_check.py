@@ -141,7 +141,7 @@ algorithm.options algorithm.loss.clip_high --algorithm.loss '{name: cispo, clip_
 algorithm.options algorithm.reduction.length --algorithm.loss sft --algorithm.reduction '{name: constant, length: 0}'
 algorithm.options algorithm.advantage.eps --algorithm.advantage.eps -1
 algorithm algorithm.loss --algorithm.loss a-b:c
-algorithm.advantage algorithm.advantage --algorithm.advantage gae
+algorithm.advantage algorithm.advantage --algorithm.advantage gea
 algorithm algorithm.kl.estimator --algorithm.kl.estimator k9
 algorithm algorithm.importance.correction --algorithm.importance.correction tiss
 rollout.environment rollout.environment.name --rollout.environment.name calculators
@@ -190,6 +190,10 @@ fields-conflict rollout.ignore_eos --rollout.ignore_eos true
 fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]'
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
+fields-conflict critic.lam --critic.lam 1
+fields-conflict critic.warmup_steps --algorithm.advantage gae --critic.warmup_steps 4 --steps 4
+fields-conflict critic.placement --algorithm.advantage gae --critic.parallel.data 3
+fields-conflict rollout.stream --algorithm.advantage gae --rollout.stream true
 fields-conflict distillation.coef --distillation.coef 1
 fields-conflict distillation.path --distillation.path TMP/none
 fields-conflict algorithm.loss --algorithm.loss sft --distillation.coef 1 --distillation.path TMP/none
@@ -211,6 +215,7 @@ fields-conflict sync.quantization --sync.quantization fp8_blocks --algorithm.imp
 fields-conflict rollout.top_p --rollout.top_k 513
 fields-conflict rollout.oversample AHEAD --rollout.oversample 1.5
 fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --rollout.samples_per_prompt 1 --algorithm.advantage reinforce_pp
+fields-conflict rollout.drop_zero_spread --rollout.drop_zero_spread true --algorithm.advantage remax
 fields-conflict rollout.samples_per_prompt --rollout.samples_per_prompt 1
 fields-conflict algorithm.overlong.buffer --algorithm.overlong.buffer 257
 fields-conflict rollout.stream --rollout.stream true --cluster.placement colocated

@@ -19,7 +19,7 @@ from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_met
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
-from slime_like.observability.report.text import bare_answer, last_user_message
+from slime_like.observability.report.text import last_user_message
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import sft_record
@@ -427,10 +427,3 @@ def test_closed_pipe(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         os.dup2(os.open(os.devnull, os.O_WRONLY), closed.fileno())  # for the flush at its end
     assert page.is_file()
-
-
-def test_bare_answer() -> None:
-    task = '{"task": "chain_sum", "question": "1 - 5", "answer": "-4", "metadata": {"answer": "other"}}'
-    assert bare_answer(task) == "-4"
-    for answer in ("12", '{"answer": "x"}', "a {b", "[" * 100_000, None):
-        assert bare_answer(answer) == answer

@@ -23,7 +23,7 @@ class Planner:
     def rank_kinds(self, trainer: TrainerConfig) -> list[RankKind]:
         return [RankKind("stage 1 of 1", (0,))]
 
-    def estimate(self, config: RunConfig, rank: int) -> RankEstimate:
+    def estimate(self, config: RunConfig, rank: int, role: str) -> RankEstimate:
         recomputed = config.trainer.recomputed_layers(LAYERS)
         self.tried.append(recomputed)
         return estimate(activation_bytes=int(needed_gib(recomputed) * GIB))

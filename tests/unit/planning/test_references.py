@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from slime_like.config.filling import gpus_needed
+from slime_like.config import ParallelConfig
+from slime_like.config.filling import fill, gpus_needed
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import checks
 from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import worker_phase
 from slime_like.planning.search import trainer_gpus
-from slime_like.planning.step_time import predict, worker_seconds
+from slime_like.planning.step_time import critic_seconds, predict, worker_seconds
 from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, RESERVE, config, estimate, planned_run
 
 WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
@@ -27,6 +28,30 @@ def test_their_gpus_are_counted() -> None:
     assert trainer_gpus(run) == 16 - 4 - 8
     unused = run.model_copy(update={"algorithm": config().algorithm})  # no KL term, so no scoring
     assert gpus_needed(unused).workers == {}
+
+
+def test_a_critic_on_its_own_gpus_grows_with_the_policy() -> None:
+    critic, rollout = {"placement": "separate"}, {"num_engines": 4}
+    sections: dict[str, Any] = {"cluster": {"nodes": 2, "gpus_per_node": 8}, "algorithm": {"advantage": "gae"}}
+    run = config(rollout=rollout, trainer={"parallel": {"tensor": 2}}, critic=critic, **sections)
+    filled = fill(run, ["trainer.parallel.data"])
+    needed = gpus_needed(filled)
+    assert (needed.trainers, needed.engines, needed.workers, needed.total) == (6, 4, {"critic": 6}, 16)
+    fixed = run.model_copy(update={"critic": run.critic.model_copy(update={"parallel": ParallelConfig(data=2)})})
+    assert gpus_needed(fill(fixed, ["trainer.parallel.data"])).trainers == 10
+    assert gpus_needed(config(rollout=rollout, **sections)).workers == {}
+
+
+def test_a_critic_takes_time_before_or_beside_the_policy() -> None:
+    """It scores and trains; on its own GPUs, the policy waits only for what takes longer than its own training."""
+    for placement in ("shared", "separate"):
+        sections = EIGHT_LONG_SAMPLES | {"algorithm": {"advantage": "gae"}, "critic": {"placement": placement}}
+        run = planned_run(**sections)
+        step = predict(run, [estimate()], None, None, critic=50.0)
+        waits = 50.0 if placement == "shared" else 50.0 - step.training
+        assert step.critic == pytest.approx(waits) and step.total == pytest.approx(step.training + waits)
+    alone = critic_seconds(run, [estimate()])
+    assert alone == pytest.approx(step.training + run.workload.micro_batches * ONE_PASS_S)
 
 
 def test_they_hold_weights_and_a_pass_without_gradients() -> None:

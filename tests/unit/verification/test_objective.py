@@ -51,7 +51,10 @@ def test_exact_distillation_does_so_for_any_scale_of_advantages() -> None:
 
 @pytest.mark.parametrize(
     ("advantage", "scale"),
-    [("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)],
+    [
+        *(("rloo", 1.0), ("grpo_mean_only", 2 / 3), ("pass_through", 1.0), ("pass_at_k", 1 / 3)),
+        *(("remax", 1.0), ("optimal_token_baseline", 1.0)),
+    ],
 )
 def test_estimators_that_are_exact_up_to_a_factor(advantage: str, scale: float) -> None:
     """Groups have 3 samples: a mean that includes the sample itself shrinks the gradient by (3 - 1) / 3."""
@@ -109,6 +112,17 @@ def test_a_baseline_per_turn_index_is_biased_and_one_of_whole_returns_is_not() -
     assert exact.bias < 1e-12 and exact.scale == pytest.approx(1 / LENGTH, rel=1e-12)
     biased = findings(EXACT | {"advantage": "turn_index_mean"}, TURNS)["on-policy", "two turns", "reward"]
     assert biased.bias > 1e-2 and list(biased.terms) == ["algorithm.advantage=turn_index_mean"]
+
+
+@pytest.mark.parametrize("talks", [{}, TURNS])
+def test_gae_of_an_exact_critic_is_unbiased_without_a_discount(talks: dict[str, Any]) -> None:
+    for lam in (0.0, 0.7, 1.0):
+        exact = findings(EXACT | {"advantage": {"name": "gae", "lam": lam}}, talks)
+        assert all(each.bias < 1e-12 for (scenario, *_), each in exact.items() if scenario == "on-policy")
+    discounted = findings(EXACT | {"advantage": {"name": "gae", "gamma": 0.5}}, talks)[
+        "on-policy", "one turn", "reward"
+    ]
+    assert discounted.bias > 1e-2 and "algorithm.advantage=gae" in discounted.terms
 
 
 def test_dropped_groups_and_token_ratios_are_named() -> None:
@@ -236,7 +250,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["verify", "objective", str(file), "--algorithm.reduction", str(CONSTANT).replace("'", "")]) == 0
     assert "on-policy, one turn: reward: unbiased, 0.125 times the true gradient" in capsys.readouterr().out
     assert main(["verify", "objective", str(file), "--algorithm.loss", f"{HERE}:Descends"]) == 1
-    assert main(["verify", "objective", "--algorithm.loss", "sft"]) == 2
+    for loss in ("sft", "clip_cov"):
+        assert main(["verify", "objective", "--algorithm.loss", loss]) == 2
     assert main(["verify", "objective", "--algorithm.loss.clip_high", "-0.3"]) == 2
     assert "algorithm.loss.clip_high=-0.3" in capsys.readouterr().err
 

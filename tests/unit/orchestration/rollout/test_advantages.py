@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slime_like.algorithms import pack_sequences, zero_weight_pack
+from slime_like.algorithms.packing.pack import unpack_response_logprobs
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance, require_group_scope
@@ -175,6 +176,38 @@ def test_kl_in_the_reward(rejects: Rejects) -> None:
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
         Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
+
+
+def test_values_of_a_critic_give_advantages_and_targets() -> None:
+    """By hand, in the order of tokens: rows of a rollout follow each other, and the KL is subtracted at each token."""
+    settings = config(advantage={"name": "gae", "gamma": 0.9, "lam": 0.8}, kl_reward={"coef": 0.1})
+    settings = settings.model_copy(update={"critic": settings.critic.model_copy(update={"lam": 1.0})})
+    whole = batch(SHAPES)
+    rows = [row for i, t in enumerate(whole) for row in cut_into_rows(t, range(1, t.response_len, 2 + i % 3))]
+    trainers, packs = one_rank(settings, rows)
+    drawn = torch.Generator().manual_seed(3)
+    values = {row.sequence_id: torch.randn(row.response_len, generator=drawn) for row in rows}
+    targets, kl = Advantages(settings).of_values(trainers, rows, values, 1, coefficient=0.1)
+    kls, found = list[float](), {row.sequence_id: row.advantages.tolist() for row in rows}
+    for rollout in rollouts_of(rows):
+        total = 2 * float(rollout.last.rewards[0]) + float(rollout.last.rewards[1])
+        tokens = [(row, t) for row in rollout.rows for t in range(row.response_len) if row.loss_mask[t]]
+        following, advantage, gain = 0.0, 0.0, 0.0
+        kls.append(0.0)
+        for place, (row, t) in enumerate(reversed(tokens)):
+            assert row.old_logprobs is not None and row.ref_logprobs is not None
+            difference = float(row.old_logprobs[t] - row.ref_logprobs[t])
+            kls[-1] += difference
+            value = float(values[row.sequence_id][t])
+            delta = (total if place == 0 else 0.0) - 0.1 * difference + 0.9 * following - value
+            advantage, gain, following = delta + 0.9 * 0.8 * advantage, delta + 0.9 * gain, value
+            assert found[row.sequence_id][t] == pytest.approx(advantage, abs=2e-5)
+            assert float(targets[row.sequence_id][t]) == pytest.approx(gain + value, abs=2e-5)
+    assert kl == pytest.approx(statistics.mean(kls), rel=1e-4)
+    for pack in packs:
+        assert pack.advantages is not None
+        for name, sent in zip(pack.sequence_ids, unpack_response_logprobs(pack, pack.advantages), strict=True):
+            assert sent.tolist() == found[name]
 
 
 def test_a_teacher_adds_to_the_advantage_of_every_token_that_carries_loss(rejects: Rejects) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces.engine import EngineHealth, EnginePart
+from slime_like.interfaces import ConversationTask, GenerationRequest, PromptInput, SamplingParams
+from slime_like.interfaces.engine import WHOLE, EngineHealth, EnginePart
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.orchestration.rollout.engine_actor import EngineActor, PartOptions
 from tests.support.rejections import Rejects
@@ -19,7 +21,7 @@ from tests.support.rejections import Rejects
 class _Engine:
     """An engine with processes 7 and 8, whose start waits until ``opened`` is set. ``stops`` counts."""
 
-    def __init__(self, config: RunConfig, index: int, part: EnginePart) -> None:
+    def __init__(self, config: RunConfig, index: int, part: EnginePart = WHOLE) -> None:
         self.part, self.stops, self.opened = part, 0, asyncio.Event()
 
     async def start(self) -> None:
@@ -98,5 +100,31 @@ def test_a_start_fails_with_the_reason_of_a_further_node(
             await asyncio.wait_for(starting, 5)
         assert "engine 3" in str(caught.value) and "no such argument" in str(caught.value)
         await actor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_greedy_response_follows_the_samples(actor_of: Callable[[list[Further]], Any]) -> None:
+    """Engines and conversations get it as one more request, which need not return what training needs."""
+    asked: list[GenerationRequest] = []
+
+    async def run(request: GenerationRequest) -> list[str]:
+        asked.append(request)
+        await asyncio.sleep(0.01 if request.num_samples > 1 else 0)  # the greedy one is ready first
+        return [f"{request.request_id}/{sample}" for sample in range(request.num_samples)]
+
+    async def scenario() -> None:
+        actor = actor_of([])
+        actor._engine.generate = run
+        actor._conversations = SimpleNamespace(run=run)
+        sampling = SamplingParams(temperature=0.7, top_p=0.5, top_k=8, min_p=0.1, max_new_tokens=9, stop=("x",))
+        request = GenerationRequest("train-3", PromptInput([1]), sampling, num_samples=2, seed=5, greedy=True)
+        for task in (None, ConversationTask("42")):
+            asked.clear()
+            found = await actor.generate(replace(request, task=task))
+            assert found == ["train-3/0", "train-3/1", "train-3-greedy/0"]
+            greedy = SamplingParams(temperature=0.0, max_new_tokens=9, stop=("x",), training=False)
+            assert [each.sampling for each in asked] == [sampling, greedy]
+            assert [each.task for each in asked] == [task, task] and not any(each.greedy for each in asked)
 
     asyncio.run(scenario())

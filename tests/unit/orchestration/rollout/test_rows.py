@@ -4,7 +4,7 @@ A stand-in for the reward functions rewards each response with its length. Every
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from slime_like.interfaces import Conversation, Generation, GenerationRequest, P
 from slime_like.observability.names import step_metrics
 from slime_like.observability.records import StepRecord
 from slime_like.observability.tables import per_sample_rows, per_token_rows
+from slime_like.orchestration.rollout.advantages import Advantages
 from slime_like.orchestration.rollout.evaluation import Evaluator
 from slime_like.orchestration.rollout.requests import require_routes, to_group
 from slime_like.orchestration.rollout.rows import rollouts_of, trained_spans
@@ -203,6 +204,75 @@ def test_the_overlong_penalty_counts_a_rollouts_tokens() -> None:
     for rollout, reward in zip(rollouts_of(rows[:7]), REWARDS, strict=True):
         expected = reward - penalties[rollout.last.rollout_id]
         assert [float(row.advantages.unique()) for row in rollout.rows] == pytest.approx([expected] * len(rollout.rows))
+
+
+def test_the_greedy_response_is_rewarded_and_not_trained() -> None:
+    """Its reward, with its overlong penalty, is the baseline of both groups. Its tokens count nowhere."""
+    settings = config(algorithm={"overlong": {"buffer": 8}, "advantage": "remax"}, rollout={"max_new_tokens": 9})
+    scorer, answers = Scorer(settings, cast(Any, Pool()), Tokenizer()), generations()
+    prompt = Prompt(PromptInput(ids("p")), "answer", 7, 0, 0)
+    greedy = [generation(segment("p", "aM"), segment("q", "STUVW")), plain("XY")]
+    groups = [to_group(replace(prompt, group_id=g), [*answers, one], 1.0, greedy=True) for g, one in enumerate(greedy)]
+    plain_group = to_group(prompt, answers, 1.0)
+    assert [len(each.trajectories) for each in groups] == [len(plain_group.trajectories)] * 2
+    assert [each.total_tokens for each in groups] == [plain_group.total_tokens] * 2
+    rewarded = scorer.rewards(groups)
+    assert [each.rewards.flatten().tolist() for each in rewarded] == [REWARDS] * 2
+    rows = scorer.scored(rewarded, step=3)
+    baselines = [5 - 5 / 8, 2 - 1 / 8]  # rewards, and tokens beyond 9 - 8
+    penalties = dict(zip(("7-0", "7-1", "7-2", "7-3"), (7 / 8, 3 / 8, 3 / 8, 2 / 8), strict=True))
+    for row in rows:
+        sample = row.rollout_id.partition("-")[2]
+        expected = REWARDS[int(sample)] - penalties[f"7-{sample}"] - baselines[row.group_id]
+        assert float(row.advantages.unique()) == pytest.approx(expected)
+        assert row.greedy_reward == pytest.approx(baselines[row.group_id])
+
+
+@pytest.mark.parametrize("advantage", ["turn_rloo", "optimal_token_baseline"])
+def test_rewards_of_calls_are_credited_in_the_order_of_the_calls(advantage: str) -> None:
+    """A call of a subagent is in a row of its own. One row with the same calls in their order has the same credit."""
+
+    def timed(prompt: str, response: str) -> Segment:
+        made = segment(prompt, response)
+        logprobs = np.where(made.loss_mask, -0.1 * (made.token_ids - ord("@")), 0)
+        return replace(made, logprobs=logprobs.astype(np.float32))
+
+    turns, failed = ((0, 1), (2, 4)), {"reason": "error", "function": "agent", "detail": ""}
+    other = generation(timed("p", "KxL"), conversation=Conversation(((0, 1), (2, 3)), 1.5, rewards=(0.5, 0.0)))
+    failing = generation(timed("p", "M"), conversation=Conversation(((0, 1),), failure=failed, rewards=(7.0,)))
+    rows = Conversation(turns, 3.5, rewards=(2.0, 1.0, 0.0), calls=(1, 0, 2))
+    line = Conversation(((0, 1), (2, 4), (5, 7)), 3.5, rewards=(1.0, 2.0, 0.0))
+    found: list[dict[str, float]] = []
+    for one in (
+        generation(timed("q", "AB"), timed("p", "CxDE"), conversation=rows),
+        generation(timed("p", "CxABxDE"), conversation=line),
+    ):
+        settings = config(
+            reward={"functions": [{"name": "agent"}]},
+            rollout={"agent": {"name": "some:agent"}},
+            algorithm={"advantage": advantage},
+        )
+        empty = SimpleNamespace(score=lambda items, groups: [RewardOutcome((), ()) for _ in items])
+        scorer = Scorer(settings, cast(Any, empty), Tokenizer())
+        group = to_group(Prompt(PromptInput(ids("p")), "answer", 7, 0, 0), [one, other, failing], 1.0)
+        trained = scorer.scored(scorer.rewards([group]), step=1)
+        again = Advantages(settings).of_rows(  # as after a penalty, from what scored rows keep
+            rollouts_of(trained), torch.tensor([[3.5], [1.5], [0.0]]), torch.tensor([3.5, 1.5, 0.0]), step=1
+        )
+        assert all(torch.equal(row.advantages, again[row.sequence_id]) for row in trained)
+        letters = [(text_of([token]), value) for row in trained for token, value in _pairs(row)]
+        found.append({letter: value for letter, value in letters if letter.isupper()})
+    assert found[0] == pytest.approx(found[1]) and len(found[0]) == 8
+    if advantage == "turn_rloo":
+        baseline = (1.5 + 0.0) / 2
+        expected = {"A": 2.5, "B": 2.5, "C": 3.5, "D": 0.5, "E": 0.5}
+        assert {name: found[0][name] for name in "ABCDE"} == pytest.approx(
+            {name: value - baseline for name, value in expected.items()}
+        )
+
+
+def _pairs(row: ScoredTrajectory) -> Iterator[tuple[int, float]]:
+    return zip(row.response_tokens.tolist(), row.advantages.tolist(), strict=True)
 
 
 def test_a_conversation_belongs_to_the_last_row() -> None:
