@@ -44,7 +44,7 @@ class LogprobModel(nn.Module):
         chunk_tokens: tokens whose logits exist at the same time.
         values: a value model, whose ``score`` takes the place of the logits' head.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
-        returns_hidden: it returns hidden states instead.
+        scores_hidden: outside of training, it returns hidden states instead.
         teacher: output projection of a teacher, to which training needs the exact KL.
     """
 
@@ -65,14 +65,15 @@ class LogprobModel(nn.Module):
         self.output = Output.of(hugging_face.config)
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
-        self.returns_hidden = False
+        self.scores_hidden = False
         self.teacher: TeacherHead | None = None
 
     def hold_teacher(self, path: Path, own: ModelConfig, device: torch.device) -> None:
         """Read the teacher's output projection, to compute with it as with the ``own`` one."""
         output = Output.of(AutoConfig.from_pretrained(path, trust_remote_code=own.trust_remote_code))
-        rows, dtype = len(self.hugging_face.get_output_embeddings().weight), getattr(torch, own.dtype)
-        self.teacher = TeacherHead.read(path, 0, rows, rows, dtype, device, output.factor, output.cap)
+        rows = len(self.hugging_face.get_output_embeddings().weight)
+        like = torch.empty(0, dtype=getattr(torch, own.dtype), device=device)
+        self.teacher = TeacherHead.read(path, range(rows), rows, like, output.factor, output.cap)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -114,9 +115,9 @@ class LogprobModel(nn.Module):
         return self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
-        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, and in training with a teacher the KL
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, in training with a teacher also the KL
         to it; or (1, r) values; or (1, r, H) hidden states."""
-        if self.returns_hidden:
+        if self.scores_hidden and not torch.is_grad_enabled():
             return selected[None]
         if self.values:
             return values_of(selected, self.hugging_face.score.weight)

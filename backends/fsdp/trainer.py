@@ -64,6 +64,7 @@ class FsdpTrainer(TrainerBase):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
         self.model = build(self.config, self.groups, self.device, self.dimensions.values)
+        self.models = [self.model]
         if self._replays != "none" and self.model.routed_layers != list(self.dimensions.expert_layers):
             raise ConfigError(
                 f"algorithm.routing_replay={self.config.algorithm.routing_replay} does not support the routers of "
@@ -85,10 +86,6 @@ class FsdpTrainer(TrainerBase):
     def _require_own_forward(self) -> None:
         with self.state.without_factors(), self.model.even_head():  # transformers' experts have none
             require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
-
-    @property
-    def _models(self) -> list[LogprobModel]:
-        return [self.model]
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -18,7 +18,6 @@ from backends.common.step.teacher import TeacherHead
 from backends.megatron.attention import PackedLayout
 from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
-from slime_like.config import ModelConfig
 
 
 class ScoredLayer(TransformerLayer):
@@ -53,7 +52,7 @@ class LogprobModel(GPTModel):
         chunk_tokens: tokens whose logits exist at the same time.
         entropy_gradient: the loss has an entropy term.
         score: the head of a value model, on the last stage; the same on every rank.
-        returns_hidden: the last stage returns hidden states instead.
+        scores_hidden: outside of training, the last stage returns hidden states instead.
         teacher: output projection of a teacher, to which training needs the exact KL, on the last stage.
         gather_weight: called before the output weight is read, which may still be arriving from other ranks.
     """
@@ -62,16 +61,16 @@ class LogprobModel(GPTModel):
     chunk_tokens: int | None
     entropy_gradient: bool
     score: torch.nn.Linear | None
-    returns_hidden: bool = False
+    scores_hidden: bool = False
     teacher: TeacherHead | None = None
     gather_weight: Callable[[], None] | None = None
 
-    def hold_teacher(self, path: Path, own: ModelConfig, device: torch.device) -> None:
+    def hold_teacher(self, path: Path, *unused: Any) -> None:
         """Read this rank's rows of the teacher's output projection, on the last stage."""
         if self.post_process:
-            rows, dtype = len(self.output_weight()), getattr(torch, own.dtype)
-            start = self.pg_collection.tp.rank() * rows
-            self.teacher = TeacherHead.read(path, start, rows, self.true_vocab_size, dtype, device)
+            weight, rank = self.output_weight(), self.pg_collection.tp.rank()
+            columns = range(rank * len(weight), (rank + 1) * len(weight))
+            self.teacher = TeacherHead.read(path, columns, self.true_vocab_size, weight.detach())
 
     def sharded_state_dict(self, *arguments: Any, **options: Any) -> Any:
         if self.score is None:
@@ -97,9 +96,9 @@ class LogprobModel(GPTModel):
         return self.outputs(responses.spread(selected), responses)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
-        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, and in training with a teacher the KL
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, in training with a teacher also the KL
         to it; or (1, r) values; or (1, r, H) hidden states."""
-        if self.returns_hidden:
+        if self.scores_hidden and not torch.is_grad_enabled():
             return selected[None]
         if self.gather_weight is not None:
             self.gather_weight()

@@ -69,7 +69,7 @@ class MegatronTrainer(TrainerBase):
     def _build(self) -> None:
         self.coordinates = parallel.initialize(self.config.trainer, self.placement, self.config.seed)
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
-        self.chunks = build_chunks(self.config, self.dimensions)
+        self.models = self.chunks = build_chunks(self.config, self.dimensions)
         self.device = next(self.chunks[0].parameters()).device
         self.state = MegatronState(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
 
@@ -91,10 +91,6 @@ class MegatronTrainer(TrainerBase):
 
     def _batch_builder(self) -> BatchBuilder:
         return BatchBuilder(self.config.trainer, getattr(torch, self.config.model.dtype), self.dimensions, self.device)
-
-    @property
-    def _models(self) -> list[LogprobModel]:
-        return self.chunks
 
     # --------------------------------------------------------------------------------------------------------- training
     def _zero_gradients(self) -> None:

@@ -51,13 +51,8 @@ def fused_reverse_kl(
         (N,) float32 (float64 for float64 input), with a gradient to the student's hidden states and weight.
 
     Raises:
-        ValueError: the heads have other columns or positions, or a part of the vocabulary has no reductions.
+        ValueError: a part of the vocabulary has no reductions.
     """
-    if (len(student.hidden), len(student.weight)) != (len(teacher.hidden), len(teacher.weight)):
-        raise ValueError(
-            f"the student has {len(student.hidden)} positions and {len(student.weight)} columns, the teacher "
-            f"{len(teacher.hidden)} and {len(teacher.weight)}; give the same ones"
-        )
     chunk = chunk_tokens or max(1, default_chunk(len(student.hidden), student.weight) // 2)
     shard = VocabularyShard.of(len(student.weight), vocab_start, vocab_size, chunk, (all_reduce_max, all_reduce_sum))
     found: Tensor = _ReverseKL.apply(student.hidden, student.weight, student, teacher, shard)
@@ -97,14 +92,14 @@ class _ReverseKL(torch.autograd.Function):
             shard.all_reduce_sum(sums)
         totals = sums[::2].log()
         kl = sums[1] / sums[0] - totals[0] + totals[1]
-        ctx.save_for_backward(hidden, weight, teacher.hidden, teacher.weight, maxima, totals, kl)
-        ctx.student, ctx.teacher, ctx.shard = student[2:], teacher[2:], shard
+        ctx.save_for_backward(hidden, weight, maxima, totals, kl)
+        ctx.student, ctx.teacher, ctx.shard = student[2:], teacher, shard
         return kl.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, teacher_hidden, teacher_weight, maxima, totals, kl = ctx.saved_tensors
-        student, teacher = Head(hidden, weight, *ctx.student), Head(teacher_hidden, teacher_weight, *ctx.teacher)
+        hidden, weight, maxima, totals, kl = ctx.saved_tensors
+        student, teacher = Head(hidden, weight, *ctx.student), ctx.teacher
         (of_hidden, of_weight, *_), count, shard = ctx.needs_input_grad, len(hidden), ctx.shard
         d_hidden = torch.zeros_like(hidden, dtype=kl.dtype) if of_hidden else None
         d_weight = zeros_for_sums(weight, kl.dtype) if of_weight else None

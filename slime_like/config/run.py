@@ -88,7 +88,7 @@ class RunConfig(Section):
     def roles(self) -> Roles:
         """Models of the run."""
         path, layout, fields = self.model.path, self.trainer.parallel, ("old_logprobs", "entropy")
-        scores = (self.algorithm.scores_policy or self.distillation.is_sampled) and not self.supervised
+        scores = (self.algorithm.scores_policy or self.distillation.sampled_coef > 0) and not self.supervised
         policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
         frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
         frozen += [self.distillation.teacher] if self.distillation.is_set else []
@@ -275,7 +275,7 @@ class RunConfig(Section):
                 f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
                 "rollout); use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
             )
-        if rollout.bounded_top_k != -1 and self.distillation.is_exact:
+        if rollout.bounded_top_k != -1 and self.distillation.exact_coef > 0:
             yield (
                 "distillation.mode=exact needs policies over the whole vocabulary, but rollout samples from a part of "
                 "it; use top_p: 1, top_k: -1 and min_p: 0, or distillation.mode: sampled"
@@ -340,7 +340,7 @@ class RunConfig(Section):
                 algorithm.kl_reward.coef > 0,
                 "use algorithm.kl",
             ),
-            f"distillation.mode={self.distillation.mode}": (self.distillation.is_sampled, "use mode: exact"),
+            f"distillation.mode={self.distillation.mode}": (self.distillation.sampled_coef > 0, "use exact"),
             f"algorithm.loss={algorithm.loss}": (algorithm.chooses_tokens, "use ppo_clip"),
             "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
             "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),

@@ -76,24 +76,19 @@ class DistillationConfig(FrozenModelConfig):
         return self.coef > 0
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the loss has the exact KL."""
-        return self.is_set and self.mode == "exact"
+    def exact_coef(self) -> float:
+        """Coefficient of the exact KL in the loss."""
+        return self.coef if self.mode == "exact" else 0.0
 
     @property
-    def exact_path(self) -> Path | None:
-        """The teacher whose output projection policy ranks hold."""
-        return self.path if self.is_exact else None
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether advantages have its estimate."""
-        return self.is_set and self.mode == "sampled"
+    def sampled_coef(self) -> float:
+        """Coefficient of its estimate in advantages."""
+        return self.coef - self.exact_coef
 
     @property
     def teacher(self) -> ModelRole:
         """The role of the teacher. Its hidden states travel, which are fewer numbers than its logits."""
-        if self.is_exact:
+        if self.exact_coef > 0:
             return self.role(TEACHER, "teacher_hidden", head="hidden")
         return self.role(TEACHER, "teacher_logprobs")
 

@@ -81,7 +81,7 @@ def the_gradient_is_not_summed_over_tensor_ranks() -> None:
 
 def every_rank_reads_the_first_columns() -> None:
     correct = TeacherHead.read.__func__  # type: ignore[attr-defined]
-    TeacherHead.read = classmethod(lambda cls, path, start, *rest: correct(cls, path, 0, *rest))  # type: ignore[assignment]
+    TeacherHead.read = classmethod(lambda cls, path, own, *rest: correct(cls, path, range(len(own)), *rest))  # type: ignore[assignment]
 
 
 def the_teacher_is_at_temperature_1() -> None:

@@ -24,25 +24,18 @@ class Objective:
     """The configured loss of a policy, and the source of its old logprobs."""
 
     def __init__(self, algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
-        self._loss = configured_loss(algorithm, distillation.coef if distillation.is_exact else 0.0)
+        self._loss = configured_loss(algorithm, distillation.exact_coef)
         self._freezes = not (algorithm.supervised or algorithm.scores_policy)
 
-    def add(
-        self,
-        step: StepSums,
-        given: PackedTrajectory,
-        pack: PackedTrajectory,
-        logprobs: Tensor,
-        entropy: Tensor,
-        divergence: Tensor | None = None,
-    ) -> Tensor:
+    def add(self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, *outputs: Tensor) -> Tensor:
         """Return the weighted sum of the pack's per-token losses, for backward; ``step`` accumulates its metrics.
 
         Args:
             given: the pack as the trainer received it; if this pass provides its old logprobs, they are stored here.
             pack: the same pack on this rank's device.
-            logprobs, entropy, divergence: (R,) for the whole pack.
+            outputs: (R,) logprobs and entropies for the whole pack, and perhaps the KL to a teacher.
         """
+        logprobs, entropy, *divergence = outputs
         if pack.old_logprobs is None and self._freezes:
             # The batch's only update starts from the weights that the old logprobs describe.
             given.old_logprobs = pack.old_logprobs = logprobs.detach().float()
@@ -54,7 +47,7 @@ class Objective:
                 behaviour_logprobs=pack.logprobs,
                 ref_logprobs=pack.ref_logprobs,
                 advantages=pack.advantages,
-                divergence=divergence,
+                divergence=divergence[0] if divergence else None,
                 set_apart=pack.set_apart,
                 loss_mask=pack.loss_mask,
                 token_weights=pack.token_weights,

@@ -11,6 +11,7 @@ from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import rank_error
 from backends.common.step.packs import ResponseRows
 from slime_like.algorithms.divergence import Head, fused_reverse_kl
+from slime_like.config.sections import DistillationConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
@@ -29,18 +30,9 @@ class TeacherHead:
     softcap: float | None = None
 
     @classmethod
-    def read(
-        cls,
-        path: Path,
-        start: int,
-        rows: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        factor: float = 1.0,
-        softcap: float | None = None,
-    ) -> Self:
-        """Read ``rows`` from ``start`` on of a Hugging Face checkpoint's head, or of the embedding if they are tied.
+    def read(cls, path: Path, columns: range, vocab_size: int, like: torch.Tensor, *scaling: Any) -> Self:
+        """Read the ``columns``' rows of a Hugging Face checkpoint's head, or of the embedding if they are tied, in the
+        type and on the device of ``like``. ``scaling``: factor and cap of the logits.
 
         Raises:
             CheckpointError: it has no such matrix, another vocabulary, or a bias.
@@ -55,16 +47,10 @@ class TeacherHead:
                     who=str(path),
                     remedy="use a teacher with the policy's vocabulary, or distillation.mode: sampled",
                 )
-            weight = torch.zeros(rows, shapes[name][1], dtype=dtype, device=device)
-            if (held := min(rows, vocab_size - start)) > 0:
-                weight[:held] = checkpoint.read(name, 0, start, held).to(dtype)
-        return cls(weight, factor, softcap)
-
-    @classmethod
-    def planned(cls, path: Path, rows: int, dtype: torch.dtype) -> Self:
-        """Return the shapes of this many rows. Needs only ``config.json``."""
-        width = ModelDimensions.from_checkpoint(path).hidden_size
-        return cls(torch.empty(rows, width, dtype=dtype, device="meta"))
+            weight = like.new_zeros(len(columns), shapes[name][1])
+            if (held := min(len(columns), vocab_size - columns.start)) > 0:
+                weight[:held] = checkpoint.read(name, 0, columns.start, held)
+        return cls(weight, *scaling)
 
     def divergence(self, student: Head, rows: ResponseRows, **shard: Any) -> Tensor:
         """Return the (r,) KL of the student to the teacher at ``rows``; ``shard``: see ``fused_reverse_kl``."""
@@ -75,10 +61,16 @@ class TeacherHead:
                 code="no-teacher-hidden",
                 remedy="score it first, or train on rollouts that were saved with them",
             )
-        hidden = rows.teacher.to(self.weight.dtype)
-        return fused_reverse_kl(
-            student, Head(hidden, self.weight, rows.temperatures / self.factor, self.softcap), **shard
-        )
+        hidden, temperatures = rows.teacher.to(self.weight.dtype), rows.temperatures / self.factor
+        return fused_reverse_kl(student, Head(hidden, self.weight, temperatures, self.softcap), **shard)
+
+
+def planned_teacher(settings: DistillationConfig, rows: int, dtype: torch.dtype) -> TeacherHead | None:
+    """Return the shapes of this many rows, if the KL is exact. Needs only ``config.json``."""
+    if settings.exact_coef == 0 or settings.path is None:
+        return None
+    width = ModelDimensions.from_checkpoint(settings.path).hidden_size
+    return TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta"))
 
 
 def add_planned(rows: ResponseRows | None, teacher: TeacherHead | None) -> None:

@@ -59,6 +59,7 @@ class TrainerBase(TrainerBackend):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
     Attributes:
+        models: this rank's models, one for each part of the pipeline.
         optimizer: AdamW and its schedule (in a trainer that trains).
         replicas: the data-parallel group, without context ranks.
     """
@@ -66,6 +67,7 @@ class TrainerBase(TrainerBackend):
     state: TrainerState
     dimensions: ModelDimensions
     coordinates: RankCoordinates
+    models: Sequence[Any]
     optimizer: StepOptimizer
     device: torch.device
     replicas: dist.ProcessGroup
@@ -106,11 +108,6 @@ class TrainerBase(TrainerBackend):
     @abstractmethod
     def _router_biases(self) -> dict[int, Tensor]:
         """Return the biases of this rank's sigmoid routers, (E,) float32, by layer, as the model's memory."""
-
-    @property
-    @abstractmethod
-    def _models(self) -> Sequence[Any]:
-        """This rank's models, each with ``returns_hidden`` and ``hold_teacher``."""
 
     @abstractmethod
     def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None) -> list[tuple[Tensor, ...]] | None:
@@ -160,8 +157,8 @@ class TrainerBase(TrainerBackend):
             self._load_start()
             for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
-            if self._role.name == POLICY and (path := self.config.distillation.exact_path) is not None:
-                self._hold_teacher(path)
+            if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
+                self._hold_teacher()
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -219,15 +216,11 @@ class TrainerBase(TrainerBackend):
             self.state.load_hugging_face(role.path)
             self.state.freeze(role.name, base=True)
 
-    def _hold_teacher(self, path: Path) -> None:
+    def _hold_teacher(self) -> None:
         """Read this rank's rows of the teacher's output projection."""
-
-        def read() -> None:
-            for model in self._models:
-                model.hold_teacher(path, self.config.model, self.device)
-
-        together(read, f"loading {path}", self.device)
-        self.state.constants = [model.teacher.weight for model in self._models if model.teacher is not None]
+        given = self.config.distillation.path, self.config.model, self.device
+        together(lambda: [model.hold_teacher(*given) for model in self.models], f"loading {given[0]}", self.device)
+        self.state.constants = [model.teacher.weight for model in self.models if model.teacher is not None]
 
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name
@@ -278,8 +271,7 @@ class TrainerBase(TrainerBackend):
         name = role or self._role.name
         if name == self._role.name:
             replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
-            with self._returning(self._role):
-                return named_scores(self._role, self._score(micro_batches, replay))
+            return self._named_scores(self._role, micro_batches, replay)
         if name not in self.state.frozen:
             raise rank_error(
                 "score",
@@ -288,18 +280,15 @@ class TrainerBase(TrainerBackend):
                 remedy="configure one, with placement: trainer",
             )
         self.settle_weights()
-        frozen = self.config.roles[name]
-        with self.state.replaced(name), self._returning(frozen):
-            return named_scores(frozen, self._score(micro_batches, None))
+        with self.state.replaced(name):
+            return self._named_scores(self.config.roles[name], micro_batches, None)
 
-    @contextlib.contextmanager
-    def _returning(self, role: ModelRole) -> Iterator[None]:
-        """Inside, the models return what the role's head does."""
-        for model in self._models:
-            model.returns_hidden = role.head == "hidden"
-        yield
-        for model in self._models:
-            model.returns_hidden = False
+    def _named_scores(
+        self, role: ModelRole, packs: Sequence[PackedTrajectory], replay: Replay | None
+    ) -> list[Scores] | None:
+        for model in self.models:
+            model.scores_hidden = role.head == "hidden"
+        return named_scores(role, self._score(packs, replay))
 
     @property
     def _replays(self) -> str:

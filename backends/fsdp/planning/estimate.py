@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backends.common.process.rendezvous import communicators, fake_world
-from backends.common.step.teacher import TeacherHead, add_planned
+from backends.common.step.teacher import add_planned, planned_teacher
 from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
@@ -69,9 +69,9 @@ class _Rank:
         model = sharded_meta_model(config, groups, role.head == "value")
         self._shapes = ShardedShapes(model, self._trace, config.trainer.optimizer.offload)
         self._model = self._shapes.model
-        if role.name == POLICY and (path := config.distillation.exact_path) is not None:
+        if role.name == POLICY:
             rows = len(self._model.hugging_face.get_output_embeddings().weight)
-            self._model.teacher = TeacherHead.planned(path, rows, getattr(torch, config.model.dtype))
+            self._model.teacher = planned_teacher(config.distillation, rows, getattr(torch, config.model.dtype))
 
     def estimate(self, rank: int) -> RankEstimate:
         with self._shapes.followed():

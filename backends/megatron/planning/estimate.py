@@ -11,7 +11,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch import Tensor
 
 from backends.common.process.rendezvous import communicators
-from backends.common.step.teacher import TeacherHead
+from backends.common.step.teacher import planned_teacher
 from backends.common.step.trace import Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.megatron.attention import Attention, context_layout_of
@@ -74,9 +74,9 @@ class _Rank:
         self._chunks = build_meta_chunks(
             config.model, config.trainer, self._dimensions, config.algorithm.entropy_coef > 0
         )
-        if role.name == POLICY and (path := config.distillation.exact_path) is not None:
-            for chunk in (each for each in self._chunks if each.post_process):
-                chunk.teacher = TeacherHead.planned(path, len(chunk.output_weight()), self._dtype)
+        for chunk in self._chunks if role.name == POLICY else ():
+            if chunk.post_process:
+                chunk.teacher = planned_teacher(config.distillation, len(chunk.output_weight()), self._dtype)
         self._wrapped = wrap_for_data_parallel(config.trainer.optimizer, self._chunks)
         self._optimizer = Optimizer(config.trainer.optimizer, config.total_updates, self._wrapped)
         self._communication = Communication(self._wrapped)

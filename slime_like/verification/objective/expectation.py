@@ -50,12 +50,12 @@ class Enumeration:
         self, config: RunConfig, tree: Tree, rewards: Tensor, first: Tensor, samples: int, exact_ratio: bool = False
     ) -> None:
         self._algorithm, self._drops = config.algorithm, config.rollout.drop_zero_spread
-        self._distils = config.distillation.coef if config.distillation.is_sampled else 0.0
+        self._distils = config.distillation.sampled_coef
         self._tree, self._rewards, self._first = tree, rewards, first
         self._samples, self._exact_ratio = samples, exact_ratio
         self._advantages = Advantages(config)
         self._batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas=1, pad_token_id=0)
-        self._loss = build_loss(config.algorithm, config.distillation.coef if config.distillation.is_exact else 0.0)
+        self._loss = build_loss(config.algorithm, config.distillation.exact_coef)
 
     def gradient(self, policies: Policies) -> Tensor:
         """Return the expected gradient of the loss with respect to the current logits."""
