@@ -30,6 +30,7 @@ class GRPOStats(TensorsAsArrays):
         perplexity, engine_perplexity: exponential of the mean ``-log pi_old`` and ``-log pi_engine``.
         rejected_fraction: fraction of tokens that ``algorithm.rejection`` took out.
         bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.
+        distillation_kl: mean exact KL(pi_current || pi_teacher) over loss-carrying tokens; 0 without one.
         moe_aux_loss: routers' balancing loss per layer and token, without its coefficient. 1 is even; 0 without one.
         router_load_max: tokens of the busiest expert over its layer's mean, largest over layers; 0 if no biases move.
         routing_disagreement: fraction of given routes, by token and layer, that the router would choose otherwise.
@@ -57,6 +58,7 @@ class GRPOStats(TensorsAsArrays):
     engine_perplexity: Tensor = field(default_factory=lambda: torch.zeros(()))
     rejected_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
     bounded_fraction: Tensor = field(default_factory=lambda: torch.zeros(()))
+    distillation_kl: Tensor = field(default_factory=lambda: torch.zeros(()))
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     router_load_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))

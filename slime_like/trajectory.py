@@ -74,6 +74,8 @@ class ScoredFields:
 
     Attributes:
         ref_logprobs, teacher_logprobs: logprobs under the reference and the teacher; ``None`` without one.
+        teacher_hidden: (response_len, H) the teacher's last hidden state, which predicts each token; ``None`` without
+            exact distillation.
         values, returns: the critic's value of the state in which each token is chosen, at the start of the step, and
             the target of that value; ``None`` without a critic.
         set_apart: tokens that the loss has chosen from a whole optimizer step; ``None`` if it chooses none.
@@ -84,6 +86,7 @@ class ScoredFields:
     __slots__ = ()
     ref_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     teacher_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
+    teacher_hidden: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True, entry_ndim=1))
     old_logprobs: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     entropy: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     values: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))

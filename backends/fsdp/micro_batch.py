@@ -1,6 +1,6 @@
 """One rank's model input from a pack: its contiguous part, attention and response rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -39,5 +39,6 @@ def model_input(
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
     routed = RoutedTokens.of(pack, shard, slice(None), balance, replay)
     boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(pack, shard)
-    moved, shard, boundaries, responses, routed = on_device((pack, shard, boundaries, responses, routed), device)
+    needed = replace(pack, teacher_hidden=None)  # ``responses`` has this rank's part
+    moved, shard, boundaries, responses, routed = on_device((needed, shard, boundaries, responses, routed), device)
     return ModelInput(pack, moved, shard, context, boundaries, responses, routed)

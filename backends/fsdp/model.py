@@ -14,12 +14,14 @@ from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
+from backends.common.step.teacher import TeacherHead
 from backends.common.trainer.roles import is_added
 from backends.fsdp import attention, experts
 from backends.fsdp.lora import add_factors
 from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups, shard_of
+from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.errors import ConfigError
@@ -42,6 +44,8 @@ class LogprobModel(nn.Module):
         chunk_tokens: tokens whose logits exist at the same time.
         values: a value model, whose ``score`` takes the place of the logits' head.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
+        scores_hidden: outside of training, it returns hidden states instead.
+        teacher: output projection of a teacher, to which training needs the exact KL.
     """
 
     def __init__(
@@ -61,6 +65,15 @@ class LogprobModel(nn.Module):
         self.output = Output.of(hugging_face.config)
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
+        self.scores_hidden = False
+        self.teacher: TeacherHead | None = None
+
+    def hold_teacher(self, path: Path, own: ModelConfig, device: torch.device) -> None:
+        """Read the teacher's output projection, to compute with it as with the ``own`` one."""
+        output = Output.of(AutoConfig.from_pretrained(path, trust_remote_code=own.trust_remote_code))
+        rows = len(self.hugging_face.get_output_embeddings().weight)
+        like = torch.empty(0, dtype=getattr(torch, own.dtype), device=device)
+        self.teacher = TeacherHead.read(path, range(rows), rows, like, output.factor, output.cap)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -102,7 +115,10 @@ class LogprobModel(nn.Module):
         return self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
-        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, or (1, r) values."""
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, in training with a teacher also the KL
+        to it; or (1, r) values; or (1, r, H) hidden states."""
+        if self.scores_hidden and not torch.is_grad_enabled():
+            return selected[None]
         if self.values:
             return values_of(selected, self.hugging_face.score.weight)
         hidden, weight = self.output.projection(self.hugging_face.get_output_embeddings(), selected)
@@ -117,7 +133,11 @@ class LogprobModel(nn.Module):
             supports=rows.supports,
             check_values=False,  # `require_computable` checks them
         )
-        return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
+        found = [logprobs, entropy if self.entropy_gradient else entropy.detach()]
+        if self.teacher is not None and torch.is_grad_enabled():
+            own = Head(hidden, weight, rows.temperatures / self.output.factor, self.output.cap)
+            found.append(self.teacher.divergence(own, rows, vocab_size=weight.shape[0], chunk_tokens=self.chunk_tokens))
+        return torch.stack(found)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Return every sharded parameter by its name in checkpoints. A tied head is not named twice."""

@@ -64,6 +64,7 @@ class FsdpTrainer(TrainerBase):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
         self.model = build(self.config, self.groups, self.device, self.dimensions.values)
+        self.models = [self.model]
         if self._replays != "none" and self.model.routed_layers != list(self.dimensions.expert_layers):
             raise ConfigError(
                 f"algorithm.routing_replay={self.config.algorithm.routing_replay} does not support the routers of "

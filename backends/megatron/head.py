@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.common.step.packs import ResponseRows
+from backends.common.step.teacher import TeacherHead
 from backends.megatron.attention import PackedLayout
+from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
 
 
@@ -49,6 +52,8 @@ class LogprobModel(GPTModel):
         chunk_tokens: tokens whose logits exist at the same time.
         entropy_gradient: the loss has an entropy term.
         score: the head of a value model, on the last stage; the same on every rank.
+        scores_hidden: outside of training, the last stage returns hidden states instead.
+        teacher: output projection of a teacher, to which training needs the exact KL, on the last stage.
         gather_weight: called before the output weight is read, which may still be arriving from other ranks.
     """
 
@@ -56,7 +61,16 @@ class LogprobModel(GPTModel):
     chunk_tokens: int | None
     entropy_gradient: bool
     score: torch.nn.Linear | None
+    scores_hidden: bool = False
+    teacher: TeacherHead | None = None
     gather_weight: Callable[[], None] | None = None
+
+    def hold_teacher(self, path: Path, *unused: Any) -> None:
+        """Read this rank's rows of the teacher's output projection, on the last stage."""
+        if self.post_process:
+            weight, rank = self.output_weight(), self.pg_collection.tp.rank()
+            columns = range(rank * len(weight), (rank + 1) * len(weight))
+            self.teacher = TeacherHead.read(path, columns, self.true_vocab_size, weight.detach())
 
     def sharded_state_dict(self, *arguments: Any, **options: Any) -> Any:
         if self.score is None:
@@ -82,28 +96,37 @@ class LogprobModel(GPTModel):
         return self.outputs(responses.spread(selected), responses)
 
     def outputs(self, selected: Tensor, rows: ResponseRows) -> Tensor:
-        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, or (1, r) values."""
+        """Return (2, r) logprobs and entropies (nats) from (r, H) hidden states, in training with a teacher also the KL
+        to it; or (1, r) values; or (1, r, H) hidden states."""
+        if self.scores_hidden and not torch.is_grad_enabled():
+            return selected[None]
         if self.gather_weight is not None:
             self.gather_weight()
         weight = self.output_weight()
         if self.score is not None:
             return values_of(selected, weight)
         group = self.pg_collection.tp
+        shard: dict[str, Any] = {
+            "vocab_start": group.rank() * weight.shape[0],
+            "vocab_size": self.true_vocab_size,
+            "all_reduce_max": partial(_all_reduce, group, dist.ReduceOp.MAX),
+            "all_reduce_sum": partial(_all_reduce, group, dist.ReduceOp.SUM),
+            "chunk_tokens": self.chunk_tokens,
+        }
         logprobs, entropy = fused_logprobs(
             selected,
             weight,
             rows.targets,
             rows.temperatures,
-            vocab_start=group.rank() * weight.shape[0],
-            vocab_size=self.true_vocab_size,
-            all_reduce_max=partial(_all_reduce, group, dist.ReduceOp.MAX),
-            all_reduce_sum=partial(_all_reduce, group, dist.ReduceOp.SUM),
-            chunk_tokens=self.chunk_tokens,
             supports=rows.supports,
             check_values=False,  # `require_computable` checks them
+            **shard,
         )
         # A merely reported entropy must not cost a gradient.
-        return torch.stack([logprobs, entropy if self.entropy_gradient else entropy.detach()])
+        found = [logprobs, entropy if self.entropy_gradient else entropy.detach()]
+        if self.teacher is not None and torch.is_grad_enabled():
+            found.append(self.teacher.divergence(Head(selected, weight, rows.temperatures), rows, **shard))
+        return torch.stack(found)
 
     def output_weight(self) -> Tensor:
         """Return (V_local, H), the head's weight or the embedding's, or a value head's (1, H)."""

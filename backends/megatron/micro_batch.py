@@ -1,7 +1,7 @@
 """One rank's model input from a pack: its context shard, boundaries, angles and response rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
@@ -71,7 +71,8 @@ class BatchBuilder:
     ) -> ModelInput:
         layout = self._layout(pack, shard)
         layout.routed = RoutedTokens.of(pack, shard, self._rows(shard), balance, replay)
-        moved, shard, layout = on_device((pack, shard, layout), self._device)
+        needed = replace(pack, teacher_hidden=None)  # ``layout`` has this rank's part
+        moved, shard, layout = on_device((needed, shard, layout), self._device)
         table = rotary_table(self._rotary.inv_freq, shard.position_ids, torch.float32)
         layout.cos, layout.sin = ((part * self._rotary.magnitude).to(self._dtype) for part in table)
         return ModelInput(pack, moved, shard, self._context_group, layout)

@@ -69,7 +69,7 @@ class MegatronTrainer(TrainerBase):
     def _build(self) -> None:
         self.coordinates = parallel.initialize(self.config.trainer, self.placement, self.config.seed)
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=False)
-        self.chunks = build_chunks(self.config, self.dimensions)
+        self.models = self.chunks = build_chunks(self.config, self.dimensions)
         self.device = next(self.chunks[0].parameters()).device
         self.state = MegatronState(self.config.model, self.config.checkpoint, self.chunks, self.dimensions)
 

@@ -109,12 +109,13 @@ def row_kernels(device: torch.device) -> Literal["triton", "torch"]:
     return "triton" if device.type == "cuda" and _HAS_TRITON else "torch"
 
 
-def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    logits = _product(hidden, weight.t()).to(dtype)
+def logits_of(hidden: Tensor, weight: Tensor, dtype: torch.dtype, softcap: float | None) -> Tensor:
+    """Return (n, V) capped logits, in memory of their own."""
+    logits = product(hidden, weight.t()).to(dtype)
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b`` in their type; on a device in float32 at least, in which its cores accumulate anyway."""
     if a.device.type != "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -146,7 +147,7 @@ class _FusedLogprobs(torch.autograd.Function):
         columns = weight[: shard.columns]
 
         def sums_of(part: slice, column: Tensor) -> tuple[Tensor, Sums]:
-            x = _logits(hidden[part], columns, dtype, softcap)
+            x = logits_of(hidden[part], columns, dtype, softcap)
             if supports is not None:
                 forbid_outside(x, supports[part], shard.start)
             return _row_sums(x, temperatures[part], column, supports is not None)
@@ -162,15 +163,15 @@ class _FusedLogprobs(torch.autograd.Function):
         hidden, weight, targets, temperatures, *softmax = ctx.saved_tensors
         dtype, (of_hidden, of_weight, *_) = softmax[1].dtype, ctx.needs_input_grad
         d_hidden = torch.zeros_like(hidden, dtype=dtype) if of_hidden else None
-        d_weight = _zeros_for_sums(weight, dtype) if of_weight else None
+        d_weight = zeros_for_sums(weight, dtype) if of_weight else None
         columns = weight[: ctx.shard.columns]
         for part, given in ctx.shard.gradients(targets, softmax, grads):
             kept = None if ctx.supports is None else (ctx.supports[part], ctx.shard.start)
             dx = _logit_gradient(hidden[part], columns, temperatures[part], given, ctx.softcap, kept)
             if d_hidden is not None:
-                d_hidden[part] = _product(dx, columns)
+                d_hidden[part] = product(dx, columns)
             if d_weight is not None:
-                _add_weight_gradient(d_weight[: ctx.shard.columns], dx, hidden[part])
+                add_weight_gradient(d_weight[: ctx.shard.columns], dx, hidden[part])
             del dx  # before the next chunk allocates its own
         if d_hidden is not None and hidden.shape[0]:
             ctx.shard.all_reduce_sum(d_hidden)
@@ -191,7 +192,7 @@ def _logit_gradient(
 ) -> Tensor:
     """Return the (n, V) gradient of ``hidden @ columns.T`` of one chunk, in the type of ``hidden``."""
     dtype, by_triton = given[1][1].dtype, row_kernels(hidden.device) == "triton"
-    x = _logits(hidden, columns, dtype, softcap)
+    x = logits_of(hidden, columns, dtype, softcap)
     slope = None if softcap is None or by_triton else (x / softcap).square_().neg_().add_(1)  # 1 - tanh^2
     if kept is not None:
         forbid_outside(x, *kept)
@@ -204,8 +205,8 @@ def _logit_gradient(
     return (dx if slope is None else dx.mul_(slope)).to(hidden.dtype)
 
 
-def _zeros_for_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (V, H) zeros for ``_add_weight_gradient``.
+def zeros_for_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (V, H) zeros for ``add_weight_gradient``.
 
     For a large float32 vocabulary on a CPU they are (H, V) in memory: products of rows would take 1.7 times as long.
     """
@@ -214,7 +215,7 @@ def _zeros_for_sums(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(weight, dtype=dtype)
 
 
-def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
+def add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor) -> None:
     """Add ``dx.T @ hidden``, (V, H), without a second tensor of that size."""
     if not d_weight.is_cpu:  # a device adds the chunk's finished sum once
         if d_weight.dtype == hidden.dtype:

@@ -10,7 +10,7 @@ from pydantic import Field
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
 from slime_like.config.lora import LoraConfig
-from slime_like.config.roles import CRITIC, POLICY, REFERENCE, TEACHER, ModelRole, Roles
+from slime_like.config.roles import CRITIC, POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
     CheckpointConfig,
@@ -88,11 +88,10 @@ class RunConfig(Section):
     def roles(self) -> Roles:
         """Models of the run."""
         path, layout, fields = self.model.path, self.trainer.parallel, ("old_logprobs", "entropy")
-        distills = self.distillation.is_set
-        scores = (self.algorithm.scores_policy or distills) and not self.supervised
+        scores = (self.algorithm.scores_policy or self.distillation.sampled_coef > 0) and not self.supervised
         policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
         frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
-        frozen += [self.distillation.role(TEACHER, "teacher_logprobs")] if distills else []
+        frozen += [self.distillation.teacher] if self.distillation.is_set else []
         return Roles({role.name: role for role in (policy, *frozen, *self._critic)})
 
     @property
@@ -276,6 +275,11 @@ class RunConfig(Section):
                 f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
                 "rollout); use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
             )
+        if rollout.bounded_top_k != -1 and self.distillation.exact_coef > 0:
+            yield (
+                "distillation.mode=exact needs policies over the whole vocabulary, but rollout samples from a part of "
+                "it; use top_p: 1, top_k: -1 and min_p: 0, or distillation.mode: sampled"
+            )
         if not any(function.weight for function in self.reward.functions) and not self.distillation.is_set:
             yield "reward.functions: every weight is 0, so every reward is 0; give a function a weight"
         rewards = {function.name for function in self.reward.functions}
@@ -336,7 +340,7 @@ class RunConfig(Section):
                 algorithm.kl_reward.coef > 0,
                 "use algorithm.kl",
             ),
-            f"distillation.coef={self.distillation.coef:g}": (self.distillation.is_set, "set it to 0"),
+            f"distillation.mode={self.distillation.mode}": (self.distillation.sampled_coef > 0, "use exact"),
             f"algorithm.loss={algorithm.loss}": (algorithm.chooses_tokens, "use ppo_clip"),
             "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
             "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),

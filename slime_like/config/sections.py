@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
 from slime_like.config.lora import LoraConfig
-from slime_like.config.roles import ModelRole
+from slime_like.config.roles import TEACHER, ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.trainer import OptimizerConfig, ParallelConfig
 
@@ -39,13 +39,14 @@ class FrozenModelConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     max_worker_restarts: int = Field(2, ge=0, description="Restarts of failed workers in a run.")
 
-    def role(self, name: str, *fields: str) -> ModelRole:
+    def role(self, name: str, *fields: str, head: str = "logprob") -> ModelRole:
         """Return the role of a frozen model with these settings."""
         separate = self.placement == "workers"
         return ModelRole(
             name=name,
             path=self.path,
             fields=fields,
+            head=head,
             scores=not separate,
             placement=self.placement,
             parallel=self.parallel,
@@ -65,12 +66,31 @@ class DistillationConfig(FrozenModelConfig):
     """On-policy distillation from a teacher (arXiv:2306.13649, with the reverse KL)."""
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the teacher.")
-    coef: float = Field(0.0, ge=0)
-    """Add log(pi_teacher / pi_old), times this, to the advantage of every sampled token; 0: off."""
+    mode: Literal["sampled", "exact"] = "sampled"
+    """sampled: log(pi_teacher / pi_old) is added to the advantage of every token. exact: the KL over the whole
+    vocabulary is added to its loss."""
+    coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the teacher; 0: off.")
 
     @property
     def is_set(self) -> bool:
         return self.coef > 0
+
+    @property
+    def exact_coef(self) -> float:
+        """Coefficient of the exact KL in the loss."""
+        return self.coef if self.mode == "exact" else 0.0
+
+    @property
+    def sampled_coef(self) -> float:
+        """Coefficient of its estimate in advantages."""
+        return self.coef - self.exact_coef
+
+    @property
+    def teacher(self) -> ModelRole:
+        """The role of the teacher. Its hidden states travel, which are fewer numbers than its logits."""
+        if self.exact_coef > 0:
+            return self.role(TEACHER, "teacher_hidden", head="hidden")
+        return self.role(TEACHER, "teacher_logprobs")
 
     def conflicts(self) -> Iterator[str]:
         if self.is_set and self.path is None:

@@ -79,6 +79,7 @@ class TrainerMemory:
         update_bytes: temporaries of the optimizer's step.
         communication_bytes: permanent buffers of the framework's collectives, and whole weights gathered at training's
             peak.
+        teacher_bytes: the teacher's output projection, for exact distillation.
         host_optimizer_bytes, host_frozen_bytes, host_activation_bytes: kept in host memory instead.
     """
 
@@ -95,6 +96,7 @@ class TrainerMemory:
     update_bytes: int
     communication_bytes: int = 0
     window_gradient_bytes: int = 0
+    teacher_bytes: int = 0
     host_optimizer_bytes: int = 0
     host_frozen_bytes: int = 0
     host_activation_bytes: int = 0

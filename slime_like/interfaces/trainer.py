@@ -50,7 +50,7 @@ class RankCoordinates:
 
 
 Scores = dict[str, Tensor]
-"""A model's outputs for one pack, (R,) float32 in the pack's order, by the names of the fields that hold them."""
+"""A model's outputs for one pack, (R, ...) float32 in the pack's order, by the names of the fields that hold them."""
 
 
 class Planner(Protocol):

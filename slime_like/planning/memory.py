@@ -120,6 +120,7 @@ def _state(memory: TrainerMemory) -> dict[str, int]:
         "parameters": memory.parameter_bytes,
         "gradients": memory.gradient_bytes,
         "optimizer state": memory.optimizer_bytes,
+        "teacher's head": memory.teacher_bytes,
     }
 
 

@@ -148,7 +148,7 @@ def compared(memory: TrainerMemory, taken: Taken) -> dict[str, tuple[int, int]]:
             "activations, head": (busy, training.total() - training[GATHERED] - training[SUMMED]),
         }
         peaks = memory.communication_bytes + whole + busy
-        held = parameters + optimizer
+        held = parameters + optimizer + memory.teacher_bytes
     else:
         found |= {
             "standing buffers": (memory.communication_bytes, taken.standing),
@@ -157,6 +157,6 @@ def compared(memory: TrainerMemory, taken: Taken) -> dict[str, tuple[int, int]]:
             "parameters, optimizer step": (parameters + memory.update_bytes, parameters + taken.update.peak.total()),
         }
         peaks = max(busy, memory.update_bytes)
-        held = parameters + gradients + optimizer + memory.communication_bytes
+        held = parameters + gradients + optimizer + memory.communication_bytes + memory.teacher_bytes
     total = taken.everything + max(phase.peak.total() for phase in (taken.scoring, taken.training, taken.update))
     return found | {"total": (held + peaks, total)}

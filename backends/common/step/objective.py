@@ -14,6 +14,7 @@ from slime_like.algorithms.losses.policy import PolicyLoss
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.config import AlgorithmConfig
 from slime_like.config.part import Part
+from slime_like.config.sections import DistillationConfig
 from slime_like.errors import TrainerError
 from slime_like.plugins.traceback import naming
 from slime_like.trajectory import PackedTrajectory
@@ -22,20 +23,19 @@ from slime_like.trajectory import PackedTrajectory
 class Objective:
     """The configured loss of a policy, and the source of its old logprobs."""
 
-    def __init__(self, algorithm: AlgorithmConfig, critic: object = None) -> None:
-        self._loss = configured_loss(algorithm)
+    def __init__(self, algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
+        self._loss = configured_loss(algorithm, distillation.exact_coef)
         self._freezes = not (algorithm.supervised or algorithm.scores_policy)
 
-    def add(
-        self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor
-    ) -> Tensor:
+    def add(self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, *outputs: Tensor) -> Tensor:
         """Return the weighted sum of the pack's per-token losses, for backward; ``step`` accumulates its metrics.
 
         Args:
             given: the pack as the trainer received it; if this pass provides its old logprobs, they are stored here.
             pack: the same pack on this rank's device.
-            logprobs, entropy: (R,) for the whole pack.
+            outputs: (R,) logprobs and entropies for the whole pack, and perhaps the KL to a teacher.
         """
+        logprobs, entropy, *divergence = outputs
         if pack.old_logprobs is None and self._freezes:
             # The batch's only update starts from the weights that the old logprobs describe.
             given.old_logprobs = pack.old_logprobs = logprobs.detach().float()
@@ -47,6 +47,7 @@ class Objective:
                 behaviour_logprobs=pack.logprobs,
                 ref_logprobs=pack.ref_logprobs,
                 advantages=pack.advantages,
+                divergence=divergence[0] if divergence else None,
                 set_apart=pack.set_apart,
                 loss_mask=pack.loss_mask,
                 token_weights=pack.token_weights,
@@ -57,8 +58,8 @@ class Objective:
         return output.loss
 
 
-def configured_loss(config: AlgorithmConfig) -> Loss:
-    """Build the configured loss, as ``build_loss`` does.
+def configured_loss(config: AlgorithmConfig, distillation: float = 0.0) -> Loss:
+    """Build the configured loss, as ``build_loss`` does. ``distillation``: see ``Loss``.
 
     Raises:
         TrainerError: a user's part cannot be imported or built; or, when called, it raised or returned something
@@ -67,7 +68,7 @@ def configured_loss(config: AlgorithmConfig) -> Loss:
     policy = cast("PolicyLoss", _UsersPolicy(config.loss)) if ":" in config.loss.name else build_policy(config.loss)
     estimator = _users_function("algorithm.kl.estimator", config.kl.estimator, find_kl_estimator)
     correction = _users_function("algorithm.importance.correction", config.importance.correction, find_correction)
-    return Loss(config, policy, estimator, correction)
+    return Loss(config, policy, estimator, correction, distillation)
 
 
 class _UsersPolicy:

@@ -33,6 +33,7 @@ class ResponseRows:
         targets, temperatures: (r,) int64 ids of the predicted tokens, and float64.
         repeats: (r,) int64 entry of ``index`` for each predicted token if sequences share rows; else ``None``.
         supports: (r, K) int32 of truncated sampling, else ``None``.
+        teacher: (r, H) float32 hidden states of a teacher, else ``None``.
     """
 
     index: Tensor
@@ -40,6 +41,7 @@ class ResponseRows:
     temperatures: Tensor
     repeats: Tensor | None
     supports: Tensor | None = None
+    teacher: Tensor | None = None
 
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard) -> Self:
@@ -49,10 +51,11 @@ class ResponseRows:
         supports = None
         if pack.support_ids is not None and pack.support_sizes is not None:
             supports = padded(pack.support_ids, pack.support_sizes, shard.response_slot)
+        teacher = None if pack.teacher_hidden is None else pack.teacher_hidden[shard.response_slot]
         if shard.parents is None:
-            return cls(shard.response_index, *of_tokens, None, supports)
+            return cls(shard.response_index, *of_tokens, None, supports, teacher)
         index, repeats = shard.response_index.unique(return_inverse=True)
-        return cls(index, *of_tokens, repeats, supports)
+        return cls(index, *of_tokens, repeats, supports, teacher)
 
     def spread(self, scored: Tensor) -> Tensor:
         """Expand the hidden states of ``index`` to (r, H). Differentiable: gradients of a shared row add up."""
@@ -72,7 +75,7 @@ class MicroBatch:
     context: dist.ProcessGroup
 
     def whole(self, part: Tensor) -> tuple[Tensor, ...]:
-        """Join this context rank's part of a head's outputs, (outputs, r), into (R,) each; differentiable."""
+        """Join this context rank's part of a head's outputs, (outputs, r, ...), into (R, ...) each; differentiable."""
         scattered = torch.stack([self.shard.scatter(row) for row in part.unbind()])
         return join_context_parts(scattered, self.context).unbind()
 

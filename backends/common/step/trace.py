@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from slime_like.algorithms import head
+from slime_like.algorithms import divergence, head
 from slime_like.interfaces.estimate import Axis, Traffic, Work
 
 META = torch.device("meta")
@@ -157,13 +157,15 @@ class Trace(TorchDispatchMode):
 
             return staticmethod(call)
 
-        function: Any = head._FusedLogprobs
-        originals = function.forward, function.backward
-        function.forward, function.backward = map(labelled, originals)
+        functions: list[Any] = [head._FusedLogprobs, divergence._ReverseKL]
+        originals = [(function.forward, function.backward) for function in functions]
+        for function, both in zip(functions, originals, strict=True):
+            function.forward, function.backward = map(labelled, both)
         try:
             yield
         finally:
-            function.forward, function.backward = map(staticmethod, originals)
+            for function, both in zip(functions, originals, strict=True):
+                function.forward, function.backward = map(staticmethod, both)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

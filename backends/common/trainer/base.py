@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.process.agreement import rank_error
+from backends.common.process.agreement import rank_error, together
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
@@ -59,6 +59,7 @@ class TrainerBase(TrainerBackend):
     """The part of ``TrainerBackend`` that is the same for every backend. A backend builds, computes and sums.
 
     Attributes:
+        models: this rank's models, one for each part of the pipeline.
         optimizer: AdamW and its schedule (in a trainer that trains).
         replicas: the data-parallel group, without context ranks.
     """
@@ -66,6 +67,7 @@ class TrainerBase(TrainerBackend):
     state: TrainerState
     dimensions: ModelDimensions
     coordinates: RankCoordinates
+    models: Sequence[Any]
     optimizer: StepOptimizer
     device: torch.device
     replicas: dist.ProcessGroup
@@ -75,7 +77,7 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
-        self._objective = objective_of(self._role.head)(config.algorithm, config.critic)
+        self._objective = objective_of(self._role, config.algorithm, config.critic, config.distillation)
         self._step, self._trial = StepSums(), contextlib.ExitStack()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -109,7 +111,7 @@ class TrainerBase(TrainerBackend):
 
     @abstractmethod
     def _score(self, packs: Sequence[PackedTrajectory], replay: Replay | None) -> list[tuple[Tensor, ...]] | None:
-        """Return the head's (R,) outputs for each pack, with the current weights."""
+        """Return the head's (R, ...) outputs for each pack, with the current weights."""
 
     # ----------------------------------------------------------------------------------------------------------- phases
     @property
@@ -155,6 +157,8 @@ class TrainerBase(TrainerBackend):
             self._load_start()
             for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
+            if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
+                self._hold_teacher()
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -212,6 +216,12 @@ class TrainerBase(TrainerBackend):
             self.state.load_hugging_face(role.path)
             self.state.freeze(role.name, base=True)
 
+    def _hold_teacher(self) -> None:
+        """Read this rank's rows of the teacher's output projection."""
+        given = self.config.distillation.path, self.config.model, self.device
+        together(lambda: [model.hold_teacher(*given) for model in self.models], f"loading {given[0]}", self.device)
+        self.state.constants = [model.teacher.weight for model in self.models if model.teacher is not None]
+
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name
         with self._settled("load"), contextlib.nullcontext() if own else self.state.preserved():
@@ -261,7 +271,7 @@ class TrainerBase(TrainerBackend):
         name = role or self._role.name
         if name == self._role.name:
             replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
-            return named_scores(self._role, self._score(micro_batches, replay))
+            return self._named_scores(self._role, micro_batches, replay)
         if name not in self.state.frozen:
             raise rank_error(
                 "score",
@@ -271,7 +281,14 @@ class TrainerBase(TrainerBackend):
             )
         self.settle_weights()
         with self.state.replaced(name):
-            return named_scores(self.config.roles[name], self._score(micro_batches, None))
+            return self._named_scores(self.config.roles[name], micro_batches, None)
+
+    def _named_scores(
+        self, role: ModelRole, packs: Sequence[PackedTrajectory], replay: Replay | None
+    ) -> list[Scores] | None:
+        for model in self.models:
+            model.scores_hidden = role.head == "hidden"
+        return named_scores(role, self._score(packs, replay))
 
     @property
     def _replays(self) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slime_like.config import AlgorithmConfig
 from slime_like.config.roles import ModelRole
-from slime_like.config.sections import CriticConfig
+from slime_like.config.sections import CriticConfig, DistillationConfig
 from slime_like.interfaces import Scores
 from slime_like.plugins.resolve import resolve
 
@@ -20,10 +20,12 @@ OBJECTIVES = {
 ADDED = "added"
 
 
-def objective_of(head: str) -> Callable[[AlgorithmConfig, CriticConfig], Any]:
-    """Return the class of the objective of a role with this head."""
-    found: Callable[[AlgorithmConfig, CriticConfig], Any] = resolve("head", head, OBJECTIVES)
-    return found
+def objective_of(role: ModelRole, algorithm: AlgorithmConfig, critic: CriticConfig, teacher: DistillationConfig) -> Any:
+    """Return the objective of a trained role; ``None`` for a frozen one."""
+    if not role.trained:
+        return None
+    made: Callable[..., Any] = resolve("head", role.head, OBJECTIVES)
+    return made(algorithm, critic if role.head == "value" else teacher)
 
 
 def named_scores(role: ModelRole, scored: list[tuple[Tensor, ...]] | None) -> list[Scores] | None:

@@ -28,6 +28,7 @@ class TrainerState(ABC):
 
     Attributes:
         parking: holds the state while it is not on the device.
+        constants: further tensors on the device that only training reads.
         snapshot: holds the state until it is written in the background.
         frozen: host memory with the weights of each frozen role, the weights, and whether they are all weights or only
             factors.
@@ -36,6 +37,7 @@ class TrainerState(ABC):
 
     def __init__(self) -> None:
         self.parking = Parking()
+        self.constants: list[Tensor] = []
         self.snapshot = HostCopies()
         self.frozen: dict[str, tuple[HostCopies, list[Tensor], bool]] = {}
         self.activations = HostPool()
@@ -157,6 +159,7 @@ class TrainerState(ABC):
         """Free the device, except for kept weights. Gradients are dropped, so no step may be open."""
         if torch.cuda.is_available():
             self.park(keep_weights)
+            self.parking.park(self.constants)
             torch.cuda.empty_cache()
 
     def onload(self) -> None:

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from slime_like.config.part import Part
 
 
-def build_loss(config: AlgorithmConfig) -> Loss:
+def build_loss(config: AlgorithmConfig, distillation: float = 0.0) -> Loss:
     """Build the loss that the configuration names.
 
     Args:
         config: the objective; any object with the attributes of ``AlgorithmConfig`` will do.
+        distillation: coefficient of the exact KL to a teacher.
 
     Returns:
         The loss. Call it with the ``LossInputs`` of a micro-batch.
@@ -48,7 +49,7 @@ def build_loss(config: AlgorithmConfig) -> Loss:
         >>> build_loss(AlgorithmConfig(loss={"name": "ppo_clip", "clip_high": 0.28})).needs_old
         True
     """
-    return Loss(config, build_policy(config.loss))
+    return Loss(config, build_policy(config.loss), distillation=distillation)
 
 
 def build_policy(loss: Part) -> PolicyLoss:
@@ -70,12 +71,13 @@ def find_policy(name: str) -> Callable[..., PolicyLoss]:
 
 
 class Loss:
-    """``policy + kl.coef * KL - entropy_coef * H`` per token, weighted and summed.
+    """``policy + kl.coef * KL - entropy_coef * H + distillation * D`` per token, weighted and summed.
 
     Args:
         config: coefficients and corrections.
         policy: the policy term.
         kl_estimator, correction: functions to use instead of those that the configuration names.
+        distillation: coefficient of D, the exact KL to a teacher.
 
     Raises:
         ValueError: an unknown estimator or correction.
@@ -94,8 +96,9 @@ class Loss:
         policy: PolicyLoss,
         kl_estimator: KLEstimator | None = None,
         correction: Correction | None = None,
+        distillation: float = 0.0,
     ) -> None:
-        self._config, self._policy = config, policy
+        self._config, self._policy, self._distillation = config, policy, distillation
         corrects = config.importance.correction != "none"
         self._correct = (correction or find_correction(config.importance.correction)) if corrects else None
         self.name = policy.name
@@ -136,6 +139,8 @@ class Loss:
             per_token = per_token + self._config.kl.coef * kl
         if self.needs_entropy:
             per_token = per_token - self._config.entropy_coef * required(inputs, "entropy")
+        if self._distillation > 0:
+            per_token = per_token + self._distillation * required(inputs, "divergence")
         loss = _weighted_sum(per_token, inputs)
         sums = _figures(inputs, loss, policy, kl, terms, correction)
         sums.rejected = rejected
@@ -225,6 +230,8 @@ def _figures(
         sums.kl_loss = _weighted_sum(kl, inputs).double()
     if inputs.ref_logprobs is not None:
         sums.approx_policy_kl = _token_sum(kl_estimate(inputs.logprobs, inputs.ref_logprobs, "k3"), inputs)
+    if inputs.divergence is not None:
+        sums.divergence = _token_sum(inputs.divergence, inputs)
     if inputs.entropy is not None:
         sums.entropy = _token_sum(inputs.entropy, inputs)
     if terms.ratio is not None:

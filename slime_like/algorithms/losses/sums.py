@@ -71,8 +71,9 @@ class LossSums(Sums):
 
     Attributes:
         loss, policy_loss, kl_loss: weighted sums; divided by the step's denominator, the means of ``GRPOStats``.
-        ratio, clipped, bounded, approx_policy_kl, entropy, engine_gap, importance_weight, importance_clipped,
-            squared_weight, squared_engine_ratio, surprisal, engine_surprisal: sums over loss-carrying tokens.
+        ratio, clipped, bounded, approx_policy_kl, divergence, entropy, engine_gap, importance_weight,
+            importance_clipped, squared_weight, squared_engine_ratio, surprisal, engine_surprisal: sums over
+            loss-carrying tokens.
         num_tokens, rejected: loss-carrying tokens, and tokens of rejected sequences, which do not count otherwise.
         old_gap_max, engine_gap_max: maxima over loss-carrying tokens.
     """
@@ -84,6 +85,7 @@ class LossSums(Sums):
     clipped: Tensor
     bounded: Tensor
     approx_policy_kl: Tensor
+    divergence: Tensor
     entropy: Tensor
     engine_gap: Tensor
     importance_weight: Tensor
@@ -110,6 +112,7 @@ class LossSums(Sums):
             clipfrac=self.clipped / tokens,
             bounded_fraction=self.bounded / tokens,
             approx_policy_kls=self.approx_policy_kl / tokens,
+            distillation_kl=self.divergence / tokens,
             entropy=self.entropy / tokens,
             old_gap_max=self.old_gap_max,
             engine_gap_mean=self.engine_gap / tokens,

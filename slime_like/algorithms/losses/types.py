@@ -10,7 +10,7 @@ from slime_like.algorithms.bounds import bounded_logprobs
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 
 _LOGPROBS = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
-_PER_TOKEN = (*_LOGPROBS, "entropy", "advantages")
+_PER_TOKEN = (*_LOGPROBS, "entropy", "advantages", "divergence")
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class LossInputs:
         advantages: the sequence's advantage on each of its tokens, or per-token advantages.
         response_lens: (S,) int64, needed if the loss has values per sequence.
         set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
+        divergence: exact KL to the teacher, with graph; needed if the loss distils.
     """
 
     logprobs: Tensor
@@ -40,6 +41,7 @@ class LossInputs:
     advantages: Tensor | None = None
     response_lens: Tensor | None = None
     set_apart: Tensor | None = None
+    divergence: Tensor | None = None
 
     def check_shapes(self) -> None:
         """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""

@@ -148,16 +148,16 @@ def unpack_response_logprobs(packed: PackedTrajectory, response_logprobs: Tensor
 
     Args:
         packed: the pack, whose ``response_lens`` define the parts.
-        response_logprobs: (R,).
+        response_logprobs: (R,) or (R, ...).
 
     Returns:
-        (response_len,) for every sequence.
+        (response_len, ...) for every sequence.
 
     Raises:
         ValueError: there aren't exactly R values.
     """
     lengths = packed.response_lens.tolist()
-    if response_logprobs.ndim != 1 or response_logprobs.numel() != sum(lengths):
+    if response_logprobs.ndim == 0 or len(response_logprobs) != sum(lengths):
         raise ValueError(
             f"response_logprobs has shape {tuple(response_logprobs.shape)}, the pack has {sum(lengths)} response "
             "tokens; give exactly one value per response token"

@@ -85,7 +85,7 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
         elif coefficient > 0:
             kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
             metrics |= _adapted(run, kl)
-        if config.distillation.is_set:
+        if config.distillation.sampled_coef > 0:
             metrics["train_actor_training/distillation_kl"] = distil(ranks, trajectories, config.distillation.coef)
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)

@@ -154,5 +154,5 @@ class RankTraining:
         if scored is None:
             return
         for pack, scores in zip(packs, scored, strict=True):
-            for name, values in scores.items():
-                setattr(pack, name, values)
+            for name, values in scores.items():  # rows of hidden states would fill a device
+                setattr(pack, name, values.cpu() if values.ndim > 1 else values)

@@ -40,7 +40,7 @@ def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: 
         sequences: all scored or all unscored. Memory holds them and one packed copy, so pass windows.
 
     Returns:
-        (response_len,) float32 each, on the CPU, in the order of ``sequences``.
+        (response_len, ...) float32 each, on the CPU, in the order of ``sequences``.
 
     Raises:
         DataError: a sequence is over the token budget.

@@ -50,12 +50,12 @@ class Enumeration:
         self, config: RunConfig, tree: Tree, rewards: Tensor, first: Tensor, samples: int, exact_ratio: bool = False
     ) -> None:
         self._algorithm, self._drops = config.algorithm, config.rollout.drop_zero_spread
-        self._distils = config.distillation.coef
+        self._distils = config.distillation.sampled_coef
         self._tree, self._rewards, self._first = tree, rewards, first
         self._samples, self._exact_ratio = samples, exact_ratio
         self._advantages = Advantages(config)
         self._batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas=1, pad_token_id=0)
-        self._loss = build_loss(config.algorithm)
+        self._loss = build_loss(config.algorithm, config.distillation.exact_coef)
 
     def gradient(self, policies: Policies) -> Tensor:
         """Return the expected gradient of the loss with respect to the current logits."""
@@ -80,11 +80,14 @@ class Enumeration:
         lengths = torch.tensor([row.response_len for row in rows])
         index = torch.cat([self._tokens(place) for place in places])
         taught = columns["ref_logprobs"] - columns["old_logprobs"]
+        logs = current.log_softmax(dim=-1)
+        gaps = logs - policies.reference.log_softmax(dim=-1)
         output = self._loss(
             LossInputs(
                 loss_mask=torch.cat([row.loss_mask for row in rows]),
                 token_weights=torch.tensor(weights, dtype=torch.float64).repeat_interleave(lengths),
-                entropy=self._entropies(current)[index],
+                entropy=self._of_states(-(logs.exp() * logs).sum(dim=-1))[index],
+                divergence=self._of_states((logs.exp() * gaps).sum(dim=-1))[index],
                 advantages=self._advantages_of(steps, places, columns) + self._distils * taught[index],
                 response_lens=lengths,
                 **{name: column[index] for name, column in columns.items()},
@@ -98,12 +101,12 @@ class Enumeration:
         """Return logprobs of every token of every response, prompt after prompt."""
         return torch.cat([self._tree.logprobs(table, each) for table in logits for each in self._tree.responses])
 
-    def _entropies(self, logits: Tensor) -> Tensor:
-        """Return the entropies of the states in which the tokens were chosen, 0 for observations."""
-        logs, found = logits.log_softmax(dim=-1), []
-        for entropies in -(logs.exp() * logs).sum(dim=-1):
-            for states in (torch.tensor(each.states) for each in self._tree.responses):
-                found.append(torch.where(states >= 0, entropies[states.clamp_min(0)], 0.0))
+    def _of_states(self, values: Tensor) -> Tensor:
+        """Return the (prompts, states) values at the states in which the tokens were chosen, 0 for observations."""
+        found = []
+        for each in values:
+            for states in (torch.tensor(response.states) for response in self._tree.responses):
+                found.append(torch.where(states >= 0, each[states.clamp_min(0)], 0.0))
         return torch.cat(found)
 
     def _sums(self, column: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ def make_inputs(seed: int = 0, distance: float = 0.5) -> LossInputs:
         loss_mask=mask,
         token_weights=torch.rand(TOTAL, generator=g, dtype=torch.float64),
         response_lens=torch.tensor(LENGTHS),
+        divergence=torch.rand(TOTAL, generator=g, dtype=torch.float64).requires_grad_(),
     )
 
 
@@ -263,6 +264,23 @@ def test_sums_survive_the_vectors_and_add_up() -> None:
         assert c == pytest.approx(max(a, b) if field.name.endswith("max") else a + b) and a != 0, field.name
     assert LossSums.zeros().add(one) == one
     assert all(vector.dtype == torch.float64 for vector in one.to_vectors())
+
+
+def test_the_exact_kl_to_a_teacher_has_the_weights_of_the_policy_loss() -> None:
+    """Values on tokens without loss have no effect."""
+    inputs = make_inputs()
+    odd = torch.where(inputs.loss_mask, inputs.divergence.detach(), torch.inf).requires_grad_()
+    plain, taught = (build_loss(AlgorithmConfig(), part) for part in (0.0, 0.7))
+    output = taught(replace(inputs, divergence=odd))
+    pairs = zip(inputs.divergence.tolist(), inputs.loss_mask.tolist(), inputs.token_weights.tolist(), strict=True)
+    expected = [(value, weight) for value, carries, weight in pairs if carries]
+    added = 0.7 * sum(value * weight for value, weight in expected)
+    assert float(output.loss - plain(inputs).loss) == pytest.approx(added, rel=1e-12)
+    assert float(output.sums.divergence) == pytest.approx(sum(value for value, _ in expected), rel=1e-12)
+    gradient = torch.autograd.grad(output.loss, odd)[0]
+    torch.testing.assert_close(gradient, 0.7 * torch.where(inputs.loss_mask, inputs.token_weights, 0.0))
+    with pytest.raises(ValueError, match="needs divergence, but"):
+        taught(replace(inputs, divergence=None))
 
 
 def test_needs() -> None:

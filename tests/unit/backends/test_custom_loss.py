@@ -103,7 +103,7 @@ def test_a_failing_call_names_its_line(own: Path, name: str, cause: type[Excepti
 def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Rejects) -> None:
     config = RunConfig(run_dir=own / "run", model=ModelConfig(path=own), algorithm=AlgorithmConfig(loss=name))
     with rejects(TrainerError, "custom-loss-failed"):
-        Objective(config.algorithm)
+        Objective(config.algorithm, config.distillation)
 
 
 PARTS: dict[str, dict[str, Any]] = {"kl.estimator": {"coef": 0.1}, "importance.correction": {}}

@@ -198,6 +198,7 @@ fields-conflict distillation.coef --distillation.coef 1
 fields-conflict distillation.path --distillation.path TMP/none
 fields-conflict algorithm.loss --algorithm.loss sft --distillation.coef 1 --distillation.path TMP/none
 fields-conflict rollout.stream --rollout.stream true --distillation.coef 1 --distillation.path TMP/none
+fields-conflict distillation.mode --distillation.coef 1 --distillation.path TMP/none --distillation.mode exact --rollout.top_k 9
 reference.model distillation.path --distillation.coef 1 --distillation.path TMP/none
 fields-conflict sync.transport --sync.transport directory
 fields-conflict sync.directory --sync.directory TMP/buckets

@@ -41,6 +41,13 @@ def config(**sections: Any) -> RunConfig:
             ["policy", "reference", "distillation"],
             [],
         ),
+        (
+            {"distillation": {"coef": 1.0, "mode": "exact", "path": "/models/t"}},
+            ["policy", "distillation"],
+            ["distillation"],
+            ["distillation"],
+            [],
+        ),
         ({"algorithm": {"loss": "sft", "epochs": 2}}, ["policy"], [], [], []),
     ],
 )

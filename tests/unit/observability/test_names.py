@@ -20,7 +20,7 @@ from tests.unit.observability.records import mixed_record, phase_times, rl_recor
 
 ZEROS = """
     policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
-    importance_clipfrac bounded_fraction moe_aux_loss router_load_max
+    importance_clipfrac bounded_fraction moe_aux_loss router_load_max distillation_kl
     routing_disagreement rejected_fraction engine_chi_square importance_ess perplexity engine_perplexity
 """
 RL_FIGURES = {

@@ -40,6 +40,15 @@ def test_distillation_follows_the_reverse_kl_at_every_position() -> None:
     assert biased["on-policy", "two turns", "distillation"].bias > 1e-3
 
 
+def test_exact_distillation_does_so_for_any_scale_of_advantages() -> None:
+    teacher = {"coef": 0.5, "path": "/teacher", "mode": "exact"}
+    for advantage in ("rloo", "grpo_mean_only"):
+        found = findings(EXACT | {"advantage": advantage}, TURNS, distillation=teacher)
+        for tree in ("one turn", "two turns"):
+            part = found["on-policy", tree, "distillation"]
+            assert part.is_unbiased and part.scale == pytest.approx(1 / LENGTH, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("advantage", "scale"),
     [

@@ -1,0 +1,79 @@
+"""A teacher's output projection next to the policy's: its hidden states travel instead of its logits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from backends.common.hugging_face.files import HfCheckpoint
+from backends.common.process.agreement import rank_error
+from backends.common.step.packs import ResponseRows
+from slime_like.algorithms.divergence import Head, fused_reverse_kl
+from slime_like.config.sections import DistillationConfig
+from slime_like.errors import CheckpointError
+from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherHead:
+    """The rows of a teacher's output projection that this rank's columns of the vocabulary need.
+
+    Attributes:
+        weight: (V_local, H_teacher), with 0 for the vocabulary's padding.
+        factor, softcap: factor of its logits, and their cap.
+    """
+
+    weight: Tensor
+    factor: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def read(cls, path: Path, columns: range, vocab_size: int, like: torch.Tensor, *scaling: Any) -> Self:
+        """Read the ``columns``' rows of a Hugging Face checkpoint's head, or of the embedding if they are tied, in the
+        type and on the device of ``like``. ``scaling``: factor and cap of the logits.
+
+        Raises:
+            CheckpointError: it has no such matrix, another vocabulary, or a bias.
+        """
+        with HfCheckpoint(path) as checkpoint:
+            shapes = checkpoint.shapes()
+            name = next((each for each in (*HEADS, EMBEDDING) if each in shapes), None)
+            if name is None or shapes[name][0] != vocab_size or f"{name.removesuffix('weight')}bias" in shapes:
+                raise CheckpointError(
+                    f"it has no output projection of {vocab_size} tokens without a bias (found: {name})",
+                    code="no-teacher-head",
+                    who=str(path),
+                    remedy="use a teacher with the policy's vocabulary, or distillation.mode: sampled",
+                )
+            weight = like.new_zeros(len(columns), shapes[name][1])
+            if (held := min(len(columns), vocab_size - columns.start)) > 0:
+                weight[:held] = checkpoint.read(name, 0, columns.start, held)
+        return cls(weight, *scaling)
+
+    def divergence(self, student: Head, rows: ResponseRows, **shard: Any) -> Tensor:
+        """Return the (r,) KL of the student to the teacher at ``rows``; ``shard``: see ``fused_reverse_kl``."""
+        if rows.teacher is None:
+            raise rank_error(
+                "accumulate",
+                "a pack has no hidden states of the teacher",
+                code="no-teacher-hidden",
+                remedy="score it first, or train on rollouts that were saved with them",
+            )
+        hidden, temperatures = rows.teacher.to(self.weight.dtype), rows.temperatures / self.factor
+        return fused_reverse_kl(student, Head(hidden, self.weight, temperatures, self.softcap), **shard)
+
+
+def planned_teacher(settings: DistillationConfig, rows: int, dtype: torch.dtype) -> TeacherHead | None:
+    """Return the shapes of this many rows, if the KL is exact. Needs only ``config.json``."""
+    if settings.exact_coef == 0 or settings.path is None:
+        return None
+    width = ModelDimensions.from_checkpoint(settings.path).hidden_size
+    return TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta"))
+
+
+def add_planned(rows: ResponseRows | None, teacher: TeacherHead | None) -> None:
+    """Give a planned micro-batch the shapes of its teacher's hidden states."""
+    if rows is not None and teacher is not None:
+        rows.teacher = torch.empty(len(rows.targets), teacher.weight.shape[1], device="meta")
