@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint as recompute
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
@@ -21,9 +20,10 @@ from backends.fsdp.lora import add_factors
 from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups, shard_of
+from backends.fsdp.sharding import parameters_on_meta, recompute_layers, shard_layers
 from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
-from slime_like.config import ModelConfig, RunConfig, TrainerConfig
+from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD, keeps_type
 from slime_like.system.words import counted
@@ -226,14 +226,14 @@ def build(config: RunConfig, groups: Groups, device: torch.device, values: bool 
     Raises:
         ConfigError: the model cannot be sharded, read or written.
     """
-    with _parameters_on_meta():
+    with parameters_on_meta():
         chunk, has_entropy = config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0
         model = _model(config.model, torch.float32, chunk, has_entropy, values)
     _require_nothing_else(model.hugging_face)
     # Buffers follow from the configuration, except routers' biases, which are read from the checkpoint later.
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
     recompute_layers(model, config.trainer)
-    _shard(model, getattr(torch, config.model.dtype), config.trainer, groups)
+    shard_layers(model, getattr(torch, config.model.dtype), config.trainer, groups)
     model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
@@ -260,7 +260,7 @@ def sharded_meta_model(config: RunConfig, groups: Groups, values: bool = False) 
     chunk, has_entropy = trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0
     model = meta_model(config.model, torch.float32, chunk, has_entropy, values)
     recompute_layers(model, trainer)
-    _shard(model, getattr(torch, config.model.dtype), trainer, groups)
+    shard_layers(model, getattr(torch, config.model.dtype), trainer, groups)
     return model
 
 
@@ -311,48 +311,6 @@ def computes_alike(other: Path, model: ModelConfig) -> bool:
     )
     differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
     return all(name in _SAYS_NOTHING or name.endswith("_token_id") for name in differing)
-
-
-def recompute_layers(model: LogprobModel, trainer: TrainerConfig) -> None:
-    """Recompute the first layers in backward."""
-    for layer in model.layers[: trainer.recomputed_layers(len(model.layers))]:
-        recompute(layer)
-
-
-def _shard(model: LogprobModel, dtype: torch.dtype, trainer: TrainerConfig, groups: Groups) -> None:
-    """Shard the model. Each layer is gathered separately; the root gathers embedding, last norm and head together."""
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    on_host = trainer.optimizer.offload
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": groups.mesh, "mp_policy": precision, "offload_policy": offload}
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=trainer.fsdp.reshard_after_forward, **options)
-    fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # FSDP averages over ranks. A step's gradients are sums, divided once by the step's denominator.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Inside, new modules get parameters without memory, but real buffers.
-
-    Only one parameter at a time has memory, briefly and untouched.
-    """
-    register = nn.Module.register_parameter
-
-    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def routing_biases(hugging_face: nn.Module) -> dict[str, Tensor]:

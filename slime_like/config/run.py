@@ -195,7 +195,10 @@ class RunConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         yield from self._trainer_conflicts()
-        yield from self._critic_conflicts()
+        if self.algorithm.needs_critic:
+            yield from self.critic.conflicts_of_use(self.trainer, self.steps, self.model)
+        elif changed := self.critic.changed:
+            yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
         if self.supervised:
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
@@ -208,27 +211,6 @@ class RunConfig(Section):
             yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:
             yield from self._agent_conflicts()
-
-    def _critic_conflicts(self) -> Iterator[str]:
-        critic, trainer = self.critic, self.trainer
-        if not self.algorithm.needs_critic:
-            if changed := critic.changed:
-                yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
-            return
-        if self.for_critic().model.weights is not None:
-            yield f"model.weights={self.model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
-        if critic.parallel is not None:
-            yield from (f"critic.{text}" for text in trainer.layout_conflicts(critic.parallel))
-            ranks, policy = critic.parallel.world_size, trainer.parallel.world_size
-            if critic.placement == "shared" and ranks > policy:
-                yield (
-                    f"critic.placement=shared: critic.parallel has {ranks} ranks, and trainer.parallel {policy}; use "
-                    "at most as many, or placement: separate"
-                )
-        if critic.warmup_steps >= self.steps:
-            yield f"critic.warmup_steps={critic.warmup_steps} leaves no step to train the policy; use fewer than steps"
-        if critic.optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
-            yield "critic.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
 
     def _sampling_conflicts(self) -> Iterator[str]:
         rollout, algorithm = self.rollout, self.algorithm

@@ -11,7 +11,7 @@ from slime_like.config.gpus import GpuName
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import TEACHER, ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
-from slime_like.config.trainer import OptimizerConfig, ParallelConfig
+from slime_like.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
 
 
 class ModelConfig(Section):
@@ -114,6 +114,23 @@ class CriticConfig(Section):
     """Trace decay of the returns that it learns; none: the estimator's `lam` (VAPO, arXiv:2504.05118, uses 1)."""
     value_clip: float | None = Field(0.2, gt=0, description="Largest change of a value that lowers the loss.")
     warmup_steps: int = Field(0, ge=0, description="First training steps that leave the policy as it is.")
+
+    def conflicts_of_use(self, trainer: TrainerConfig, steps: int, model: ModelConfig) -> Iterator[str]:
+        """Yield what excludes a critic with these settings in a run of ``steps`` steps."""
+        if self.path is None and model.weights is not None and not model.lora.is_set:
+            yield f"model.weights={model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
+        if self.parallel is not None:
+            yield from (f"critic.{text}" for text in trainer.layout_conflicts(self.parallel))
+            ranks, policy = self.parallel.world_size, trainer.parallel.world_size
+            if self.placement == "shared" and ranks > policy:
+                yield (
+                    f"critic.placement=shared: critic.parallel has {ranks} ranks, and trainer.parallel {policy}; use "
+                    "at most as many, or placement: separate"
+                )
+        if self.warmup_steps >= steps:
+            yield f"critic.warmup_steps={self.warmup_steps} leaves no step to train the policy; use fewer than steps"
+        if self.optimizer.offload and trainer.backend == "megatron" and model.dtype == "float32":
+            yield "critic.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
 
 
 TEMPLATE_INPUTS = {"conversation", "messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}

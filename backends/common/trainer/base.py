@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.roles import named_scores, objective_of
-from backends.common.trainer.state import TrainerState
+from backends.common.trainer.state import StepOptimizer, TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
 from slime_like.config.roles import POLICY, ModelRole
@@ -39,20 +39,6 @@ from slime_like.interfaces import (
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.statistics import StepStats
 from slime_like.trajectory import PackedTrajectory
-
-
-class StepOptimizer(Protocol):
-    """The optimizer interface that a step uses."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the last update."""
-
-    def gradient_norm(self) -> float:
-        """Return the global norm of the finished gradients, before clipping. Collective."""
-
-    def update(self, gradient_norm: float) -> None:
-        """Clip by the measured norm and take one step at the schedule's next rate."""
 
 
 class TrainerBase(TrainerBackend):
@@ -138,10 +124,7 @@ class TrainerBase(TrainerBackend):
             ) from error
 
     def settle_weights(self) -> None:
-        """Make every weight of this rank whole if an update may still be in progress. Collective.
-
-        Every method here that reads weights calls it.
-        """
+        """Make every weight whole if an update may be in progress, before weights are read. Collective."""
 
     @contextlib.contextmanager
     def _settled(self, phase: str) -> Iterator[None]:

@@ -4,7 +4,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,20 @@ from backends.common.trainer.parking import Parking
 from slime_like.config import ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.weights.expected_tensors import expected_factors
+
+
+class StepOptimizer(Protocol):
+    """The optimizer interface that a step uses."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the last update."""
+
+    def gradient_norm(self) -> float:
+        """Return the global norm of the finished gradients, before clipping. Collective."""
+
+    def update(self, gradient_norm: float) -> None:
+        """Clip by the measured norm and take one step at the schedule's next rate."""
 
 
 class TrainerState(ABC):

@@ -16,16 +16,14 @@ from slime_like.config.roles import REFERENCE, TEACHER
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.interfaces import Scores
-from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
+from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans, whitened
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.plugins.traceback import format_error, naming
-from slime_like.trajectory import ScoredTrajectory, UnscoredTrajectory
+from slime_like.trajectory import ScoredTrajectory
 
 _OF_TOKENS = ("logprobs", "values")
-_LEAST_SPREAD = 1e-6
-"""A smaller standard deviation of advantages is rounding."""
 
 
 def weighted_rewards(reward: RewardConfig, rewards: Tensor) -> Tensor:
@@ -278,19 +276,6 @@ def _replace(ranks: RankCalls, rows: Sequence[ScoredTrajectory], advantages: Map
         row.advantages = advantages[row.sequence_id].expand(row.response_len)
     given = {name: values.numpy() for name, values in advantages.items()}
     ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
-
-
-def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return advantages with mean 0 and sample standard deviation 1 over all tokens that carry loss, 0 elsewhere.
-
-    Without a spread, all are 0.
-    """
-    each = {row.sequence_id: advantages[row.sequence_id].double().expand(row.response_len) for row in rows}
-    tokens = torch.cat([each[row.sequence_id][row.loss_mask] for row in rows])
-    spread = tokens.std() if tokens.numel() > 1 else tokens.new_zeros(())
-    scale = 1 / spread if float(spread) > _LEAST_SPREAD else 0.0
-    made = {name: ((values - tokens.mean()) * scale).to(advantages[name].dtype) for name, values in each.items()}
-    return {row.sequence_id: made[row.sequence_id].masked_fill(~row.loss_mask, 0.0) for row in rows}
 
 
 def _in_time(rollout: Rollout[Any], level: Level) -> Tensor:

@@ -1,6 +1,6 @@
 """Rollouts: the samples of a prompt, and the values that all rows of a sample share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from slime_like.trajectory import UnscoredTrajectory
+
+_LEAST_SPREAD = 1e-6
+"""A smaller standard deviation of advantages is rounding."""
 
 Row = TypeVar("Row", bound=UnscoredTrajectory)
 
@@ -80,3 +83,16 @@ def trained_spans(loss_mask: Tensor) -> list[tuple[int, int]]:
         return [(0, len(loss_mask))]
     edges = torch.nn.functional.pad(loss_mask.byte(), (1, 1)).diff().nonzero().flatten().tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def whitened(rows: Sequence[UnscoredTrajectory], advantages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return advantages with mean 0 and sample standard deviation 1 over all tokens that carry loss, 0 elsewhere.
+
+    Without a spread, all are 0.
+    """
+    each = {row.sequence_id: advantages[row.sequence_id].double().expand(row.response_len) for row in rows}
+    tokens = torch.cat([each[row.sequence_id][row.loss_mask] for row in rows])
+    spread = tokens.std() if tokens.numel() > 1 else tokens.new_zeros(())
+    scale = 1 / spread if float(spread) > _LEAST_SPREAD else 0.0
+    made = {name: ((values - tokens.mean()) * scale).to(advantages[name].dtype) for name, values in each.items()}
+    return {row.sequence_id: made[row.sequence_id].masked_fill(~row.loss_mask, 0.0) for row in rows}
