@@ -1,6 +1,6 @@
 """Summary of a run as tables on a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -12,8 +12,7 @@ from rich.text import Text
 from slime_like.observability.report.data import RunData, summary
 from slime_like.observability.report.panels import key_metrics, panels, phase_picture
 from slime_like.observability.report.text import last_user_message, shortened, spelled_out
-from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, response_column
-from slime_like.system.words import counted
+from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, reading_order
 
 _NEWEST_SAMPLES = 4
 _MAX_TEXT = 240
@@ -32,15 +31,19 @@ def show(run: RunData, console: Console) -> None:
     if picture := phase_picture(run):
         phases = [(phase, f"{share:.1f}%", fmean(seconds), max(seconds)) for phase, seconds, share in picture.parts]
         console.print(_ruled("Where the time went", ("phase", "share", "mean seconds a step", "longest"), phases))
-    samples = run.tables.get(SAMPLE_TABLE)
-    if samples is not None and samples.rows:
-        newest = samples.rows[-_NEWEST_SAMPLES:]
-        console.print(_labelled("Newest samples", [_sample(row) for row in newest]))
-    held_out = run.tables.get(HELD_OUT_TABLE)
-    if held_out is not None and held_out.rows:
-        shown, prompts = _held_out(held_out.rows), len({row.get("Sequence ID") for row in held_out.rows})
-        title = f"Held-out responses, first and last evaluation ({len(shown)} of {counted(prompts, 'prompt')})"
-        console.print(_labelled(title, shown))
+    for name, title in ((SAMPLE_TABLE, "Newest samples"), (HELD_OUT_TABLE, "Newest held-out responses")):
+        if (table := run.tables.get(name)) is not None and table.rows:
+            console.print(_labelled(title, map(_cells, table.rows[-_NEWEST_SAMPLES:])))
+
+
+def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a row has in the columns that are worth reading. The prompt is the user's message."""
+    for column in ("step", *reading_order(list(row))):
+        value = last_user_message(str(row["Prompt"])) if column == "Prompt" else row.get(column)
+        if value not in (None, ""):
+            first, *more = value.split("\n") if column == "Conversation" else [value]
+            yield column, first
+            yield from (("", line) for line in more)
 
 
 def _printable(value: Any) -> Text:
@@ -51,43 +54,7 @@ def _printable(value: Any) -> Text:
     return Text(spelled_out(shortened(text, _MAX_TEXT), one_line=True))
 
 
-def _sample(row: dict[str, Any]) -> list[tuple[str, Any]]:
-    outcome = {
-        "step": row["step"],
-        **{name.removeprefix("Reward_"): value for name, value in row.items() if name.startswith("Reward_")},
-        "advantage": row.get("Advantages"),
-        "finish reason": row.get("Finish Reason"),
-    }
-    shown = [f"{name} {_printable(value)}" for name, value in outcome.items() if value is not None]
-    column = response_column(list(row))  # rows of other steps may have other columns
-    response = shortened(str(row.get(column)), _MAX_TEXT)
-    lines = response.split("\n") if column == "Conversation" else [response]
-    return [
-        ("prompt", last_user_message(str(row.get("Prompt", "")))),
-        ("response", lines[0]),
-        *(("", line) for line in lines[1:]),
-        ("answer", row.get("Answer")),
-        ("outcome", ", ".join(shown)),
-        *([("metadata", metadata)] if (metadata := row.get("Reward Metadata")) else []),
-    ]
-
-
-def _held_out(rows: list[dict[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """Return for each prompt the question, the first and the last response, and the answer."""
-    by_prompt: dict[Any, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_prompt.setdefault(row.get("Sequence ID"), []).append(row)
-    groups = []
-    for responses in list(by_prompt.values())[:_NEWEST_SAMPLES]:
-        first, last = responses[0], responses[-1]
-        question = ("prompt", last_user_message(str(first.get("Prompt", ""))))
-        judged: dict[Any, str] = {None: "", True: ", right", False: ", wrong"}
-        shown = {f"step {row['step']}{judged[row.get('Success')]}": row.get("Response") for row in (first, last)}
-        groups.append([question, *shown.items(), ("answer", first.get("Answer"))])
-    return groups
-
-
-def _labelled(title: str, groups: list[list[tuple[str, Any]]]) -> Table:
+def _labelled(title: str, groups: Iterable[Iterable[tuple[str, Any]]]) -> Table:
     table = Table(title=Text(title), show_header=False, title_justify="left")
     for group in groups:
         for label, value in group:

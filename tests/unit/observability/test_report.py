@@ -389,8 +389,9 @@ def test_terminal_samples(tmp_path: Path, logger: MetricLogger) -> None:
     row["Reward Metadata"] = '{"math": {"found": 42}}'
     logger.log_table(1, SAMPLE_TABLE, [row])
     lines = printed(tmp_path, 80).splitlines()
+    assert any(line.count("│") == 3 and "Reward_math" in line.split("│")[1] for line in lines)
     cells = " ".join(line.split("│")[2].strip() for line in lines if line.count("│") == 3)
-    for text in ("What is 40+2?", "Well, so", 'it is 42. 42 step 1, math 1 {"math": {"found": 42}}'):
+    for text in ("What is 40+2?", "Well, so", 'it is 42. 42 1 {"math": {"found": 42}}'):
         assert text in cells
     assert "Be brief" not in cells
     logger.log_table(2, SAMPLE_TABLE, [{"Conversation": "1 model: [6*7]\n1 environment: 42"}])
