@@ -252,15 +252,16 @@ class RunConfig(Section):
                     f"sync.quantization={quantization} rounds whole matrices, but model.lora.sync=adapter sends only "
                     "factors; use model.lora.sync=merged, or quantization: none"
                 )
-        if rollout.bounded_top_k != -1 and self.trainer.backend not in ("megatron", FSDP):
+        unknown = self.trainer.backend not in ("megatron", FSDP)
+        if rollout.bounded_top_k != -1 and unknown:
             yield (
                 f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
                 "rollout); use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
             )
-        if rollout.bounded_top_k != -1 and self.distillation.exact_coef > 0:
+        if self.distillation.exact_coef > 0 and (unknown or rollout.bounded_top_k != -1):
             yield (
-                "distillation.mode=exact needs policies over the whole vocabulary, but rollout samples from a part of "
-                "it; use top_p: 1, top_k: -1 and min_p: 0, or distillation.mode: sampled"
+                "distillation.mode=exact needs trainer.backend=megatron or fsdp, and samples from the whole vocabulary "
+                "(top_p: 1, top_k: -1 and min_p: 0 of rollout); use these, or distillation.mode: sampled"
             )
         if not any(function.weight for function in self.reward.functions) and not self.distillation.is_set:
             yield "reward.functions: every weight is 0, so every reward is 0; give a function a weight"

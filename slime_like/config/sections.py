@@ -67,8 +67,7 @@ class DistillationConfig(FrozenModelConfig):
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the teacher.")
     mode: Literal["sampled", "exact"] = "sampled"
-    """sampled: log(pi_teacher / pi_old) is added to the advantage of every token. exact: the KL over the whole
-    vocabulary is added to its loss."""
+    """sampled: add log(pi_teacher / pi_old) to advantages. exact: add the KL over the vocabulary to the loss."""
     coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the teacher; 0: off.")
 
     @property

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.config.reading.load import load_config
-from slime_like.examples.tiny_model import VOCAB_SIZE
+from slime_like.examples.tiny_model import VOCAB_SIZE, make_tiny_model
 from tests.conftest import Tiny
 from tests.support.processes import succeed
 
@@ -116,6 +116,24 @@ def losses_by_transformers(tiny: Tiny, conversations: list[list[tuple[str, str]]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize(("placement", "backend"), [("workers", "megatron"), ("trainer", "fsdp")])
+def test_an_exactly_distilled_run_approaches_its_teacher(
+    tiny: Tiny, tmp_path: Path, placement: str, backend: str
+) -> None:
+    """Rewards have no weight: the KL is the whole loss."""
+    make_tiny_model(tmp_path / "teacher", seed=1)
+    flags = ["--distillation.path", str(tmp_path / "teacher"), "--distillation.coef", "1"]
+    flags += ["--distillation.mode", "exact", "--distillation.placement", placement, "--trainer.backend", backend]
+    flags += ["--algorithm.loss", "policy_gradient", "--algorithm.minibatches", "1", "--rollout.engine", "transformers"]
+    flags += ["--reward.functions", "[{name: math_verify, weight: 0}]", "--trainer.optimizer.lr", "3e-3"]
+    succeed(tiny.rl_flags(tmp_path / "run", *flags, "--steps", "4"), tmp_path / "log")
+    rows = steps_of(tmp_path / "run")
+    kls = [row["train_actor_training/distillation_kl"] for row in rows]
+    assert [row["train_actor_training/loss"] for row in rows] == pytest.approx(kls, rel=1e-5)
+    assert len(kls) == 4 and kls[0] > 0.2 and kls[-1] < 0.7 * kls[0]
 
 
 def test_a_supervised_run_learns_and_exports(tiny: Tiny, tmp_path: Path) -> None:
