@@ -316,7 +316,7 @@ class RunConfig(Section):
             "cluster.placement=colocated": (self.cluster.placement == "colocated", "use placement: separate"),
             f"algorithm.epochs * minibatches={updates}": (updates > 1, "set both to 1"),
             f"algorithm.advantage={algorithm.advantage}": (
-                algorithm.advantage.name in BATCH_ADVANTAGES,
+                algorithm.advantage.name in BATCH_ADVANTAGES or algorithm.needs_critic,
                 "use one that compares within groups",
             ),
             f"algorithm.kl_reward.coef={algorithm.kl_reward.coef:g}": (

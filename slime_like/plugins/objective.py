@@ -55,7 +55,7 @@ GROUP_ADVANTAGES = (
 )  # fmt: skip
 """Estimators that compare the samples of a group. With groups of one, every advantage is 0."""
 
-BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo", "gae")
+BATCH_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", "gpg", "gdpo")
 """Estimators that need the whole batch before the first advantage is known."""
 
 REDUCTIONS: Mapping[str, str] = {

@@ -40,7 +40,7 @@ def optimal_token_baseline(rewards: Tensor, groups: Groups, lengths: Tensor, log
     return torch.cat(found)
 
 
-@estimator("batch", level="token", needs=("values",))
+@estimator("group", level="token", needs=("values",))
 def gae(
     rewards: Tensor, groups: Groups, lengths: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> Tensor:
