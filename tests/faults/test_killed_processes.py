@@ -118,8 +118,15 @@ def _running(command: Command, call: str) -> psutil.Process:
     """Wait for an actor to run ``call``, which Ray shows in the title of its process."""
     while True:
         assert command.process.poll() is None, command.output
-        for process in command.descendants():
-            with suppress(psutil.NoSuchProcess):
-                if process.cmdline()[:1] == [call]:
+        actors = [each for each in command.descendants() if _title(each).startswith(call.partition(".")[0])]
+        for _ in range(50):  # finding processes takes longer than a short call, and reading titles does not
+            for process in actors:
+                if _title(process) == call:
                     return process
-        time.sleep(0.01)
+            time.sleep(0.002)
+
+
+def _title(process: psutil.Process) -> str:
+    with suppress(psutil.NoSuchProcess):
+        return "".join(process.cmdline()[:1])
+    return ""
