@@ -8,24 +8,31 @@ from pathlib import Path
 
 from slime_like.checks.layout import layout_problems
 from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig, read_adapter
-from slime_like.config.roles import REFERENCE, Roles
+from slime_like.config.roles import CRITIC, POLICY, REFERENCE, Roles
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import WeightFilesError, header_shapes, model_shapes, weight_file_problems
+from slime_like.models.weight_files import (
+    WeightFilesError,
+    header_shapes,
+    model_shapes,
+    value_head_of,
+    weight_file_problems,
+)
 from slime_like.system.words import from_here
 from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def find_dimensions(path: Path, field: str) -> tuple[ModelDimensions | None, list[str]]:
-    """Return the dimensions of the checkpoint at ``path``, or ``None`` and its problems. ``field`` is the setting."""
+def find_dimensions(path: Path, field: str, values: bool = False) -> tuple[ModelDimensions | None, list[str]]:
+    """Return the dimensions of the checkpoint at ``path``, perhaps as a value model, or ``None`` and its problems.
+    ``field`` is the setting."""
     if absent := _missing(path, field):
         return None, absent
     try:
-        return ModelDimensions.from_checkpoint(path), []
+        return ModelDimensions.from_checkpoint(path, values), []
     except ConfigError as error:
         return None, [problem.text.replace("model.path=", f"{field}=", 1) for problem in error.problems]
 
@@ -86,20 +93,20 @@ def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) ->
 
 
 def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
-    """Check the reference and the teacher as far as their ``config.json`` show."""
+    """Check the reference, the teacher and the critic as far as their ``config.json`` show."""
     if (unused := config.reference.path) is not None and REFERENCE not in config.roles:
         yield from _missing(unused, "reference.path")  # may contain anything, but if it is missing, it is a mistake
     for role in config.roles.values():
         model: ModelDimensions | None = policy
-        if not role.trained and role.path is not None:
-            model, problems = find_dimensions(role.path, f"{role.name}.path")
+        if role.name != POLICY and role.path is not None:
+            model, problems = find_dimensions(role.path, f"{role.name}.path", role.head == "value")
             yield from problems
-        if model is None or role.trained:
+        if model is None or role.name == POLICY:
             continue
         if model.vocab_size != policy.vocab_size:
             yield (
-                f"{role.name}.path={role.path} has {model.vocab_size} tokens and model.path {policy.vocab_size}, so "
-                "their logprobs cannot be compared; use a model with the policy's tokenizer"
+                f"{role.name}.path={role.path} has {model.vocab_size} tokens and model.path {policy.vocab_size}, but "
+                "both read the same tokens; use a model with the policy's tokenizer"
             )
         elif role.path is not None:
             yield from _token_problems(role.name, role.path, config.model.path)
@@ -109,7 +116,8 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
                 f"reference.path={role.path} has other sizes than model.path={config.model.path}; use 0, or a "
                 "reference with the policy's sizes"
             )
-        for problem in layout_problems(role.parallel, model) if role.placement == "workers" else ():
+        has_own = role.placement == "workers" or (role.name == CRITIC and config.critic.parallel is not None)
+        for problem in layout_problems(role.parallel, model) if has_own else ():
             yield problem.replace("trainer.parallel", f"{role.name}.parallel")
 
 
@@ -129,7 +137,12 @@ def _token_problems(name: str, path: Path, model: Path) -> Iterator[str]:
 
 
 def frozen_weight_problems(roles: Roles) -> Iterator[str]:
-    """Check the weight files of the reference and the teacher, if they are not the policy's."""
+    """Check the weight files of the reference and the teacher, if they are not the policy's, and a critic's head."""
+    if (critic := roles.get(CRITIC)) is not None and critic.path is not None:
+        with suppress(WeightFilesError):  # reading reports it
+            shapes = header_shapes(critic.path)
+            if (name := value_head_of(shapes)) is not None and shapes[name][0] != 1:
+                yield f"critic.path={critic.path}: its head has {shapes[name][0]} labels; use a model with one"
     for role in roles.values():
         if role.path is not None and not role.trained:
             model = find_dimensions(role.path, f"{role.name}.path")[0]

@@ -78,6 +78,9 @@ def option_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             yield f"algorithm.{field}.{error}"
     if (least := algorithm.least_spread) < 0:
         yield f"algorithm.advantage.eps={least:g} must be at least 0; correct it"
+    for name in ("gamma", "lam") if algorithm.advantage.name in ADVANTAGES else ():
+        if not 0 <= (value := algorithm.advantage.options.get(name, 1.0)) <= 1:
+            yield f"algorithm.advantage.{name}={value:g} must be from 0 to 1; correct it"
 
 
 def _part_problems(field: str, part: Part, known: Mapping[str, str]) -> Iterator[str]:

@@ -36,7 +36,8 @@ COMMAND = Command(
     "Enumerate every batch of responses of a tiny policy, in float64, and compare the expected gradient of the\n"
     "configured loss, advantages, reduction and corrections with the gradient of the expected reward, of the KL and\n"
     "of the entropy: on-policy, with an engine that rounds, in later updates and with stale samples, as far as the\n"
-    "run has them. A bias is attributed to settings: what remains if one of them were exact. Exit code 1: the\n"
+    "run has them. A critic is assumed to be exact. A bias is attributed to settings: what remains if one of them\n"
+    "were exact. Exit code 1: the "
     "gradient does not point uphill, or custom code biases it. No model is loaded.",
     paths={"[CONFIG.yaml]": "configuration of the run (default: only the flags)"},
     usage="[--section.field VALUE ...]",

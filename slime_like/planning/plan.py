@@ -54,7 +54,10 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     plan.problems += dict.fromkeys(found)
     plan.notes += [*checks.object_store_notes(config), *checks.idle_engine_notes(config)]
     on_machine = [text for text in map(str, check(config, needs - {"code"})) if text not in plan.problems]
-    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, run.factors or dimensions.num_parameters)
+    trained = run.factors or dimensions.num_parameters
+    if config.algorithm.needs_critic and (config.for_critic().model.path / "config.json").is_file():
+        trained += run.for_critic().dimensions.num_parameters
+    disk = checks.disk_bytes(config.checkpoint, config.model.dtype, trained)
     if preflight:
         plan.problems += [*on_machine, *checks.preflight_problems(config.run_dir, disk, config.trainer.rendezvous_port)]
     else:

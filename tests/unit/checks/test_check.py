@@ -191,6 +191,9 @@ fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
 fields-conflict critic.lam --critic.lam 1
+algorithm.options algorithm.advantage.gamma --algorithm.advantage '{name: gae, gamma: -1}'
+algorithm.options algorithm.advantage.lam --algorithm.advantage '{name: gae, lam: 2}'
+reference.model critic.path --algorithm.advantage gae --critic.path TMP/none
 fields-conflict critic.warmup_steps --algorithm.advantage gae --critic.warmup_steps 4 --steps 4
 fields-conflict critic.placement --algorithm.advantage gae --critic.parallel.data 3
 fields-conflict rollout.stream --algorithm.advantage gae --rollout.stream true
