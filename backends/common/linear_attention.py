@@ -171,28 +171,38 @@ class Recurrence:
             (T_local, H, V) before norm and gate.
         """
         groups, each = q.shape[1], v.shape[1] // q.shape[1]
-        sizes = [q.shape[2], k.shape[2], each * v.shape[2]]
-        of_heads = [x.reshape(len(x), groups, -1) for x in (q, k, v, a, b)]
-        rows = self._whole(torch.cat(of_heads, dim=2))
-        # A group's weights follow one another, as its channels do.
-        weight = torch.cat([x.unflatten(0, (groups, -1)) for x in conv.split([groups * size for size in sizes])], dim=1)
-        weight, a_log, dt_bias = (self._mine(x) for x in (weight, a_log.view(groups, each), dt_bias.view(groups, each)))
-        channels, a, b = rows.split([sum(sizes), each, each], dim=2)
-        mixed = F.silu(causal_conv(channels.flatten(1), weight.flatten(0, 1), self.boundaries))
-        q, k, v = mixed.view(channels.shape).split(sizes, dim=2)
+        mixed = torch.cat([q, k, v.unflatten(1, (groups, each)).flatten(2)], dim=2)
+        sizes = [groups * size for size in (q.shape[2], k.shape[2], each * v.shape[2])]
+        weight = torch.cat([x.unflatten(0, (groups, -1)) for x in conv.split(sizes)], dim=1)
+        a, b, a_log, dt_bias = (x.unflatten(-1, (groups, each)) for x in (a, b, a_log, dt_bias))
+        return self.mix_by_head(mixed, a, b, weight, a_log, dt_bias, q.shape[2])
+
+    def mix_by_head(
+        self, mixed: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, key_size: int
+    ) -> Tensor:
+        """Do the same for inputs and parameters grouped by key head.
+
+        Args:
+            mixed: (T_local, G, C), each key head's query, key and values.
+            a, b: (T_local, G, H / G).
+            conv: (G, C, width).
+            a_log, dt_bias: (G, H / G).
+            key_size: K.
+        """
+        if self.group is not None:
+            widths = [mixed.shape[2], a.shape[2], b.shape[2]]
+            mixed, a, b = self._whole(torch.cat([mixed, a, b], dim=2)).split(widths, dim=2)
+            conv, a_log, dt_bias = (x.chunk(self.group.size())[self.group.rank()] for x in (conv, a_log, dt_bias))
+        convolved = F.silu(causal_conv(mixed.flatten(1), conv.flatten(0, 1), self.boundaries)).view(mixed.shape)
+        q, k, v = convolved.split([key_size, key_size, mixed.shape[2] - 2 * key_size], dim=2)
         wide = torch.promote_types(a.dtype, torch.float32)
         g = -a_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias)
-        v = v.unflatten(2, (each, -1)).flatten(1, 2)
+        v = v.unflatten(2, (a.shape[2], -1)).flatten(1, 2)
         return self._local(gated_delta_net(q, k, v, g.flatten(1), b.sigmoid().flatten(1), self.boundaries))
-
-    def _mine(self, parameter: Tensor) -> Tensor:
-        """Return the part of (groups, ...) for this rank's heads."""
-        return parameter if self.group is None else parameter.chunk(self.group.size())[self.group.rank()]
 
     def _whole(self, x: Tensor) -> Tensor:
         """Exchange all heads of the local tokens, (T_local, heads, ...), for some heads of all tokens, in order."""
-        if self.group is None:
-            return x
+        assert self.group is not None
         parts = x.unflatten(1, (self.group.size(), -1)).transpose(0, 1)
         return _Exchanged.apply(parts, self.group).flatten(0, 1).index_select(0, self.order)
 

@@ -8,6 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
+from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
@@ -77,6 +78,7 @@ class PackedLayout(PackedSeqParams):
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
         interleaved: rotate adjacent elements instead of elements half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
+        recurrence: does it in recurrent layers, if the model has some.
         routed: what routers need, if they balance or replay.
     """
 
@@ -84,6 +86,7 @@ class PackedLayout(PackedSeqParams):
     sin: Tensor | None = None
     interleaved: bool = False
     attention: AnyAttention | None = None
+    recurrence: Recurrence | None = None
     responses: ResponseRows | None = None
     routed: RoutedTokens | None = None
 

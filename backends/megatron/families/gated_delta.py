@@ -1,0 +1,124 @@
+"""Qwen3-Next, Qwen3.5 and their mixtures of experts: gated delta nets between layers of gated attention.
+
+Both projections of a gated delta net (https://arxiv.org/abs/2412.06464) are Megatron's. Its heads are divided among
+tensor-parallel ranks. The fused projection has the rows of each key head together, so that a checkpoint fits any
+number of ranks.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+
+from backends.megatron.attention import PackedLayout
+from backends.megatron.norm import RMSNorm, rms_norm
+
+
+class GatedNorm(RMSNorm):
+    """Norm of every value head, times an activated gate. Tensor-parallel ranks share the weight but not the heads."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, config.linear_value_head_dim, config.layernorm_epsilon)
+        self.weight.sequence_parallel = False  # ``forward`` sums its gradient
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Map (..., value_dim) values and gates to the same shape."""
+        normed = rms_norm(x, copy_to_tensor_model_parallel_region(self.weight), self.eps)
+        return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+class GatedDeltaNet(MegatronModule):
+    """A gated delta net on packed sequences."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any, **unused: Any) -> None:
+        super().__init__(config)
+        heads, per_head = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        key, value = config.linear_key_head_dim, per_head * config.linear_value_head_dim
+        self.tp_group = pg_collection.tp
+        self._heads = heads // self.tp_group.size()
+        self._parts = [2 * key + value, value, per_head, per_head]  # convolved, gate, steps, decays
+        options = {"config": config, "bias": False, "tp_group": self.tp_group}
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, heads * sum(self._parts), init_method=config.init_method, **options
+        )
+        self.out_proj = RowParallelLinear(
+            heads * value, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True,
+            skip_bias_add=True, **options,
+        )  # fmt: skip
+        self.norm = GatedNorm(config)
+        shapes = {
+            "conv_weight": (self._heads * self._parts[0], 1, config.linear_conv_kernel_dim),
+            "A_log": (self._heads * per_head,),
+            "dt_bias": (self._heads * per_head,),
+        }
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        for name, shape in shapes.items():
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+            self.register_parameter(name, weight)
+
+    def forward(
+        self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Map (T, 1, hidden) to the same shape, or this rank's tokens under sequence parallelism."""
+        layout = PackedLayout.given(packed_seq_params)
+        assert layout.recurrence is not None
+        projected, _ = self.in_proj(hidden_states)
+        mixed, gate, steps, decays = projected.view(len(projected), self._heads, -1).split(self._parts, dim=2)
+        weights = (self.conv_weight.squeeze(1), self.A_log, self.dt_bias)
+        parameters = (each.unflatten(0, (self._heads, -1)) for each in weights)
+        out = layout.recurrence.mix_by_head(mixed, decays, steps, *parameters, self.config.linear_key_head_dim)
+        out = self.norm(out, gate.reshape(out.shape))
+        result, _ = self.out_proj(out.flatten(1).unsqueeze(1))
+        return result, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the parameters, all split by heads except the norm's weight, as parts of the tensors on disk."""
+        assert metadata is not None
+        own = dict(self.named_parameters(recurse=False))
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        for name, module in self.named_children():
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        return state
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with a gate of every output, whose projection stays in the published models' order: query
+    and gate of one head after the other. Ranks may share a query group, which Megatron doesn't support for gates."""
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *unused: Any, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (T, 1, heads, head_dim) queries, keys, values and gates of this rank's heads."""
+        group, groups = self.pg_collection.tp, self.config.num_query_groups
+        sharing = max(1, group.size() // groups)
+        projected, _ = self.linear_qkv(hidden_states)
+        if sharing > 1:
+            whole = all_gather_last_dim_from_tensor_parallel_region(projected)
+            projected = whole.chunk(groups, dim=-1)[group.rank() // sharing]
+        heads = projected.unflatten(-1, (max(1, groups // group.size()), -1, self.hidden_size_per_attention_head))
+        queries, key, value = heads.split([heads.shape[3] - 2, 1, 1], dim=3)
+        pairs = queries.unflatten(3, (-1, 2)).flatten(2, 3).chunk(sharing, dim=2)[group.rank() % sharing]
+        query, gate = pairs.unbind(3)
+        key, value = key.flatten(2, 3), value.flatten(2, 3)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply by the gate. Megatron's version is compiled, also on a CPU."""
+        return x * gate.reshape(x.shape).sigmoid()
