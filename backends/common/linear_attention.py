@@ -74,7 +74,7 @@ def causal_conv(x: Tensor, weight: Tensor, boundaries: Boundaries) -> Tensor:
 
 
 def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Boundaries) -> Tensor:
-    """Compute ``S_t = e^g_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T`` and the outputs ``S_t^T q_t / sqrt(K)``.
+    """Compute ``S_t = e^g_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T`` and read ``S_t^T q_t / sqrt(K)``.
 
     Queries and keys have length 1 here. States are 0 before every sequence, and at least float32.
 

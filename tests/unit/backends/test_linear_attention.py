@@ -109,7 +109,7 @@ def test_the_parts_between_projections_are_those_of_transformers(kind: Any) -> N
             layer.in_proj_qkv(hidden)[0].split([GROUPS * KEY, GROUPS * KEY, HEADS * VALUE], dim=1),
             (KEY, KEY, VALUE), strict=True,
         ))  # fmt: skip
-        z, b, a = layer.in_proj_z(hidden)[0].unflatten(1, (HEADS, -1)), layer.in_proj_b(hidden)[0], layer.in_proj_a(hidden)[0]
+        z, b, a = (project(hidden)[0] for project in (layer.in_proj_z, layer.in_proj_b, layer.in_proj_a))
     out = _alone().mix(q, k, v, a, b, layer.conv1d.weight[:, 0], layer.A_log, layer.dt_bias)
     found = layer.out_proj(layer.norm(out.flatten(0, 1), z.reshape(-1, VALUE)).view(1, sum(LENGTHS), -1))
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
