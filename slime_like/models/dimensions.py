@@ -104,7 +104,7 @@ class Attention:
 
     def sizes(self, model: ModelDimensions) -> dict[str, int]:
         """Return the sizes that only this kind has, by the names that conversion rules use."""
-        return {}
+        return {} if self.linear is None else self.linear.sizes
 
     def matrices(self, model: ModelDimensions) -> int:
         """Return the elements of the matrices."""

@@ -31,6 +31,21 @@ class LinearAttention:
         """Columns of all values, and of their gates."""
         return self.num_value_heads * self.value_dim
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by the names that conversion rules use."""
+        return {
+            "linear_key_heads": self.num_key_heads,
+            "linear_heads": self.num_value_heads,
+            "linear_head": self.value_dim,
+            "linear_key": self.keys,
+            "linear_value": self.values,
+            "linear_mixed": 2 * self.keys + self.values,
+            "linear_qkvz": 2 * (self.keys + self.values),
+            "linear_ba": 2 * self.num_value_heads,
+            "linear_width": self.conv_width,
+        }
+
     def matrices(self, hidden_size: int) -> int:
         """Return the elements of all layers' projections: queries, keys, values, gates, decays, steps and outputs."""
         return len(self.layers) * hidden_size * (2 * self.keys + 3 * self.values + 2 * self.num_value_heads)

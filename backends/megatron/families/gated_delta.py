@@ -5,7 +5,7 @@ tensor-parallel ranks. The fused projection has the rows of each key head togeth
 number of ranks.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,27 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
+from backends.megatron.families import MegatronFamily
+from backends.megatron.families.blocks import (
+    NORMS,
+    OUTER,
+    PROJECTION,
+    QK_NORM,
+    feed_forward,
+    in_layers,
+    layer_rule,
+    qkv,
+)
+from backends.megatron.families.rules import HfTensor, Rule
+from backends.megatron.families.transforms import ByHead, Replicated, Split, Transform
 from backends.megatron.norm import RMSNorm, rms_norm
+from slime_like.models.dimensions import ModelDimensions
 
 
 class GatedNorm(RMSNorm):
@@ -122,3 +137,77 @@ class GatedAttention(SelfAttention):
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply by the gate. Megatron's version is compiled, also on a CPU."""
         return x * gate.reshape(x.shape).sigmoid()
+
+
+def _linear(megatron: str, transform: Transform, *hugging_face: tuple[str, *tuple[str | int, ...]]) -> Rule:
+    sources = (HfTensor(f"linear_attn.{name}", sizes) for name, *sizes in hugging_face)
+    return layer_rule(f"self_attention.{megatron}", transform, *sources)
+
+
+_MIXED = ((0, "linear_key"), (0, "linear_key"), (0, "linear_value"))
+_LINEAR = (
+    _linear("conv_weight", ByHead(*_MIXED), ("conv1d.weight", "linear_mixed", 1, "linear_width")),
+    _linear("A_log", Split(axis=0), ("A_log", "linear_heads")),
+    _linear("dt_bias", Split(axis=0), ("dt_bias", "linear_heads")),
+    _linear("norm.weight", Replicated(), ("norm.weight", "linear_head")),
+    _linear("out_proj.weight", Split(axis=1), ("out_proj.weight", "hidden", "linear_value")),
+)
+_IN_PROJ = _linear(
+    "in_proj.weight",
+    ByHead(*_MIXED, (1, "linear_value"), (2, "linear_heads"), (3, "linear_heads")),
+    ("in_proj_qkv.weight", "linear_mixed", "hidden"),
+    ("in_proj_z.weight", "linear_value", "hidden"),
+    ("in_proj_b.weight", "linear_heads", "hidden"),
+    ("in_proj_a.weight", "linear_heads", "hidden"),
+)
+_IN_PROJ_BY_HEAD = _linear(
+    "in_proj.weight",
+    ByHead((0, "linear_qkvz"), (1, "linear_ba")),
+    ("in_proj_qkvz.weight", "linear_qkvz", "hidden"),
+    ("in_proj_ba.weight", "linear_ba", "hidden"),
+)
+
+
+class GatedDeltaFamily(MegatronFamily):
+    """Layers with gated delta nets, and with gated attention.
+
+    Attributes:
+        in_proj: the rule of a gated delta net's fused projection.
+    """
+
+    fused_norms: ClassVar = {}
+    in_proj: ClassVar[Rule] = _IN_PROJ
+
+    def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
+        linear = dimensions.attention.linear
+        assert linear is not None
+        return super().settings(dimensions) | {
+            "attention_output_gate": True,
+            # Megatron reads it only to store layers under separate names.
+            "linear_attention_freq": [int(layer in linear.layers) for layer in range(dimensions.num_layers)],
+            "linear_conv_kernel_dim": linear.conv_width,
+            "linear_key_head_dim": linear.key_dim,
+            "linear_value_head_dim": linear.value_dim,
+            "linear_num_key_heads": linear.num_key_heads,
+            "linear_num_value_heads": linear.num_value_heads,
+        }
+
+    def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
+        if config.linear_attention_freq[layer]:  # type: ignore[index]
+            return ModuleSpec(module=GatedDeltaNet)
+        attention.module = GatedAttention
+        return super().attention(config, layer, attention)
+
+    def rules(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
+        linear = dimensions.attention.linear
+        assert linear is not None
+        others = [layer for layer in range(dimensions.num_layers) if layer not in linear.layers]
+        recurrent = in_layers((self.in_proj, *_LINEAR), linear.layers)
+        attention = in_layers((qkv("weight", "hidden", query="gated_query"), PROJECTION, *QK_NORM), others)
+        return (*OUTER, *NORMS, *recurrent, *attention, *feed_forward(dimensions))
+
+
+class Qwen3NextFamily(GatedDeltaFamily):
+    """The same layers from checkpoints that fuse projections."""
+
+    in_proj = _IN_PROJ_BY_HEAD

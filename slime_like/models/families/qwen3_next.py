@@ -8,6 +8,7 @@ from slime_like.models.dimensions import Attention, Family
 from slime_like.models.linear_attention import LinearAttention
 
 _MEGATRON = "backends.megatron.families.gated_delta:GatedDeltaFamily"
+_FUSED = "backends.megatron.families.gated_delta:Qwen3NextFamily"
 
 
 def _linear_layers(raw: dict[str, Any]) -> tuple[int, ...]:
@@ -70,7 +71,7 @@ _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96,
 }  # fmt: skip
 
-QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, _MEGATRON, _SMALL, {**_TINY, **_EXPERTS})
+QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, _FUSED, _SMALL, {**_TINY, **_EXPERTS})
 QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", _read, _MEGATRON, _SMALL, _TINY)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _with_experts, _MEGATRON, _SMALL, {**_TINY, **_EXPERTS}
