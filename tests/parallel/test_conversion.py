@@ -28,7 +28,7 @@ from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "deepseek_v3", "qwen3_next")
 BUCKET_BYTES = 100_000  # smaller than embeddings (135 kB), larger than most other tensors
 SHARD_BYTES = 400_000
 
@@ -85,7 +85,8 @@ def _one_family(config: RunConfig, output: Path) -> Exported:
 
 def _configs(root: Path, families: tuple[str, ...], layout: dict[str, Any], **sizes: Any) -> list[RunConfig]:
     for family in families:
-        make_tiny_model(root / family, family, **{**DIVISIBLE, **sizes})
+        heads = {"linear_num_key_heads": 4} if family in ("qwen3_5_text", "qwen3_next") else {}
+        make_tiny_model(root / family, family, **{**DIVISIBLE, **heads, **sizes})
     return [tiny_config(root / family, root, layout, sizes.get("dtype", "float32")) for family in families]
 
 
@@ -126,9 +127,9 @@ def _check_directory(output: Path, original: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS | EXPERT_LAYOUTS)
 def test_round_trip_is_bit_exact(layout: str, tmp_path: Path) -> None:
     if layout in EXPERT_LAYOUTS:
-        families = FAMILIES[-2:]
+        families = FAMILIES[-3:]
     else:
-        families = FAMILIES if LAYOUTS[layout].get("tensor", 1) == 1 else FAMILIES[:-2]
+        families = FAMILIES if LAYOUTS[layout].get("tensor", 1) == 1 else FAMILIES[:-3]
     _check_layout(tmp_path, families, (LAYOUTS | EXPERT_LAYOUTS)[layout])
 
 
@@ -142,7 +143,8 @@ def test_round_trip_in_bfloat16_is_bit_exact(tmp_path: Path) -> None:
         _check_layout(tmp_path / family, (family,), layout, dtype="bfloat16", tie_word_embeddings=tied)
     layout = {"tensor": 2, "sequence": True, "expert": 2, "pipeline": 2}
     _check_layout(tmp_path / "direct", ("deepseek_v3",), layout, dtype="bfloat16", q_lora_rank=None)
-    _check_layout(tmp_path / "shared", ("qwen2", "qwen3"), {"tensor": 4}, dtype="bfloat16", num_key_value_heads=2)
+    families = ("qwen2", "qwen3", "qwen3_5_text")
+    _check_layout(tmp_path / "shared", families, {"tensor": 4}, dtype="bfloat16", num_key_value_heads=2)
 
 
 def test_transformers_loads_the_written_model(tmp_path: Path) -> None:
