@@ -64,6 +64,22 @@ _DEEPSEEK: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
+# Key heads that two context ranks can divide, and values narrower than keys.
+_HYBRID: dict[str, Any] = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+}
+_HYBRID_EXPERTS: dict[str, Any] = {
+    **_HYBRID,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 # Families that Megatron trains here: config class, and differences from ``SIZES``.
 _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
@@ -81,6 +97,9 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 32}),
+    "qwen3_next": ("Qwen3NextConfig", {**_HYBRID_EXPERTS, "norm_topk_prob": True}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", {**_HYBRID, "tie_word_embeddings": True}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _HYBRID_EXPERTS),
     # Without compressed queries, like Moonlight-16B-A3B.
     "deepseek_v3_direct": ("DeepseekV3Config", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
 }
@@ -145,7 +164,7 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "A_log")):  # so small that updates are far above the rounding error
                 parameter.normal_(std=0.1)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
