@@ -1,7 +1,6 @@
 """The independent reference: Hugging Face's model in float64, one sequence at a time, with the published formulas."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,13 @@ class ReferenceStep:
     loss: float
     balance: float
     gradients: dict[str, Tensor]
+
+
+class _Wide:
+    """torch, in which float32 is float64: some of transformers' layers name the type they compute in."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float64" if name in ("float", "float32") else name)
 
 
 class Reference:
@@ -92,7 +98,7 @@ class Reference:
         """Return each response token's logprob given all tokens before it, and the entropy, at its temperature."""
         self._routed.clear()
         tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
-        with self._in_float64():
+        with patch.object(sys.modules[type(self.model).__module__], "torch", _Wide()):
             output = self.model(input_ids=tokens[None])
         logits = (output.logits[0] / sequence.temperature)[sequence.prompt_len - 1 : -1]
         if (
@@ -106,13 +112,6 @@ class Reference:
         distribution = torch.log_softmax(logits, dim=-1)
         logprobs = distribution.gather(1, sequence.response_tokens[:, None]).squeeze(1)
         return logprobs, -(distribution.exp() * distribution).sum(1)
-
-    def _in_float64(self) -> AbstractContextManager[Any]:
-        """Replace the recurrence of gated delta nets, which transformers computes in float32."""
-        of_layers = next((m for m in self.model.modules() if type(m).__name__.endswith("GatedDeltaNet")), None)
-        if of_layers is None:
-            return nullcontext()
-        return patch.object(sys.modules[type(of_layers).__module__], "torch_chunk_gated_delta_rule", gated_delta_rule)
 
     def _balance(self) -> Tensor | float:
         """Return the last scored sequence's loss, from (T, E) logits and (T, k) choices of each layer with experts."""
@@ -151,20 +150,6 @@ class Reference:
         kl = log_ref_ratio.exp() - log_ref_ratio - 1
         per_token = -surrogate + config.kl.coef * kl - config.entropy_coef * entropy
         return sequence.token_weight * per_token[sequence.loss_mask].sum()
-
-
-def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **unused: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute a sequence token by token (arXiv:2412.06464, eq. 10), with transformers' (1, T, heads, ...) arguments."""
-    q, k = (x[0] * (x[0].square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
-    state, found = value.new_zeros(value.shape[2], q.shape[2], value.shape[3]), []
-    for t, decay in enumerate(g[0].double().exp()):
-        state = state * decay[:, None, None]
-        correction = beta[0, t, :, None] * (value[0, t] - torch.einsum("hkv,hk->hv", state, k[t]))
-        state = state + torch.einsum("hk,hv->hkv", k[t], correction)
-        found.append(torch.einsum("hkv,hk->hv", state, q[t]) / q.shape[2] ** 0.5)
-    return torch.stack(found)[None], state[None]
 
 
 def adamw_steps(

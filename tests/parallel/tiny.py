@@ -64,17 +64,19 @@ _DEEPSEEK: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
-# Key heads that two context ranks can divide, and values narrower than keys.
+# Partly rotary heads, a gate for each, value heads that share key heads; layers of either kind.
 _HYBRID: dict[str, Any] = {
+    "rms_norm_eps": 1e-3,  # outputs of recurrences are often near 0, where a smaller one would amplify rounding errors
     "head_dim": 32,
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "pad_token_id": None,
 }
-_HYBRID_EXPERTS: dict[str, Any] = {
-    **_HYBRID,
+_HYBRID_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
@@ -96,10 +98,10 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen3_next": ("Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 32}),
-    "qwen3_next": ("Qwen3NextConfig", {**_HYBRID_EXPERTS, "norm_topk_prob": True}),
-    "qwen3_5_text": ("Qwen3_5TextConfig", {**_HYBRID, "tie_word_embeddings": True}),
-    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _HYBRID_EXPERTS),
     # Without compressed queries, like Moonlight-16B-A3B.
     "deepseek_v3_direct": ("DeepseekV3Config", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
 }
@@ -164,8 +166,12 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith(("bias", "A_log")):  # so small that updates are far above the rounding error
+            elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
+            elif name.endswith("A_log"):  # states that last for some tokens
+                parameter.normal_(-1.0, 0.5)
+            elif name.endswith("conv1d.weight"):  # queries and keys far from 0, as they are divided by their length
+                parameter.normal_(std=0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
