@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime_like.algorithms.context import ContextShard, places
+from slime_like.errors import TrainerError
 
 CHUNK = 64
 """Tokens of a chunk; the last one of a sequence may have fewer."""
@@ -150,8 +151,17 @@ class Recurrence:
 
     @classmethod
     def of(cls, shard: ContextShard, group: dist.ProcessGroup) -> Self:
-        """Create it for the pack that ``shard`` is this rank's part of. No sequences may share prefixes."""
-        assert shard.parents is None, "recurrent layers with shared prefixes are rejected before the start"
+        """Create it for the pack that ``shard`` is this rank's part of.
+
+        Raises:
+            TrainerError: sequences share prefixes.
+        """
+        if shard.parents is not None:  # a policy's is rejected before the start
+            raise TrainerError(
+                "layers with linear attention keep one state per sequence, so sequences cannot share prefixes",
+                code="prefixes-not-supported",
+                remedy="set trainer.share_prefixes=false",
+            )
         padded, size = shard.cu_seqlens_padded, group.size()
         back = torch.cat([places(padded, size, rank, shard.layout) for rank in range(size)])
         return cls(Boundaries.of(padded), back.argsort(), back, group if size > 1 else None)
