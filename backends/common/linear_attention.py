@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slime_like.algorithms.context import ContextShard, places
+from slime_like.errors import TrainerError
 
 CHUNK = 64
 """Tokens of a chunk; the last one of a sequence may have fewer."""
@@ -112,22 +113,23 @@ def _unit(x: Tensor) -> Tensor:
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, alive: tuple[int, ...]) -> Tensor:
     """Compute the recurrence of (chunks, H, CHUNK, ...) inputs, in which missing tokens are 0 (section 3.3)."""
-    decay = g.cumsum(2)
-    ratio = (decay - decay.transpose(2, 3)).tril().exp().tril()  # the first one avoids infinities
+    # Sums may be in the hundreds where their differences, the exponents that matter, are near 0.
+    decay = g.double().cumsum(2)
+    ratio = (decay - decay.transpose(2, 3)).tril().to(g.dtype).exp().tril()  # the first tril avoids infinities
+    kept, rest, whole = (x.to(g.dtype).exp() for x in (decay, decay[:, :, -1:] - decay, decay[:, :, -1:]))
     # What a token adds to the state depends on what earlier ones of the chunk added: a triangular system.
     system = beta * (k @ k.transpose(2, 3)) * ratio
-    right = beta * torch.cat([v, decay.exp() * k], dim=3)
+    right = beta * torch.cat([v, kept * k], dim=3)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     added, read = solved.split([v.shape[3], k.shape[3]], dim=3)
-    inner, last = (q @ k.transpose(2, 3)) * ratio, decay[:, :, -1:]
-    steps = (added, read, decay.exp() * q, inner, (last - decay).exp() * k, last.exp())
+    steps = (added, read, kept * q, (q @ k.transpose(2, 3)) * ratio, rest * k, whole)
     state = v.new_zeros(alive[0], v.shape[1], k.shape[3], v.shape[3])
     found = []
-    for values, read_keys, queries, scores, keys, kept in zip(*(x.split(alive) for x in steps), strict=True):
+    for values, read_keys, queries, scores, keys, faded in zip(*(x.split(alive) for x in steps), strict=True):
         state = state[: len(values)]
         values = values - read_keys @ state
         found.append(queries @ state + scores @ values)
-        state = kept * state + keys.transpose(2, 3) @ values
+        state = faded * state + keys.transpose(2, 3) @ values
     return torch.cat(found)
 
 
@@ -149,8 +151,17 @@ class Recurrence:
 
     @classmethod
     def of(cls, shard: ContextShard, group: dist.ProcessGroup) -> Self:
-        """Create it for the pack that ``shard`` is this rank's part of. No sequences may share prefixes."""
-        assert shard.parents is None, "recurrent layers with shared prefixes are rejected before the start"
+        """Create it for the pack that ``shard`` is this rank's part of.
+
+        Raises:
+            TrainerError: sequences share prefixes.
+        """
+        if shard.parents is not None:  # a policy's is rejected before the start
+            raise TrainerError(
+                "layers with linear attention keep one state per sequence, so sequences cannot share prefixes",
+                code="prefixes-not-supported",
+                remedy="set trainer.share_prefixes=false",
+            )
         padded, size = shard.cu_seqlens_padded, group.size()
         back = torch.cat([places(padded, size, rank, shard.layout) for rank in range(size)])
         return cls(Boundaries.of(padded), back.argsort(), back, group if size > 1 else None)

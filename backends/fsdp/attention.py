@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
+from backends.common.linear_attention import Recurrence
 from slime_like.errors import TrainerError
 
 NAME = "slime_like_packed"
@@ -42,10 +43,12 @@ class Boundaries:
 
     Attributes:
         longest: tokens of the longest sequence; no sliding window may be narrower.
+        recurrence: for layers with linear attention, if there are any.
     """
 
     attention: AnyAttention
     longest: int
+    recurrence: Recurrence | None = None
 
 
 def forward(
