@@ -17,7 +17,6 @@ from slime_like.models.dimensions import ModelDimensions
 from tests.unit.backends.models import MOONLIGHT
 from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
-
 # The published sizes are transformers' defaults; fewer experts take less time.
 _HYBRID = [
     kind(architectures=[architecture]).to_dict() | {"num_experts": 3, "num_experts_per_tok": 2}
