@@ -24,7 +24,7 @@ _REPLICATED = {
     "mlp.router.weight": "mlp.gate.weight",
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.norm.weight": "linear_attn.norm.weight",
+    "self_attention.norm_weight": "linear_attn.norm.weight",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 _LATENT_REPLICATED = {

@@ -53,7 +53,7 @@ def _weights(theirs: Any) -> dict[str, Tensor]:
     """Return the layer's tensors with the rows of each of the two key heads together."""
     given = {name: value.float() for name, value in theirs.state_dict().items()}
     q, k, v = (x.chunk(2) for x in given["conv1d.weight"].split([16, 16, 24]))
-    fused = {"conv_weight": torch.cat([q[0], k[0], v[0], q[1], k[1], v[1]])}
+    fused = {"conv_weight": torch.cat([q[0], k[0], v[0], q[1], k[1], v[1]]), "norm_weight": given.pop("norm.weight")}
     if "in_proj_qkvz.weight" in given:
         both = [given.pop(f"in_proj_{name}.weight").chunk(2) for name in ("qkvz", "ba")]
     else:

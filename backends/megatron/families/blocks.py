@@ -78,7 +78,7 @@ _GATED_SHARED_EXPERT = (
 def feed_forward(dimensions: ModelDimensions) -> tuple[Rule, ...]:
     """Return the rules of dense layers, and of layers with experts."""
     biases = _ROUTER_BIAS if dimensions.moe_sigmoid else ()
-    shared = _SHARED_EXPERTS if dimensions.moe_shared_ffn_hidden_size else ()
+    shared: tuple[Rule, ...] = _SHARED_EXPERTS if dimensions.moe_shared_ffn_hidden_size else ()
     if dimensions.moe_shared_gate:
         shared = _GATED_SHARED_EXPERT
     dense = range(dimensions.num_layers - len(dimensions.expert_layers))

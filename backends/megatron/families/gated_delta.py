@@ -5,6 +5,7 @@ tensor-parallel ranks. The fused projection has the rows of each key head togeth
 number of ranks.
 """
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -36,21 +37,8 @@ from backends.megatron.families.blocks import (
 )
 from backends.megatron.families.rules import HfTensor, Rule
 from backends.megatron.families.transforms import ByHead, Replicated, Split, Transform
-from backends.megatron.norm import RMSNorm, rms_norm
+from backends.megatron.norm import rms_norm
 from slime_like.models.dimensions import ModelDimensions
-
-
-class GatedNorm(RMSNorm):
-    """Norm of every value head, times an activated gate. Tensor-parallel ranks share the weight but not the heads."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__(config, config.linear_value_head_dim, config.layernorm_epsilon)
-        self.weight.sequence_parallel = False  # ``forward`` sums its gradient
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Map (..., value_dim) values and gates to the same shape."""
-        normed = rms_norm(x, copy_to_tensor_model_parallel_region(self.weight), self.eps)
-        return (normed * F.silu(gate.float())).to(x.dtype)
 
 
 class GatedDeltaNet(MegatronModule):
@@ -71,17 +59,18 @@ class GatedDeltaNet(MegatronModule):
             heads * value, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True,
             skip_bias_add=True, **options,
         )  # fmt: skip
-        self.norm = GatedNorm(config)
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "conv_weight": (self._heads * self._parts[0], 1, config.linear_conv_kernel_dim),
             "A_log": (self._heads * per_head,),
             "dt_bias": (self._heads * per_head,),
         }
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        new = partial(torch.empty, dtype=config.params_dtype, device=device)
         for name, shape in shapes.items():
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+            weight = torch.nn.Parameter(new(shape))
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
             self.register_parameter(name, weight)
+        self.norm_weight = torch.nn.Parameter(new(config.linear_value_head_dim))
 
     def forward(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any
@@ -92,10 +81,14 @@ class GatedDeltaNet(MegatronModule):
         projected, _ = self.in_proj(hidden_states)
         mixed, gate, steps, decays = projected.view(len(projected), self._heads, -1).split(self._parts, dim=2)
         weights = (self.conv_weight.squeeze(1), self.A_log, self.dt_bias)
-        parameters = (each.unflatten(0, (self._heads, -1)) for each in weights)
-        out = layout.recurrence.mix_by_head(mixed, decays, steps, *parameters, self.config.linear_key_head_dim)
-        out = self.norm(out, gate.reshape(out.shape))
-        result, _ = self.out_proj(out.flatten(1).unsqueeze(1))
+        conv, a_log, dt_bias = (each.unflatten(0, (self._heads, -1)) for each in weights)
+        key_size = self.config.linear_key_head_dim
+        out = layout.recurrence.mix_by_head(mixed, decays, steps, conv, a_log, dt_bias, key_size)
+        # Ranks share the norm's weight, but not the heads.
+        norm_weight = copy_to_tensor_model_parallel_region(self.norm_weight)
+        normed = rms_norm(out, norm_weight, self.config.layernorm_epsilon)
+        gated = (normed * F.silu(gate.reshape(out.shape).float())).to(out.dtype)
+        result, _ = self.out_proj(gated.flatten(1).unsqueeze(1))
         return result, None
 
     def sharded_state_dict(
@@ -105,7 +98,8 @@ class GatedDeltaNet(MegatronModule):
         assert metadata is not None
         own = dict(self.named_parameters(recurse=False))
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-        state = make_sharded_tensors_for_checkpoint(own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups)
+        axes = {name: 0 for name in own if name != "norm_weight"}
+        state = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
         for name, module in self.named_children():
             state |= sharded_state_dict_default(
                 module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
@@ -140,7 +134,7 @@ class GatedAttention(SelfAttention):
 
 
 def _linear(megatron: str, transform: Transform, *hugging_face: tuple[str, *tuple[str | int, ...]]) -> Rule:
-    sources = (HfTensor(f"linear_attn.{name}", sizes) for name, *sizes in hugging_face)
+    sources = (HfTensor(f"linear_attn.{name}", tuple(sizes)) for name, *sizes in hugging_face)
     return layer_rule(f"self_attention.{megatron}", transform, *sources)
 
 
@@ -149,7 +143,7 @@ _LINEAR = (
     _linear("conv_weight", ByHead(*_MIXED), ("conv1d.weight", "linear_mixed", 1, "linear_width")),
     _linear("A_log", Split(axis=0), ("A_log", "linear_heads")),
     _linear("dt_bias", Split(axis=0), ("dt_bias", "linear_heads")),
-    _linear("norm.weight", Replicated(), ("norm.weight", "linear_head")),
+    _linear("norm_weight", Replicated(), ("norm.weight", "linear_head")),
     _linear("out_proj.weight", Split(axis=1), ("out_proj.weight", "hidden", "linear_value")),
 )
 _IN_PROJ = _linear(
@@ -193,7 +187,7 @@ class GatedDeltaFamily(MegatronFamily):
         }
 
     def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
-        if config.linear_attention_freq[layer]:  # type: ignore[index]
+        if config.linear_attention_freq[layer]:
             return ModuleSpec(module=GatedDeltaNet)
         attention.module = GatedAttention
         return super().attention(config, layer, attention)
