@@ -13,7 +13,8 @@ from tests.end_to_end.test_train import steps_of
 from tests.support.processes import Command, succeed
 
 FSDP = ["--trainer.backend", "fsdp", "--trainer.parallel.context", "2"]
-RUNS = {"qwen3_5_text": FSDP, "qwen3_5_moe_text": FSDP}
+MEGATRON = ["--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true"]
+RUNS = {"qwen3_5_text": FSDP, "qwen3_5_moe_text": FSDP, "qwen3_next": MEGATRON}
 STEPS = 4
 
 
