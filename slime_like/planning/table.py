@@ -147,7 +147,7 @@ def step_lines(plan: Plan) -> Iterator[str]:
         detail = f"{', during training' if step.overlapped else ''}; a token takes {seconds_text(found.token)}"
     yield f"Limited by {_PHASES[longest]}: {min(1.0, share):.0%} of the step{detail}."
     if found is not None and found.waves > 1 and plan.engine is not None:
-        fitting = int(plan.engine.kv_tokens / work.mean_length)
+        fitting = int(plan.engine.kv_tokens / (work.mean_length + plan.engine.state_tokens))
         limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
         yield (
             f"{counted(plan.run.config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
