@@ -189,10 +189,11 @@ def _print_time(console: Console, step: StepTime) -> None:
 def _workings(plan: Plan) -> Iterator[str]:
     config, engine, work = plan.run.config, plan.engine, plan.run.workload
     if engine is not None:
+        states = f", each with states of {engine.state_tokens:,} tokens' size" if engine.state_tokens else ""
         yield (
             f"engines: {counted(config.rollout.num_engines, 'engine')} of {counted(engine.gpus, 'GPU')}; KV cache of "
             f"one: {engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU, "
-            f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens"
+            f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens{states}"
         )
     for role in config.roles.with_workers if plan.references else ():
         size = counted(role.parallel.world_size, "GPU")
