@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.balance import RoutedTokens
@@ -27,6 +27,7 @@ from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD, keeps_type
+from slime_like.models.tower import transformers_config
 from slime_like.system.words import counted
 
 _PREFIX, _SCORE = "hugging_face.", VALUE_HEAD.partition(".")[0]
@@ -74,7 +75,7 @@ class LogprobModel(nn.Module):
 
     def hold_teacher(self, path: Path, own: ModelConfig, device: torch.device) -> None:
         """Read the teacher's output projection, to compute with it as with the ``own`` one."""
-        output = Output.of(AutoConfig.from_pretrained(path, trust_remote_code=own.trust_remote_code))
+        output = Output.of(transformers_config(path, own.trust_remote_code))
         rows = len(self.hugging_face.get_output_embeddings().weight)
         like = torch.empty(0, dtype=getattr(torch, own.dtype), device=device)
         self.teacher = TeacherHead.read(path, range(rows), rows, like, output.factor, output.cap)
@@ -277,7 +278,7 @@ def _model(
     path, remote = settings.path, settings.trust_remote_code
     try:
         hugging_face = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path, trust_remote_code=remote),
+            transformers_config(path, remote),
             dtype=dtype,
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
@@ -309,10 +310,7 @@ def _model(
 
 def computes_alike(other: Path, model: ModelConfig) -> bool:
     """Return whether another checkpoint's configuration computes the same function as ``model.path``'s."""
-    ours, theirs = (
-        AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code).to_dict()
-        for path in (model.path, other)
-    )
+    ours, theirs = (transformers_config(path, model.trust_remote_code).to_dict() for path in (model.path, other))
     differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
     return all(name in _SAYS_NOTHING or name.endswith("_token_id") for name in differing)
 

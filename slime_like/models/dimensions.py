@@ -12,6 +12,7 @@ from slime_like.errors import ConfigError
 from slime_like.models import config_json
 from slime_like.models.converted import what_instead
 from slime_like.models.linear_attention import LinearAttention
+from slime_like.models.tower import language_settings
 
 OTHER = "other"
 """The family of causal language models that transformers supports, but this project's formulas do not."""
@@ -168,6 +169,7 @@ class ModelDimensions:
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
         moe_scaling: factor of the chosen experts' weights.
         draft_layers: layers for multi-token prediction that may be stored after the model's layers, and are not read.
+        tower: the checkpoint also has a vision tower, which is kept as it is.
         values: a linear map from hidden states to one number, ``VALUE_HEAD``, takes the place of the logits.
         counted: parameters in total, and in the matrix products that one token goes through. Planning counts them on
             the model itself for foreign models.
@@ -203,6 +205,7 @@ class ModelDimensions:
     moe_top_groups: int = 1
     moe_scaling: float = 1.0
     draft_layers: int = 0
+    tower: bool = False
     values: bool = False
     counted: tuple[int, int] | None = None
 
@@ -280,6 +283,8 @@ class ModelDimensions:
         if not path.is_file():
             raise ConfigError(f"model.path={directory}{what_instead(Path(directory))}")
         raw = config_json.read_object(path)
+        if (settings := language_settings(raw)) is not None:
+            return replace(cls._from_raw(settings, path), tower=not values, values=values)
         if not values:
             return cls._from_raw(raw, path)
         if isinstance(architectures := raw.get("architectures"), list):

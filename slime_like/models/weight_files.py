@@ -10,6 +10,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
+from slime_like.models.tower import language_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -50,7 +51,8 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
         missing = [file for file in files if not file.is_file()]
         if missing:
             return [f"{file} is missing, though {INDEX} lists it; {_AGAIN}" for file in missing]
-        names = [name for file in files for name in _shapes(file) if not dimensions.is_draft(name)]
+        stored = (name for file in files for name in _shapes(file))
+        names = [name for name in language_names(directory, stored).values() if not dimensions.is_draft(name)]
     except WeightFilesError as error:
         return [str(error)]
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found}
@@ -99,11 +101,14 @@ def stack_parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StackPart]:
 
 
 def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of a model. Leaves out stored tensors that are not separate weights
-    (``ModelDimensions.is_ignored``). Raises like ``header_shapes`` and ``ModelDimensions.from_checkpoint``."""
+    """Return the shape of every weight of a model, by its stored name. Leaves out a vision tower, and stored tensors
+    that are not separate weights (``ModelDimensions.is_ignored``). Raises like ``header_shapes`` and
+    ``ModelDimensions.from_checkpoint``."""
     shapes = header_shapes(directory)
     dimensions = ModelDimensions.from_checkpoint(directory)
-    return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+    return {
+        name: shapes[name] for name, own in language_names(directory, shapes).items() if not dimensions.is_ignored(own)
+    }
 
 
 def value_head_of(names: Container[str]) -> str | None:

@@ -1,6 +1,8 @@
 """Reading of slices from a Hugging Face checkpoint's safetensors files."""
 
 import contextlib
+import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from backends.common.process.agreement import listed, listed_by_kind
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
+from slime_like.models.tower import language_names
 from slime_like.models.weight_files import StackPart, WeightFilesError, stack_parts, value_head_of, weight_files
 
 Shape = tuple[int, ...]
@@ -25,11 +28,14 @@ _COMPARED = 1 << 22
 
 
 class HfCheckpoint(contextlib.ExitStack):
-    """Tensors of one checkpoint, opened for reading. A context manager that closes the files.
+    """Tensors of one language model, opened for reading. A context manager that closes the files.
 
-    Stacks of experts are read as matrices (see ``stack_parts``).
+    Opening reads only headers; values are read on request. In a checkpoint with a vision tower, the language model's
+    tensors have the names of its own checkpoint. Stacks of experts are matrices here (see ``stack_parts``).
 
-    Opening reads only headers; values are read on request.
+    Attributes:
+        stored: their names in the files.
+        kept: the tower's tensors, by their names in the files.
 
     Raises:
         CheckpointError: no safetensors file, a listed one missing, one damaged or cut off, or a tensor stored twice.
@@ -52,6 +58,10 @@ class HfCheckpoint(contextlib.ExitStack):
         except CheckpointError:
             self.close()
             raise
+        own = language_names(self.directory, self._slices)
+        self.kept = {name: part for name, part in self._slices.items() if name not in own}
+        self.stored = {name: stored for stored, name in own.items()}
+        self._slices = {name: self._slices[stored] for name, stored in self.stored.items()}
 
     def _open(self, file: Path) -> None:
         try:
@@ -134,6 +144,11 @@ class HfCheckpoint(contextlib.ExitStack):
         """Return a tensor's type by its safetensors name: "BF16", "F32", ..."""
         dtype: str = self._slices[name].get_dtype()
         return dtype
+
+    def kept_nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor in ``kept``."""
+        bits = re.search(r"\d+", self.kept[name].get_dtype())
+        return math.prod(self.kept[name].get_shape()) * (int(bits[0]) // 8 if bits else 1)
 
     def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
         """Read ``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's type. Reads nothing else.

@@ -1,0 +1,104 @@
+"""Make tiny checkpoints with a vision tower, under the names of every published form, and compute with whole models."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from tests.parallel.reference import Reference
+from tests.parallel.tiny import SIZES
+
+NEW = ("model.language_model.", "lm_head.", "model.")
+"""Prefixes of the decoder, of its head, and of everything else."""
+PLAIN = ("model.", "lm_head.", "")
+INNER = ("language_model.model.", "language_model.lm_head.", "")
+
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+KINDS: dict[str, tuple[str, tuple[str, str, str], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        PLAIN,
+        {"rope_parameters": _MROPE},
+        {**_QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        NEW,
+        {"head_dim": 32, "rope_parameters": {**_MROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+        {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+}
+"""Configuration class, form of the names, and differences of the language model and of the tower, by model type."""
+
+
+def save_tower(kind: str, directory: Path, layers: int = 2, seed: int = 0) -> Path:
+    """Write a float32 checkpoint with random weights and a tower whose type is bfloat16; return its directory."""
+    torch.manual_seed(seed)
+    class_name, form, text, vision = KINDS[kind]
+    sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": False, **_IDS, **text}
+    config = getattr(transformers, class_name)(text_config=sizes, vision_config=vision, tie_word_embeddings=False)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(directory)
+    tensors = {_stored(name, form): tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(
+        {name: tensor if is_language(name) else tensor.bfloat16() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+    if form is PLAIN:  # as its publisher has it, without a part for the language model
+        file = directory / "config.json"
+        written = json.loads(file.read_text())
+        flat = written.pop("text_config") | {"model_type": kind}
+        rope = flat.pop("rope_parameters")
+        flat |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+        file.write_text(json.dumps(flat | written))
+    return directory
+
+
+def _stored(name: str, form: tuple[str, str, str]) -> str:
+    """Return the published name of a parameter of transformers' whole model."""
+    decoder, head, rest = form
+    if name.startswith("model.language_model."):
+        return decoder + name.removeprefix("model.language_model.")
+    return head + name.removeprefix("lm_head.") if name.startswith("lm_head.") else rest + name.removeprefix("model.")
+
+
+def own_name(whole: str) -> str:
+    """Return the language model's own name of a parameter of transformers' whole model."""
+    return whole.replace("model.language_model.", "model.")
+
+
+def is_language(name: str) -> bool:
+    return re.search(r"visual|vision_tower|multi_modal_projector", name) is None
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    return {name: each for file in directory.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+def tower_of(directory: Path) -> dict[str, Tensor]:
+    return {name: each for name, each in tensors_of(directory).items() if not is_language(name)}
+
+
+class WholeReference(Reference):
+    """transformers' whole model, on text."""
+
+    auto = AutoModelForImageTextToText
+
+    def trained(self) -> dict[str, Tensor]:
+        return {own_name(name): each for name, each in super().trained().items() if is_language(name)}
