@@ -72,11 +72,16 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         WeightFilesError: a file is missing or damaged.
     """
-    shapes = {name: shape for file in weight_files(directory) for name, shape in _shapes(file).items()}
+    shapes = stored_shapes(directory)
     parts = stack_parts(shapes)
     matrices = {name: (part.rows, shapes[part.stack][2]) for name, part in parts.items()}
     stacks = {part.stack for part in parts.values()}
     return {name: shape for name, shape in shapes.items() if name not in stacks} | matrices
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the same with stacks as they are stored."""
+    return {name: shape for file in weight_files(directory) for name, shape in _shapes(file).items()}
 
 
 def stack_parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StackPart]:

@@ -117,8 +117,9 @@ class Reference:
         """Return the last scored sequence's loss, from (T, E) logits and (T, k) choices of each layer with experts."""
         total: Tensor | float = 0.0
         for logits, chosen in self._routed:
-            experts, top_k = logits.shape[1], self.model.config.num_experts_per_tok
-            if self.model.config.model_type == "deepseek_v3":
+            config = self.model.config.get_text_config()
+            experts, top_k = logits.shape[1], config.num_experts_per_tok
+            if config.model_type == "deepseek_v3":
                 affinity = logits.sigmoid()
                 share = (affinity / affinity.sum(1, keepdim=True)).mean(0)
                 load = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()

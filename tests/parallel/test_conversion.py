@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,6 +24,7 @@ from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
+from tests.parallel.assembly import stacked_experts
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
@@ -145,6 +146,15 @@ def test_round_trip_in_bfloat16_is_bit_exact(tmp_path: Path) -> None:
     _check_layout(tmp_path / "direct", ("deepseek_v3",), layout, dtype="bfloat16", q_lora_rank=None)
     families = ("qwen2", "qwen3", "qwen3_5_text")
     _check_layout(tmp_path / "shared", families, {"tensor": 4}, dtype="bfloat16", num_key_value_heads=2)
+
+
+def test_stacks_of_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
+    (config,) = _configs(tmp_path / "hf", ("qwen3_5_moe_text",), {"data": 2, "expert": 2, "pipeline": 2})
+    file = config.model.path / "model.safetensors"
+    stacks = stacked_experts(load_file(file))
+    save_file(stacks, file)
+    run_ranks(_round_trip, 4, tmp_path / "ranks", [config], [tmp_path / "out"])
+    _check_directory(tmp_path / "out", stacks)
 
 
 def test_transformers_loads_the_written_model(tmp_path: Path) -> None:

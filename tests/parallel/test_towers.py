@@ -14,7 +14,9 @@ from slime_like.interfaces import RankPlacement
 from slime_like.models.tower import language_settings
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.expected_tensors import expected_tensors
+from tests.parallel.assembly import stacked_experts
 from tests.parallel.parity import (
+    BALANCE,
     GRADIENT_BOUND,
     MASKED,
     OPTIMIZER,
@@ -38,14 +40,14 @@ from tests.parallel.towers import KINDS, WholeReference, is_language, save_tower
 
 def _case(kind: str, directory: Path) -> Case:
     sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    checkpoint = save_tower(kind, directory)
-    reference = WholeReference(checkpoint, parity_config(checkpoint, directory, {}).algorithm)
+    checkpoint, algorithm = save_tower(kind, directory), {"moe_aux_loss_coef": BALANCE.get(f"{kind}_text", 0.0)}
+    reference = WholeReference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
     initial = {name: each.detach().clone() for name, each in reference.trained().items()}
     denominator = samples_with_loss(sequences)
     expected = reference.step(sequences, denominator)
     lr, eps = OPTIMIZER["lr"], OPTIMIZER["eps"]
     updated = adamw_steps(reference, sequences, denominator, STEPS, OPTIMIZER["clip_grad"], lr, eps)
-    return Case(checkpoint, sequences, expected, {}, updated, initial)
+    return Case(checkpoint, sequences, expected, algorithm, updated, initial)
 
 
 def _run(
@@ -97,9 +99,10 @@ def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, t
     same_bits(tower_of(exported), tower_of(source))
     before, after = tensors_of(source), tensors_of(exported)
     assert after.keys() == before.keys()
-    assert sent.keys() == set(filter(is_language, before))
-    same_bits({name: after[name] for name in sent}, sent)
-    assert all(not torch.equal(sent[name], before[name]) for name in sent)
+    stored = stacked_experts(sent)
+    assert stored.keys() == set(filter(is_language, before))
+    same_bits({name: after[name] for name in stored}, stored)
+    assert all(not torch.equal(stored[name], before[name]) for name in stored)
     assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == expected_tensors(source)
     assert _config(exported) == _config(source)
     _, problems = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
