@@ -1,6 +1,7 @@
 """A language model with a tower trains like transformers' whole model on text, and the tower stays as it came."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
+from backends.megatron.offline.converter import MegatronConverter
 from slime_like.config import RunConfig
+from slime_like.conversion.compare import compare_sources
+from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
+from slime_like.interfaces.conversion import ConversionOptions
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import language_settings
+from slime_like.models.weight_files import weight_file_problems
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.assembly import stacked_experts
@@ -23,19 +30,22 @@ from tests.parallel.parity import (
     PACKS,
     STEPS,
     Case,
+    Settings,
     check_changes,
+    check_gradients,
     check_loss,
     check_scores,
     check_tensors,
-    fsdp_config,
+    check_updates,
     parity_config,
     samples_with_loss,
 )
 from tests.parallel.ranks import run_each
 from tests.parallel.reference import adamw_steps
 from tests.parallel.steps import RankResult, exported_from, running, same_bits, take_step, train_rank
-from tests.parallel.tiny import scored_sequences
+from tests.parallel.tiny import scored_sequences, tiny_config
 from tests.parallel.towers import KINDS, WholeReference, is_language, save_tower, tensors_of, tower_of
+from tests.support.rejections import Rejects
 
 
 def _case(kind: str, directory: Path) -> Case:
@@ -66,36 +76,50 @@ def _run(
         return exported_from(trainer)
 
 
+LAYOUTS: dict[str, Settings] = {"fsdp": {"backend": "fsdp", "data": 2}, "megatron": {"tensor": 2, "sequence": True}}
+Trained = tuple[Case, list[RankResult], dict[str, Tensor], Path]
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, list[RankResult], dict[str, Tensor]]]:
-    """Run every kind in one fork of two ranks. An export is next to its checkpoint."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Trained]:
+    """Run every kind in every layout, in one fork of two ranks."""
     root = tmp_path_factory.mktemp("towers")
-    cases = [_case(kind, root / kind) for kind in KINDS]
-    tasks = [(fsdp_config(case, root, {"data": 2}), case.packs(), case.denominator) for case in cases]
-    exports = [(*task, _exported(case)) for task, case in zip(tasks, cases, strict=True)]
-    results = run_each(_run, 2, root / "ranks", [*tasks, *exports])
-    found = zip(cases, results[: len(cases)], results[len(cases) :], strict=True)
-    return {kind: (case, list(ranks), sent[0]) for kind, (case, ranks, sent) in zip(KINDS, found, strict=True)}
+    cases = {kind: _case(kind, root / kind) for kind in KINDS}
+    keys = list(product(KINDS, LAYOUTS))
+    configs = [parity_config(cases[kind].checkpoint, root, LAYOUTS[layout]) for kind, layout in keys]
+    tasks = [
+        (config, cases[kind].packs(), cases[kind].denominator) for config, (kind, _) in zip(configs, keys, strict=True)
+    ]
+    exported = [root / f"{kind}-{layout}" for kind, layout in keys]
+    results = run_each(
+        _run, 2, root / "ranks", [*tasks, *((*task, path) for task, path in zip(tasks, exported, strict=True))]
+    )
+    return {
+        key: (cases[key[0]], list(results[index]), results[index + len(keys)][0], exported[index])
+        for index, key in enumerate(keys)
+    }
 
 
-def _exported(case: Case) -> Path:
-    return case.checkpoint.with_name(f"{case.checkpoint.name}-exported")
-
-
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_computes_what_the_whole_model_computes(kind: str, trained: Any) -> None:
-    case, results, _ = trained[kind]
+def test_training_computes_what_the_whole_model_computes(kind: str, layout: str, trained: Any) -> None:
+    case, results, *_ = trained[kind, layout]
     check_scores(case, results)
     check_loss(case, results)
+    if layout == "megatron":
+        check_gradients(case, results)
+        check_updates(case, results)
+        return
     for result in results:
         check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
         check_changes(case, result.weights)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, trained: Any) -> None:
-    case, _, sent = trained[kind]
-    source, exported = case.checkpoint, _exported(case)
+def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, layout: str, trained: Any) -> None:
+    case, _, sent, exported = trained[kind, layout]
+    source = case.checkpoint
     same_bits(tower_of(exported), tower_of(source))
     before, after = tensors_of(source), tensors_of(exported)
     assert after.keys() == before.keys()
@@ -107,6 +131,26 @@ def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, t
     assert _config(exported) == _config(source)
     _, problems = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not any(problems.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_converted_to_megatron_and_back(kind: str, trained: Any, tmp_path: Path, rejects: Rejects) -> None:
+    """The tower comes from the directory that was converted."""
+    source = trained[kind, "megatron"][0].checkpoint
+    options = ConversionOptions("auto", 40_000, 1, allow_nan=False)
+
+    def converter(path: Path) -> MegatronConverter:
+        config = tiny_config(path, tmp_path, {"pipeline": 2})
+        return MegatronConverter(config.model, config.trainer)
+
+    converter(source).to_checkpoint(tmp_path / "meg", options, lambda *_: None)
+    with rejects(CheckpointError, "no-tower"):
+        converter(tmp_path / "meg" / "model").open_checkpoint(tmp_path / "meg" / "trainer")
+    converter(source).to_hugging_face(tmp_path / "meg" / "trainer", tmp_path / "hf", options, lambda *_: None)
+    same_bits(tensors_of(tmp_path / "hf"), tensors_of(source))
+    sides = converter(source).open_checkpoint(tmp_path / "meg" / "trainer"), converter(source).open_hugging_face(source)
+    assert compare_sources(*sides, 1, lambda *_: None) == []
+    assert not weight_file_problems(tmp_path / "hf", ModelDimensions.from_checkpoint(source))
 
 
 def _config(directory: Path) -> dict[str, Any]:

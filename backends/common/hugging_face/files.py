@@ -145,6 +145,10 @@ class HfCheckpoint(contextlib.ExitStack):
         dtype: str = self._slices[name].get_dtype()
         return dtype
 
+    def use_stored_names(self) -> None:
+        """Read the language model under its stored names, and the tower, too."""
+        self._slices = {self.stored[name]: part for name, part in self._slices.items()} | self.kept
+
     def kept_nbytes(self, name: str) -> int:
         """Return the bytes of a tensor in ``kept``."""
         bits = re.search(r"\d+", self.kept[name].get_dtype())
