@@ -15,6 +15,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from slime_like.config import AlgorithmConfig
 from slime_like.trajectory import ScoredTrajectory
 
+SIGMOID = ("deepseek_v3", "glm4_moe")
+"""Types of models whose routers' scores are sigmoids."""
+
 
 @dataclass
 class ReferenceStep:
@@ -119,7 +122,7 @@ class Reference:
         for logits, chosen in self._routed:
             config = self.model.config.get_text_config()
             experts, top_k = logits.shape[1], config.num_experts_per_tok
-            if config.model_type == "deepseek_v3":
+            if config.model_type in SIGMOID:
                 affinity = logits.sigmoid()
                 share = (affinity / affinity.sum(1, keepdim=True)).mean(0)
                 load = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
