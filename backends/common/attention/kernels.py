@@ -8,7 +8,7 @@ are plain forward and backward functions; the caller handles autograd.
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -37,12 +37,19 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Pairs of segments: query segment i attends to key segment i. ``causal`` requires equal lengths."""
+    """Pairs of segments: query segment i attends to key segment i.
+
+    Attributes:
+        causal: the last query of a segment sees all its keys, and each earlier query one key less. Without a window,
+            the two lengths must be equal.
+        window: keys that a query sees at most, its own included; requires ``causal``.
+    """
 
     q: Segments
     k: Segments
     causal: bool
     scale: float
+    window: int | None = None
 
 
 class Saved(NamedTuple):
@@ -83,7 +90,9 @@ class CpuFlash:
         precision = torch.float64 if q.dtype == torch.float64 else torch.float32
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
         for rows, columns in _alike(pairing.q.host, pairing.k.host):
-            part, statistics = op(rows.of(q), columns.of(k), columns.of(v), 0.0, pairing.causal, scale=pairing.scale)
+            causal, mask = _mask(pairing, rows.length, columns.length, q.dtype)
+            tensors = rows.of(q), columns.of(k), columns.of(v)
+            part, statistics = op(*tensors, 0.0, causal, attn_mask=mask, scale=pairing.scale)
             rows.put(out, part)
             rows.put(lse, statistics)
         return out, lse.t().contiguous()
@@ -98,7 +107,9 @@ class CpuFlash:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows, columns in _alike(pairing.q.host, pairing.k.host):
             tensors = rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out)
-            parts = op(*tensors, rows.of(statistics).contiguous(), 0.0, pairing.causal, scale=pairing.scale)
+            causal, mask = _mask(pairing, rows.length, columns.length, q.dtype)
+            sums = rows.of(statistics).contiguous()
+            parts = op(*tensors, sums, 0.0, causal, attn_mask=mask, scale=pairing.scale)
             for whole, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                 place.put(whole, part)
         return dq.to(dtype), _sum_heads(dk, groups).to(dtype), _sum_heads(dv, groups).to(dtype)
@@ -109,7 +120,7 @@ class CudaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_boundaries(pairing), 0.0, pairing.causal, False, scale=pairing.scale
+            q, k, v, *_boundaries(pairing), 0.0, pairing.causal, False, **_options(pairing)
         )
         return out, lse
 
@@ -117,13 +128,20 @@ class CudaFlash:
         # Without dropout the random state is never read, but the operator still requires its two tensors.
         unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, *saved, *_boundaries(pairing), 0.0, pairing.causal, unused, unused[:0], scale=pairing.scale
+            grad, *saved, *_boundaries(pairing), 0.0, pairing.causal, unused, unused[:0], **_options(pairing)
         )
         return dq, dk, dv
 
 
 def _boundaries(pairing: Pairing) -> tuple[Tensor, Tensor, int, int]:
     return pairing.q.device, pairing.k.device, pairing.q.longest, pairing.k.longest
+
+
+def _options(pairing: Pairing) -> dict[str, Any]:
+    """Return the scale and the window. The operator aligns a window to the last key, and doesn't count a query's own
+    key to its left side."""
+    window = {} if pairing.window is None else {"window_size_left": pairing.window - 1, "window_size_right": 0}
+    return {"scale": pairing.scale, **window}
 
 
 class NarrowValues:
@@ -191,6 +209,20 @@ def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list
         (_Rows.of_segments(q_starts, q_length), _Rows.of_segments(k_starts, k_length))
         for (q_length, k_length), (q_starts, k_starts) in starts.items()
     ]
+
+
+def _mask(pairing: Pairing, queries: int, keys: int, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
+    """Return the CPU operator's ``is_causal`` and ``attn_mask``. Segments within the window need no mask."""
+    if pairing.window is None or (queries == keys and keys <= pairing.window):
+        return pairing.causal, None
+    return False, _band(queries, keys, pairing.window, dtype)
+
+
+@lru_cache(maxsize=8)
+def _band(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """Return the (queries, keys) mask of a window that is aligned to the last key: 0 if seen, else minus infinity."""
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries - window + 1)
+    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

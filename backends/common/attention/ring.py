@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
-from backends.common.attention.packed_attention import PackedAttention
+from backends.common.attention.packed_attention import PackedAttention, no_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,9 @@ class RingAttention(PackedAttention):
         for step in range(size):
             yield ring_step(step, self.group.rank(), size, self.segments, scale), step + 1 < size
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, ...]:
+        if window is not None:
+            raise no_windows("trainer.attention=ring over context ranks")
         kernel = kernel_for(q.device.type)
         out = lse = q  # until the first step, which covers all queries
         for plan, goes_on in self._steps(scale):
@@ -127,7 +129,7 @@ class RingAttention(PackedAttention):
         return out.to(q.dtype), lse
 
     def backward(
-        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scale: float, window: int | None, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
