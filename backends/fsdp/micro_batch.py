@@ -38,7 +38,7 @@ def model_input(
     shard = split_for_context_parallel(pack, context.size(), context.rank(), layout="contiguous")
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
     routed = RoutedTokens.of(pack, shard, slice(None), balance, replay)
-    boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(pack, shard)
+    boundaries, responses = Boundaries(attention), ResponseRows.of(pack, shard)
     needed = replace(pack, teacher_hidden=None)  # ``responses`` has this rank's part
     moved, shard, boundaries, responses, routed = on_device((needed, shard, boundaries, responses, routed), device)
     return ModelInput(pack, moved, shard, context, boundaries, responses, routed)
