@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
+from backends.common.linear_attention import Recurrence
 from slime_like.errors import TrainerError
 
 NAME = "slime_like_packed"
@@ -38,9 +39,14 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Boundaries of one micro-batch's sequences, passed from the model's call down to every layer."""
+    """Boundaries of one micro-batch's sequences, passed from the model's call down to every layer.
+
+    Attributes:
+        recurrence: for layers with linear attention, if there are any.
+    """
 
     attention: AnyAttention
+    recurrence: Recurrence | None = None
 
 
 def forward(

@@ -111,7 +111,8 @@ class FsdpTrainer(TrainerBase):
                 remedy="train on shorter sequences",
             )
         require_computable(pack, self.dimensions.vocab_size)
-        return model_input(pack, self.device, self.groups.context, self._by_package, balance, replay)
+        context, recurs = self.groups.context, self.model.recurs
+        return model_input(pack, self.device, context, self._by_package, balance, replay, recurs)
 
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""

@@ -150,7 +150,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             attn_implementation=arguments.get("attn_implementation", GROUPED_SDPA),
             trust_remote_code=self._config.model.trust_remote_code,
         )
-        others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
+        recurrent = {"linear_attention"} if self._dimensions.attention.linear is not None else set()
+        others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES - recurrent
         if others:
             known = " and ".join(sorted(_LAYER_TYPES))
             raise EngineError(

@@ -21,6 +21,11 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         yield f"trainer.router_bias_rate={rate:g}, but the model has no sigmoid routers of a known family; use 0"
     if (special := dimensions.attention.special) and config.trainer.attention == "transformer_engine":
         yield f"trainer.attention=transformer_engine is not supported for {special}; use auto, ring or allgather"
+    if config.trainer.share_prefixes and dimensions.attention.linear is not None:
+        yield (
+            f"trainer.share_prefixes={config.trainer.share_prefixes}: layers with linear attention keep one state per "
+            "sequence, which cannot branch; set it to false"
+        )
     if (reason := dimensions.attention.unsupported) is None:
         return
     if config.trainer.backend == "megatron":

@@ -108,6 +108,16 @@ def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
     }
 
 
+def rotary_fraction(raw: dict[str, Any], default: float = 1.0) -> float:
+    """Read the part of a head that has rotary embedding."""
+    key = "partial_rotary_factor"
+    given = (raw.get("rope_parameters"), raw.get("rope_scaling"), raw, {key: default})
+    fraction = number(next(each for each in given if isinstance(each, dict) and key in each), key)
+    if fraction > 1:
+        raise ValueError(f"{key}={fraction:g} must be at most 1")
+    return fraction
+
+
 def decoder(raw: dict[str, Any], **features: Any) -> dict[str, Any]:
     """Read a decoder with RMSNorms, SwiGLU and attention to all earlier tokens; ``features`` are the family's."""
     if raw.get("hidden_act", "silu") != "silu":

@@ -1,8 +1,10 @@
 """The independent reference: Hugging Face's model in float64, one sequence at a time, with the published formulas."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,6 +32,13 @@ class ReferenceStep:
     loss: float
     balance: float
     gradients: dict[str, Tensor]
+
+
+class _Wide:
+    """torch, in which float32 is float64: some of transformers' layers name the type they compute in."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float64" if name in ("float", "float32") else name)
 
 
 class Reference:
@@ -89,7 +98,8 @@ class Reference:
         """Return each response token's logprob given all tokens before it, and the entropy, at its temperature."""
         self._routed.clear()
         tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
-        output = self.model(input_ids=tokens[None])
+        with patch.object(sys.modules[type(self.model).__module__], "torch", _Wide()):
+            output = self.model(input_ids=tokens[None])
         logits = (output.logits[0] / sequence.temperature)[sequence.prompt_len - 1 : -1]
         if (
             sequence.support_ids is not None and sequence.support_sizes is not None
