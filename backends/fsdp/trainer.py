@@ -105,13 +105,14 @@ class FsdpTrainer(TrainerBase):
         reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(
-                f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to at most "
-                f"{reach} (sliding_window or attention_chunk_size), which packed attention does not support",
-                code="sequence-beyond-window",
+                f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to chunks of "
+                f"{reach} (attention_chunk_size), which packed attention does not support",
+                code="sequence-beyond-chunk",
                 remedy="train on shorter sequences",
             )
         require_computable(pack, self.dimensions.vocab_size)
-        return model_input(pack, self.device, self.groups.context, self._by_package, balance, replay)
+        context, recurs = self.groups.context, self.model.recurs
+        return model_input(pack, self.device, context, self._by_package, balance, replay, recurs)
 
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""

@@ -8,9 +8,6 @@ and values add up.
 With context ranks, every rank holds one contiguous part of the axis and gathers all keys and values, as in Llama 3
 (https://arxiv.org/abs/2407.21783, section 3.3.2). The earlier part of a segment that continues from other ranks is one
 more level. Communication of keys, values and their gradients overlaps with a rank's local computation.
-
-With a sliding window, that part isn't a level, because its queries don't see the same keys: one call aligns the
-window over the keys within its reach and the local ones.
 """
 
 from collections.abc import Sequence
@@ -23,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
-from backends.common.attention.packed_attention import PackedAttention, no_windows
+from backends.common.attention.packed_attention import PackedAttention, Scores
+from slime_like.errors import TrainerError
 
 Rows = slice | Tensor
 
@@ -81,13 +79,15 @@ class PrefixAttention(PackedAttention):
         levels: what queries see in other segments.
         far: tokens of the whole axis that the levels read.
         group: ranks that hold the other parts; ``None`` if there is only one part.
-        shares: segments share prefixes, so no layer may have a sliding window.
+        longest: tokens of the longest sequence.
+        shares: some segments continue others.
     """
 
     local: Segments
     levels: tuple[Level, ...]
     far: Rows
     group: dist.ProcessGroup | None
+    longest: int
     shares: bool
 
     @classmethod
@@ -104,78 +104,82 @@ class PrefixAttention(PackedAttention):
             tuple(_level(level, part, needed, device) for level in mine if level),
             rows_of(needed, device),
             None if alone else group,
+            Segments.of(boundaries).longest,
             parents is not None,
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, ...]:
-        kernel = kernel_for(q.device.type)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+        kernel, windowed = kernel_for(q.device.type), self._windowed(scores)
         # Every rank joins the gathers, even if its queries don't use them.
         gathering = [] if self.group is None else [_gather(x, self.group) for x in (k, v)]
-        if window is not None:
-            if self.shares:
-                raise no_windows("trainer.share_prefixes")
-            near = [_copied(whole.wait(), self._near(window)) for whole in gathering]
-            keys, values = (torch.cat(parts) for parts in zip(near, (k, v), strict=True))
-            return *kernel.forward(q, keys, values, self._sliding(len(near[0]), scale, window)), *near
-        out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
+        if windowed is not None:
+            far = [_copied(whole.wait(), self.far) for whole in gathering]
+            keys, values = (torch.cat(parts) for parts in zip(far, (k, v), strict=True)) if far else (k, v)
+            return *kernel.forward(q, keys, values, windowed), *far
+        out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scores.scale))
         out = out.to(lse.dtype)
         far = [_copied(whole.wait(), self.far) for whole in gathering]
         keys, values = far or (k, v)
         for level in self.levels:
             rows = level.rows
-            part = kernel.forward(q[rows], keys[level.keys], values[level.keys], level.pairing(scale))
+            part = kernel.forward(q[rows], keys[level.keys], values[level.keys], level.pairing(scores.scale))
             out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
         return out.to(q.dtype), lse, *far
 
     def backward(
-        self, grad: Tensor, saved: Saved, scale: float, window: int | None, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scores: Scores, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if window is not None:
-            return self._slide_back(grad, saved, self._sliding(len(more[0]), scale, window), window, more)
         kernel, (q, k, v, out, lse) = kernel_for(grad.device.type), saved
+        if (windowed := self._windowed(scores)) is not None:
+            return self._windowed_backward(grad, saved, windowed, more)
         keys, values = more or (k, v)
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, keys, values))
         for level in self.levels:
             rows, seen = level.rows, level.keys
             seeing = Saved(q[rows], keys[seen], values[seen], out[rows], lse[:, rows].contiguous())
-            parts = kernel.backward(grad[rows], seeing, level.pairing(scale))
+            parts = kernel.backward(grad[rows], seeing, level.pairing(scores.scale))
             for whole, place, value in zip((dq, dk, dv), (rows, seen, seen), parts, strict=True):
                 whole[place] += value
-        homecoming = None if self.group is None else [self._send_home(x, self.far, k) for x in (dk, dv)]
-        local = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scale))
+        homecoming = None if self.group is None else [_sum_parts(self._spread(x, k), self.group) for x in (dk, dv)]
+        local = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scores.scale))
         far = (dq, dk, dv) if homecoming is None else (dq, *(gradient.wait() for gradient in homecoming))
         of_q, of_k, of_v = (x.add_(part).to(part.dtype) for x, part in zip(far, local, strict=True))
         return of_q, of_k, of_v
 
-    def _send_home(self, gradient: Tensor, rows: Rows, local: Tensor) -> _OnItsWay:
-        """Start adding the gradient of ``rows`` on the ranks that hold them. Every part has the size of ``local``."""
+    def _windowed(self, scores: Scores) -> Pairing | None:
+        """Return the only call if a window is narrower than a sequence: its first segment sees ``far``, then itself."""
+        if (window := scores.within(self.longest)) is None:
+            return None
+        if self.shares:
+            raise TrainerError(
+                "sliding windows do not support sequences that share prefixes",
+                code="prefixes-not-supported",
+                remedy="set trainer.share_prefixes=false",
+            )
+        earlier = sum(level.k.host[-1] for level in self.levels)
+        moved = tuple(end + earlier for end in self.local.host[1:])
+        bounds = torch.cat([self.local.device[:1], self.local.device[1:] + earlier])
+        longest = max(end - start for start, end in pairwise((0, *moved)))
+        return Pairing(self.local, Segments((0, *moved), bounds, longest), True, scores.scale, window)
+
+    def _windowed_backward(
+        self, grad: Tensor, saved: Saved, windowed: Pairing, far: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = (torch.cat(parts) for parts in zip(far, (saved.k, saved.v), strict=True)) if far else saved[1:3]
+        dq, *gradients = kernel_for(grad.device.type).backward(grad, saved._replace(k=keys, v=values), windowed)
+        if self.group is None:
+            return dq, gradients[0], gradients[1]
+        wide, size = saved.lse.dtype, len(keys) - len(saved.k)
+        sent = [_sum_parts(self._spread(x[:size].to(wide), saved.k), self.group) for x in gradients]
+        dk, dv = (home.wait().add_(x[size:]).to(x.dtype) for home, x in zip(sent, gradients, strict=True))
+        return dq, dk, dv
+
+    def _spread(self, gradient: Tensor, local: Tensor) -> Tensor:
+        """Place the gradient of ``far`` among zeros for the whole axis. Every rank's part has the size of ``local``."""
         assert self.group is not None
         whole = gradient.new_zeros(local.shape[0] * self.group.size(), *gradient.shape[1:])
-        whole[rows] = gradient
-        return _sum_parts(whole, self.group)
-
-    def _near(self, window: int) -> slice:
-        """Return the earlier tokens of the part's first segment that its first query sees."""
-        assert isinstance(self.far, slice)  # of one segment, because none share prefixes
-        return slice(max(self.far.start, self.far.stop - window + 1), self.far.stop)
-
-    def _sliding(self, near: int, scale: float, window: int) -> Pairing:
-        """Pair each local segment with itself, and the first one also with the ``near`` tokens in front of it."""
-        device = self.local.device
-        boundaries = torch.cat([device[:1], device[1:] + near])
-        host = (0, *(end + near for end in self.local.host[1:]))
-        longest = max(self.local.longest, host[1] if near else 0)
-        return Pairing(self.local, Segments(host, boundaries, longest), True, scale, window)
-
-    def _slide_back(
-        self, grad: Tensor, saved: Saved, pairing: Pairing, window: int, near: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = (torch.cat(parts) for parts in zip(near, (saved.k, saved.v), strict=True))
-        dq, *others = kernel_for(grad.device.type).backward(grad, saved._replace(k=keys, v=values), pairing)
-        rows, count, precision = self._near(window), len(near[0]), saved.lse.dtype
-        homecoming = [self._send_home(x[:count].to(precision), rows, saved.k) for x in others]
-        dk, dv = ((home.wait() + x[count:]).to(x.dtype) for home, x in zip(homecoming, others, strict=True))
-        return dq, dk, dv
+        whole[self.far] = gradient
+        return whole
 
 
 def _reaching_in(segments: Sequence[range], part: range) -> list[_Seen]:

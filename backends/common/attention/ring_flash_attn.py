@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
-from backends.common.attention.packed_attention import no_windows
+from backends.common.attention.packed_attention import unsupported
 from slime_like.errors import TrainerError
 
 PACKAGE = "ring_flash_attn"
@@ -65,28 +65,16 @@ class RingFlashAttention:
     heads_k_stride: int = 1
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        sinks: Tensor | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
     ) -> Tensor:
         """Compute (T, H, D) outputs from the local tokens' (T, H, D) queries and (T, G, D) keys and values.
 
         Raises:
-            TrainerError: the layer has sinks or a window, which the package's backward pass does not support.
+            TrainerError: there are sinks, or a sequence is longer than the window.
         """
-        if window is not None:
-            raise no_windows("trainer.attention=ring_flash_attn")
-        if sinks is not None:
-            raise TrainerError(
-                "trainer.attention=ring_flash_attn does not support attention sinks",
-                code="sinks-not-supported",
-                remedy="set trainer.attention=auto",
-            )
         segments, width = self.segments, v.shape[-1]
+        if sinks is not None or (window is not None and segments.max_seqlen_k > window):
+            raise unsupported(f"attention {PACKAGE}", "sinks and sliding windows")
         out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
             *(q, k, F.pad(v, (0, k.shape[-1] - width))),
             *(segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k),

@@ -28,7 +28,7 @@ from slime_like.errors import ConfigError, Problem
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.families.deepseek_v3 import LatentAttention
 from tests.support.rejections import Rejects
-from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, sound_flags, write_checkpoint, write_weights
+from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, LINEAR, sound_flags, write_checkpoint, write_weights
 
 ROOT = Path(__file__).parents[3]
 
@@ -438,6 +438,9 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (EXPERTS, {"tensor": 2}, "tensor"),
     (DEEPSEEK_V3, {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}, ""),
     (DEEPSEEK_V3 | {"kv_lora_rank": 500}, {"tensor": 8, "sequence": True, "expert": 8}, "tensor"),
+    (LINEAR, {"tensor": 2, "context": 2}, ""),
+    (LINEAR, {"tensor": 8}, "tensor"),
+    (LINEAR, {"tensor": 2, "context": 4}, "context"),
     (DEEPSEEK_V3 | {"moe_intermediate_size": 1028}, {"tensor": 8, "sequence": True, "expert": 8}, "tensor"),
 ]
 
@@ -511,6 +514,14 @@ def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: R
     with rejects(ConfigError, "model.family") as caught:
         require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1", *RATE]))
     assert len(caught.value.problems) == 4
+
+
+def test_states_do_not_branch(flags: list[str], rejected: Rejected, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", **LINEAR)
+    for backend in ([], FSDP):
+        assert check(load_config(None, [*flags, *backend])) == []
+        problem = rejected([*flags, *backend, "--trainer.share_prefixes", "tree"], "model.family")
+        assert problem.field == "trainer.share_prefixes"
 
 
 def test_sigmoid_routers_have_biases_that_move(flags: list[str], tmp_path: Path) -> None:
