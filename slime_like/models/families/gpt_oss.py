@@ -7,7 +7,7 @@ from slime_like.models.config_json import UnsupportedError, count, flag
 from slime_like.models.dimensions import Attention, Family
 
 ALPHA, LIMIT = 1.702, 7.0
-"""The activation is ``(up + 1) * gate * sigmoid(ALPHA * gate)``; LIMIT bounds ``gate`` above, and ``up`` on both sides."""
+"""The activation is ``(up + 1) * gate * sigmoid(ALPHA * gate)``, with ``gate`` up to LIMIT, and ``up`` from -LIMIT."""
 
 
 def _read(raw: dict[str, Any]) -> dict[str, Any]:
