@@ -14,7 +14,7 @@ from backends.fsdp import parallel
 from backends.fsdp.micro_batch import ModelInput, model_input
 from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer
-from backends.fsdp.own_forward import require_own_forward
+from backends.fsdp.own_forward import narrow_windows, require_own_forward
 from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
 from slime_like.checks.packages import attention_problems, missing_flash_attention
@@ -84,7 +84,8 @@ class FsdpTrainer(TrainerBase):
         self.model.requires_grad_(False)
 
     def _require_own_forward(self) -> None:
-        with self.state.without_factors(), self.model.even_head():  # transformers' experts have none
+        windows = narrow_windows(self.model.hugging_face)
+        with self.state.without_factors(), self.model.even_head(), windows:  # transformers' experts have no factors
             require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig
-from slime_like.models.dimensions import OTHER, ModelDimensions
+from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
 
 
 def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
@@ -27,13 +27,14 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
             "sequence, which cannot branch; set it to false"
         )
     yield from _window_problems(config, dimensions)
-    if (reason := dimensions.attention.unsupported) is None:
-        return
     if config.trainer.backend == "megatron":
-        yield (
-            f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "
-            "Hugging Face's model"
-        )
+        if reason := _not_in_megatron(config, dimensions):
+            yield (
+                f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "
+                "Hugging Face's model"
+            )
+        return
+    if dimensions.attention.unsupported is None:
         return
     reach, longest = dimensions.attention.reach, config.max_model_len
     if reach is not None and not config.supervised and longest > reach:
@@ -46,10 +47,27 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"
 
 
+def _not_in_megatron(config: RunConfig, dimensions: ModelDimensions) -> str | None:
+    """Return why Megatron cannot train the model, as the beginning of a sentence."""
+    if dimensions.attention.unsupported is not None:
+        return dimensions.attention.unsupported
+    if not FAMILIES[dimensions.family].megatron:
+        return f"{config.model.path} is a model of type {dimensions.family}"
+    if _slides(config, dimensions):
+        return f"layers of {config.model.path} have a sliding window of {dimensions.attention.window} tokens"
+    return None
+
+
+def _slides(config: RunConfig, dimensions: ModelDimensions) -> bool:
+    """Return whether sequences may be longer than a sliding window."""
+    window = dimensions.attention.window
+    return window is not None and (config.supervised or config.max_model_len > window)
+
+
 def _window_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     """Yield what excludes windows that are narrower than sequences, and sinks."""
     trainer, window = config.trainer, dimensions.attention.window
-    slides = window is not None and (config.supervised or config.max_model_len > window)
+    slides = _slides(config, dimensions)
     if slides and trainer.share_prefixes:
         yield (
             f"trainer.share_prefixes={trainer.share_prefixes}: layers of {config.model.path} have a sliding window of "

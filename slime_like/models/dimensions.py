@@ -38,7 +38,7 @@ class Family:
         name: transformers' model type.
         architecture: first entry of ``architectures`` in ``config.json``.
         read: returns fields of ``ModelDimensions`` for the content of ``config.json``; raises like ``config_json``.
-        megatron: module and class of Megatron's settings, layers and conversion rules.
+        megatron: module and class of Megatron's settings, layers and conversion rules; empty if only FSDP trains it.
         small: sizes of attention in small models, as fields of transformers' configuration, if they are special.
         tiny: other fields in which a tiny model differs from other families'.
     """
@@ -176,6 +176,7 @@ class ModelDimensions:
         qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys pass a per-head RMSNorm.
         zero_centered_norms: norms multiply by 1 + weight, except those inside linear attention.
+        post_norms: outputs of attention and of MLPs pass a norm, too.
         eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
         num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
         dense_layers: number of leading layers without experts in a mixture of experts.
@@ -209,6 +210,7 @@ class ModelDimensions:
     qkv_bias: bool = False
     qk_norm: bool = False
     zero_centered_norms: bool = False
+    post_norms: bool = False
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0
     moe_top_k: int = 0
@@ -280,7 +282,7 @@ class ModelDimensions:
         if self.counted is not None:
             return self.counted[0]
         attention = self.attention.matrices(self) + self.attention.vectors(self)
-        norms = 2 * self.num_layers * self.hidden_size
+        norms = (4 if self.post_norms else 2) * self.num_layers * self.hidden_size
         of_expert = (2 * self.moe_ffn_hidden_size + self.hidden_size + 1) * self.moe_bias + self.moe_sigmoid
         routing_biases = len(self.expert_layers) * self.num_experts * of_expert
         head = 1 if self.values else 0 if self.tied_embeddings else self.vocab_size

@@ -31,6 +31,7 @@ REFUSED = {
     "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged differently from its modules",
     "FalconConfig": "no causal language model for it whose attention can be replaced",
     "Lfm2Config": "a sequence affects the next one in a micro-batch",
+    "Qwen2MoeConfig": "differ from those of transformers' own forward pass",  # a window in its mask only
     "a factor that its head leaves out": "differ from those of transformers' own forward pass",
     "a sequence longer than a chunk": f"a sequence has {max(map(sum, PACKS[1]))} tokens, but layers of",
 }
@@ -144,5 +145,14 @@ def _checkpoint(name: str, directory: Path) -> Path:
 _FEATURES: dict[str, dict[str, Any]] = {
     "Gemma2Config": {"head_dim": 16},
     "MixtralConfig": {"num_local_experts": 2},
+    "Qwen2MoeConfig": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True,
+        "sliding_window": 200,
+        "layer_types": ["sliding_attention"] * 4,
+    },
     "Lfm2Config": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},
 }

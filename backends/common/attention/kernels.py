@@ -209,13 +209,13 @@ def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list
 
 def _masked(pairing: Pairing, rows: _Rows, columns: _Rows, dtype: torch.dtype) -> dict[str, Any]:
     """Return the CPU operator's arguments that say which keys a query sees."""
-    if pairing.window is None:
+    if pairing.window is None or rows.length == columns.length <= pairing.window:
         return {"is_causal": pairing.causal, "scale": pairing.scale}
     mask = _window_mask(rows.length, columns.length, pairing.window, dtype)
     return {"is_causal": False, "scale": pairing.scale, "attn_mask": mask}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _window_mask(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """Return (queries, keys) summands of scores: 0 for the keys that a query sees, else minus infinity."""
     seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries - window + 1)

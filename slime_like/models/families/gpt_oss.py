@@ -38,7 +38,7 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     _read,
-    "backends.megatron.families.gpt_oss:GptOssFamily",
+    megatron="",
     tiny={
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": 16,
         "rope_parameters": {
