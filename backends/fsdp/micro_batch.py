@@ -42,7 +42,7 @@ def model_input(
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
     routed = RoutedTokens.of(pack, shard, slice(None), balance, replay)
     recurrence = Recurrence.of(shard, context) if recurs else None
-    boundaries, responses = Boundaries(attention, pack.max_seqlen, recurrence), ResponseRows.of(pack, shard)
+    boundaries, responses = Boundaries(attention, recurrence), ResponseRows.of(pack, shard)
     needed = replace(pack, teacher_hidden=None)  # ``responses`` has this rank's part
     moved, shard, boundaries, responses, routed = on_device((needed, shard, boundaries, responses, routed), device)
     return ModelInput(pack, moved, shard, context, boundaries, responses, routed)

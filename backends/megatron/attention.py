@@ -27,10 +27,10 @@ Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"
 
 def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> Attention:
     """Return the configured attention. ``auto`` is Transformer Engine if it can run, otherwise the ring, and the
-    all-gather if sequences share prefixes."""
+    all-gather if sequences share prefixes or layers have windows."""
     if trainer.attention != "auto":
         return trainer.attention
-    if trainer.share_prefixes:
+    if trainer.share_prefixes or dimensions.attention.window is not None:
         return "allgather"
     return "transformer_engine" if uses_transformer_engine(trainer, dimensions, on_cuda) else "ring"
 

@@ -160,6 +160,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
                 who=str(self._config.model.path),
                 remedy=f"use rollout.engine=vllm, because the transformers engine supports only {known}",
             )
+        if not model._supports_sdpa:  # the model's attention has more than the registered one computes, such as sinks
+            model.set_attn_implementation("eager")
         self.model = model.eval().requires_grad_(False)
         self._move(_device())
         routers = Routers(model, self._dimensions.expert_layers) if self._records_routes else None

@@ -39,7 +39,7 @@ class Family:
         name: transformers' model type.
         architecture: first entry of ``architectures`` in ``config.json``.
         read: returns fields of ``ModelDimensions`` for the content of ``config.json``; raises like ``config_json``.
-        megatron: module and class of Megatron's settings, layers and conversion rules.
+        megatron: module and class of Megatron's settings, layers and conversion rules; empty if only FSDP trains it.
         small: sizes of attention in small models, as fields of transformers' configuration, if they are special.
         tiny: other fields in which a tiny model differs from other families'.
     """
@@ -66,12 +66,19 @@ class Attention:
         rotary_fraction: the leading part of a head that has rotary embedding.
         output_gate: outputs are multiplied by the sigmoid of a gate, whose rows follow each query head's.
         linear: what some layers have instead of attention.
+        windows: keys that queries of each layer see at most, their own included; ``None`` for all, and empty if every
+            layer's queries see all.
+        sinks: every head has a score in its softmax that no value belongs to.
+        output_bias: the output projection has a bias.
         reloads: a weight update replaces every tensor that an engine computes with.
     """
 
     rotary_fraction: float = 1.0
     output_gate: bool = False
     linear: LinearAttention | None = None
+    windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    output_bias: bool = False
     reloads: ClassVar[bool] = True
 
     @property
@@ -79,7 +86,12 @@ class Attention:
         """Name of layers that Transformer Engine does not support, and engines may fuse; empty for others."""
         if type(self) is not Attention:
             return type(self).__name__
-        properties = {"output gates": self.output_gate, "partial rotary embedding": self.rotary_fraction < 1}
+        properties = {
+            "output gates": self.output_gate,
+            "partial rotary embedding": self.rotary_fraction < 1,
+            "sliding windows": self.window is not None,
+            "attention sinks": self.sinks,
+        }
         return " and ".join(name for name, has_it in properties.items() if has_it)
 
     @property
@@ -94,8 +106,13 @@ class Attention:
 
     @property
     def reach(self) -> int | None:
-        """The most keys that some layers' queries see, in tokens; ``None`` if every query sees all earlier tokens."""
+        """The longest sequence, in tokens, that all layers can compute; ``None`` if there is no limit."""
         return None
+
+    @property
+    def window(self) -> int | None:
+        """The narrowest window of any layer."""
+        return min((window for window in self.windows if window is not None), default=None)
 
     def rotary_size(self, model: ModelDimensions) -> int:
         return int(model.head_dim * self.rotary_fraction)
@@ -117,7 +134,8 @@ class Attention:
         """Return the elements of norms inside attention, of biases, and of convolutions."""
         biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.qkv_bias
         linear = 0 if self.linear is None else self.linear.vectors
-        return model.attention_layers * (biases + 2 * model.head_dim * model.qk_norm) + linear
+        outputs = model.hidden_size * self.output_bias + model.num_heads * self.sinks
+        return model.attention_layers * (biases + 2 * model.head_dim * model.qk_norm + outputs) + linear
 
     def cached(self, model: ModelDimensions, gpus: int) -> int:
         """Return the elements that an engine caches of one token on each of ``gpus`` GPUs."""
@@ -134,7 +152,7 @@ class ForeignAttention(Attention):
 
     Attributes:
         unsupported: see ``Attention``.
-        reach: the narrowest sliding window or chunk of any layer.
+        reach: the narrowest chunk of any layer.
     """
 
     unsupported: str = field()  # without it, the base's property would be the default
@@ -156,9 +174,10 @@ class ModelDimensions:
             its ``norm_eps`` and ``rope_theta`` are 0.
         attention: the kind of the layers, with further sizes.
         rope_scaling: the checkpoint's scaling parameters (with their "rope_type"), or ``None``.
-        qkv_bias: query, key and value projections have biases (the output projection never has one here).
+        qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys pass a per-head RMSNorm.
         zero_centered_norms: norms multiply by 1 + weight, except those inside linear attention.
+        post_norms: outputs of attention and of MLPs pass a norm, too.
         eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
         num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
         dense_layers: number of leading layers without experts in a mixture of experts.
@@ -167,6 +186,7 @@ class ModelDimensions:
         moe_sigmoid: a router's scores are sigmoids, and a bias that is not a parameter affects only the choice
             (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); otherwise scores are a softmax.
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
+        moe_bias: routers and experts have biases.
         moe_scaling: factor of the chosen experts' weights.
         draft_layers: layers for multi-token prediction that may be stored after the model's layers, and are not read.
         tower: the checkpoint also has a vision tower, which is kept as it is.
@@ -192,6 +212,7 @@ class ModelDimensions:
     qkv_bias: bool = False
     qk_norm: bool = False
     zero_centered_norms: bool = False
+    post_norms: bool = False
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0
     moe_top_k: int = 0
@@ -203,6 +224,7 @@ class ModelDimensions:
     moe_sigmoid: bool = False
     moe_groups: int = 1
     moe_top_groups: int = 1
+    moe_bias: bool = False
     moe_scaling: float = 1.0
     draft_layers: int = 0
     tower: bool = False
@@ -263,8 +285,9 @@ class ModelDimensions:
         if self.counted is not None:
             return self.counted[0]
         attention = self.attention.matrices(self) + self.attention.vectors(self)
-        norms = 2 * self.num_layers * self.hidden_size
-        routing_biases = len(self.expert_layers) * self.num_experts * self.moe_sigmoid
+        norms = (4 if self.post_norms else 2) * self.num_layers * self.hidden_size
+        of_expert = (2 * self.moe_ffn_hidden_size + self.hidden_size + 1) * self.moe_bias + self.moe_sigmoid
+        routing_biases = len(self.expert_layers) * self.num_experts * of_expert
         head = 1 if self.values else 0 if self.tied_embeddings else self.vocab_size
         outer = self.hidden_size * (self.vocab_size + head + 1)
         return attention + norms + self.mlp_parameters(self.num_experts) + routing_biases + outer
@@ -311,7 +334,8 @@ class ModelDimensions:
 
 def _of_another(raw: dict[str, Any], path: Path, reason: str) -> dict[str, Any]:
     try:
-        attention = ForeignAttention(reason, config_json.attention_reach(raw))
+        chunk, windows = config_json.chunk(raw), config_json.windows(raw)
+        attention = ForeignAttention(unsupported=reason, reach=chunk, windows=windows)
         return {"family": OTHER, "attention": attention, **config_json.any_model(raw)}
     except KeyError as error:
         raise ConfigError(

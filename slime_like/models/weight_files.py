@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
+from slime_like.models.dimensions import OTHER, VALUE_HEAD, ModelDimensions
 from slime_like.models.tower import language_names
 
 INDEX = "model.safetensors.index.json"
@@ -73,7 +73,7 @@ def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         WeightFilesError: a file is missing or damaged.
     """
     shapes = stored_shapes(directory)
-    parts = stack_parts(shapes)
+    parts = stack_parts(directory, shapes)
     matrices = {name: (part.rows, shapes[part.stack][2]) for name, part in parts.items()}
     stacks = {part.stack for part in parts.values()}
     return {name: shape for name, shape in shapes.items() if name not in stacks} | matrices
@@ -84,11 +84,12 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: shape for file in weight_files(directory) for name, shape in _shapes(file).items()}
 
 
-def stack_parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StackPart]:
+def stack_parts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StackPart]:
     """Return the matrices of experts that are stored in stacks, by the names that they have in other checkpoints.
 
     Some checkpoints (Qwen3.5's) have two stacks in each layer, like transformers' modules: (E, 2I, H), with the gate's
-    rows above the up projection's, and (E, H, I). Stacks of transposed matrices are not listed.
+    rows above the up projection's, and (E, H, I). Stacks of transposed matrices, and of families that always store
+    stacks, are not listed.
     """
     found = {}
     for name, shape in shapes.items():
@@ -102,7 +103,7 @@ def stack_parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StackPart]:
                     for expert in range(experts):
                         matrix = f"{match['experts']}.{expert}.{kind}_proj.weight"
                         found[matrix] = StackPart(stack, expert, start, count)
-    return found
+    return found if found and ModelDimensions.from_checkpoint(directory).family != OTHER else {}
 
 
 def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

@@ -170,7 +170,7 @@ def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimension
 
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert a checkpoint's tensors to those of Hugging Face's module: stacked experts, gate rows above up rows."""
-    experts = [name for name in tensors if ".experts." in name]
+    experts = [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]
     stacked = {name: tensor for name, tensor in tensors.items() if name not in experts}
     for prefix in dict.fromkeys(name.partition(".experts.")[0] for name in experts):
         count = sum(name.startswith(f"{prefix}.experts.") and name.endswith(".down_proj.weight") for name in experts)

@@ -15,9 +15,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from slime_like.config import AlgorithmConfig
 from slime_like.trajectory import ScoredTrajectory
 
-SIGMOID = ("deepseek_v3", "glm4_moe")
-"""Types of models whose routers' scores are sigmoids."""
-
 
 @dataclass
 class ReferenceStep:
@@ -64,7 +61,7 @@ class Reference:
         self._gates: list[Any] = []
         self.loads: list[Tensor] = []
         for name, module in self.model.named_modules():
-            if name.endswith("mlp.gate"):
+            if name.endswith(("mlp.gate", "mlp.router")):
                 self._gates.append(module)
                 module.register_forward_hook(lambda _, __, output: self._routed.append((output[0], output[2])))
 
@@ -120,9 +117,8 @@ class Reference:
         """Return the last scored sequence's loss, from (T, E) logits and (T, k) choices of each layer with experts."""
         total: Tensor | float = 0.0
         for logits, chosen in self._routed:
-            config = self.model.config.get_text_config()
-            experts, top_k = logits.shape[1], config.num_experts_per_tok
-            if config.model_type in SIGMOID:
+            experts, top_k = logits.shape[1], self.model.config.get_text_config().num_experts_per_tok
+            if hasattr(self._gates[0], "e_score_correction_bias"):
                 affinity = logits.sigmoid()
                 share = (affinity / affinity.sum(1, keepdim=True)).mean(0)
                 load = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
@@ -167,10 +163,12 @@ def adamw_steps(
     bias_rate: float = 0.0,
 ) -> dict[str, Tensor]:
     """Return the weights by name after torch's AdamW with global clipping and decay on matrices only."""
-    named = reference.trained()
+    named, decays = reference.trained(), dict[bool, list[Tensor]]({True: [], False: []})
+    for name, parameter in named.items():
+        decays[parameter.ndim > 1 and not name.endswith("bias")].append(parameter)  # experts' biases are stacked
     groups = [
-        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": decays[True], "weight_decay": 0.1},
+        {"params": decays[False], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps)
     for _ in range(steps):

@@ -114,6 +114,26 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "gpt_oss": (  # windows narrower than most sequences, and a scaled table that keeps no whole dimension
+        "GptOssConfig",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "sliding_window": 7,
+            "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen3_next": ("Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "qwen3_5_text": ("Qwen3_5TextConfig", _HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
@@ -123,11 +143,11 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Families that only FSDP trains, of two layers; comments name what distinguishes each from Llama.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3_text": (  # scaled embeddings, norms around 1 + w, capped logits, windows as wide as the longest sequence
+    "gemma3_text": (  # scaled embeddings, norms around 1 + w, capped logits, windows
         "Gemma3TextConfig",
         {
             "head_dim": 32,
-            "sliding_window": 62,
+            "sliding_window": 7,
             "layer_types": ["sliding_attention", "full_attention"],
             "final_logit_softcapping": 3.0,
             "query_pre_attn_scalar": 24,
@@ -171,7 +191,7 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1)
             elif name.endswith("A_log"):  # states that last for some tokens
                 parameter.normal_(-1.0, 0.5)

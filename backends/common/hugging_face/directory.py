@@ -63,7 +63,7 @@ def write_hf_directory(
         buckets, expected = renamed(buckets, names), [names[name] for name in expected]
     if lora is None and any(source_dir.glob("*.safetensors")):
         shapes = stored_shapes(source_dir)
-        parts = stack_parts(shapes)
+        parts = stack_parts(source_dir, shapes)
         buckets = restacked(buckets, parts, shapes)
         expected = {parts[name].stack if name in parts else name for name in expected}
     partial = directory.parent / f".{directory.name}.partial"

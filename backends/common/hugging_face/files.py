@@ -50,7 +50,7 @@ class HfCheckpoint(contextlib.ExitStack):
         try:
             for file in _weight_files(self.directory):
                 self._open(file)
-            parts = stack_parts(self.shapes())
+            parts = stack_parts(self.directory, self.shapes())
             matrices = {name: _Matrix(self._slices[part.stack], part) for name, part in parts.items()}
             for stack in {part.stack for part in parts.values()}:
                 del self._slices[stack]

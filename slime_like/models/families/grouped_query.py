@@ -18,9 +18,8 @@ def _llama(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral(raw: dict[str, Any]) -> dict[str, Any]:
-    if raw.get("sliding_window", _WINDOW):
-        raise UnsupportedError(config_json.SLIDES)
-    return config_json.decoder(raw, qkv_bias=flag(raw, "attention_bias"))
+    attention = Attention(windows=config_json.windows({"sliding_window": _WINDOW, **raw}))
+    return config_json.decoder(raw, attention=attention, qkv_bias=flag(raw, "attention_bias"))
 
 
 def _qwen2(raw: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
 from slime_like.models.weight_files import header_shapes, stack_parts, weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.support.rejections import Rejects
+from tests.unit.backends.models import dimensions
 
 FAMILIES = (
     "llama",
@@ -80,9 +81,17 @@ def test_experts_in_stacks_are_read_as_matrices(tmp_path: Path) -> None:
                 assert torch.equal(checkpoint.read(name, 1, 3, 5), value[:, 3:8])
 
 
-def test_stacks_of_transposed_matrices_stay_stacks() -> None:
-    stacks = {"gate_up_proj": (4, 24, 32), "down_proj": (4, 16, 24)}
-    assert not stack_parts({f"model.layers.0.mlp.experts.{name}": shape for name, shape in stacks.items()})
+@pytest.mark.parametrize(
+    ("family", "stacks"),
+    [("qwen3_5_moe_text", {"gate_up_proj": (4, 24, 32), "down_proj": (4, 16, 24)}),
+     ("other", {"gate_up_proj": (4, 32, 24), "down_proj": (4, 24, 16)})],
+)  # fmt: skip
+def test_transposed_stacks_and_other_familys_stay_stacks(
+    family: str, stacks: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = dimensions(family=family)
+    monkeypatch.setattr(ModelDimensions, "from_checkpoint", lambda directory: known)
+    assert not stack_parts(tmp_path, {f"model.layers.0.mlp.experts.{name}": shape for name, shape in stacks.items()})
 
 
 CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {

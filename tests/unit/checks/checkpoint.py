@@ -36,6 +36,12 @@ LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+}
 DEEPSEEK_V3: dict[str, Any] = json.loads((Path(__file__).parent / "deepseek_v3.json").read_text(encoding="utf-8"))
 """The published ``config.json`` without its quantization settings."""
 
