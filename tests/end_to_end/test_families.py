@@ -13,7 +13,7 @@ from tests.end_to_end.test_train import steps_of
 from tests.support.processes import Command, succeed
 
 FSDP = ["--trainer.backend", "fsdp", "--trainer.parallel.context", "2"]
-RUNS = {"qwen3_5_text": FSDP, "qwen3_5_moe_text": FSDP}
+RUNS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "gemma3_text"), FSDP)
 STEPS = 4
 
 
