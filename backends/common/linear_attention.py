@@ -6,6 +6,7 @@ ranks, every rank computes some heads of whole sequences, between two all-to-all
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -89,21 +90,21 @@ def gated_delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bo
     """
     if q.is_cuda and q.dtype != torch.float32 and find_spec("fla") is not None:
         return _with_fla(q, k, v, g, beta, boundaries)
-    wide, heads = torch.promote_types(q.dtype, torch.float32), v.shape[1]
+    dtype, wide, heads = v.dtype, torch.promote_types(q.dtype, torch.float32), v.shape[1]
     q, k = (_unit(x.to(wide)).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     whole = torch.cat([q * q.shape[2] ** -0.5, k, v.to(wide), g[..., None].to(wide), beta[..., None].to(wide)], dim=2)
     rows = whole.new_zeros(sum(boundaries.alive) * CHUNK, *whole.shape[1:]).index_copy(0, boundaries.place, whole)
     rows = rows.unflatten(0, (-1, CHUNK)).transpose(1, 2)  # (chunks, H, CHUNK, ...)
-    out = _chunked(*rows.split([q.shape[2], k.shape[2], v.shape[2], 1, 1], dim=3), boundaries.alive)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, boundaries.place).to(v.dtype)
+    q, k, v, g, beta = rows.split([q.shape[2], k.shape[2], v.shape[2], 1, 1], dim=3)
+    out = _chunked(q, k, v, g, beta, boundaries.alive)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, boundaries.place).to(dtype)
 
 
 def _with_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Boundaries) -> Tensor:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
+    rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     inputs, bounds = (x[None] for x in (q, k, v, g, beta)), boundaries.cu_seqlens.long()
-    out: Tensor = chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
+    out: Tensor = rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
     return out
 
 

@@ -34,7 +34,7 @@ def replace_recurrence(layer: nn.Module) -> bool:
     """Let the gated delta nets in a decoder's layer compute packs. Return whether there are any."""
     found = [module for module in layer.modules() if type(module).__name__ in _PROJECTIONS]
     for module in found:
-        module.forward = partial(_forward, module, module.forward)  # type: ignore[method-assign]
+        module.forward = partial(_forward, module, module.forward)
     return bool(found)
 
 

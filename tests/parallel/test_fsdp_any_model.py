@@ -61,7 +61,7 @@ def test_models_that_do_not_support_packs_are_rejected_by_name(tmp_path: Path) -
 
 def test_critics_of_other_families_start_unless_they_do_not_support_packs(tmp_path: Path) -> None:
     """The check at the start gives the head weights for a moment; it begins at 0, without a bias of the logits."""
-    kinds = [save_checkpoint(family, tmp_path / family) for family in ("gemma3_text", "phi", "cohere")]
+    kinds = [save_checkpoint(family, tmp_path / family) for family in ("gemma3_text", "phi", "cohere", "qwen3_5_text")]
     models = [*kinds, _checkpoint("Lfm2Config", tmp_path / "lfm2")]
     tasks = [(value_config(model, tmp_path, {"backend": "fsdp"}, "bfloat16"),) for model in models]
     *found, (refused,) = run_each(_start_of_a_critic, 1, tmp_path / "ranks", tasks)

@@ -4,7 +4,7 @@ Sequences are shorter than the convolution, end around a chunk's end, or have se
 spans the ranks, and others end inside a rank's part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -16,16 +16,18 @@ from torch import Tensor
 from backends.common.linear_attention import Recurrence
 from slime_like.algorithms.context import Layout, split_for_context_parallel
 from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import BALANCE, Case, Settings, case_of
+from tests.parallel.parity import BALANCE, Case, Settings, case_of, fsdp_config
 from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import running
 from tests.parallel.test_fsdp_parity import check_case, run_cases
 from tests.parallel.tiny import scored_sequences
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LENGTHS = [[(1, 1), (1, 2), (40, 23), (2, 62), (9, 56)], [(70, 75), (3, 30)]]
-LAYOUTS: dict[str, Settings] = {"recomputed": {"data": 2, "recompute": "full"}, "cp2": {"context": 2}}
+LAYOUTS: dict[str, Settings] = {"recomputed": {"recompute": "full"}, "cp2": {"context": 2}}
 
 
 @dataclass
@@ -52,6 +54,28 @@ def hybrid_cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
 def test_every_family_computes_the_reference(layout: str, hybrid_cases: list[Case], tmp_path: Path) -> None:
     for case, results in zip(hybrid_cases, run_cases(hybrid_cases, LAYOUTS[layout], tmp_path), strict=True):
         check_case(case, results)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_neighbor_changes_no_bit(context: int, hybrid_cases: list[Case], tmp_path: Path) -> None:
+    """The sequence before and the one after are unchanged. Another one, of the same length, spans the ranks."""
+    case, neighbor = hybrid_cases[1], 3
+    config = fsdp_config(case, tmp_path, {"context": context}, "bfloat16")
+    others = list(case.sequences[: len(LENGTHS[0])])
+    given = others[neighbor]
+    others[neighbor] = replace(
+        given, prompt_tokens=given.prompt_tokens + 1, response_tokens=given.response_tokens.flip(0)
+    )
+    packs = [case.packs()[0], pack_sequences(others)]
+    for one, other in run_ranks(_scores, context, tmp_path / "ranks", config, packs):
+        parts = [scores.split([pair[1] for pair in LENGTHS[0]]) for scores in (one, other)]
+        for index, (ours, theirs) in enumerate(zip(*parts, strict=True)):
+            assert torch.equal(ours, theirs) is (index != neighbor)
+
+
+def _scores(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory]) -> list[Tensor]:
+    with running(placement, config, scores=True) as trainer:
+        return [scores["old_logprobs"] for scores in trainer.score(packs)]
 
 
 def test_context_ranks_share_heads_in_both_layouts(tmp_path: Path) -> None:
