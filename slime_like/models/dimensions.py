@@ -67,6 +67,8 @@ class Attention:
         linear: what some layers have instead of attention.
         windows: keys that queries of each layer see at most, their own included; ``None`` for all, and empty if every
             layer's queries see all.
+        window_theta: base of the rotary embedding of layers with windows, which is not scaled; ``None``: the others'.
+        scale: factor of the products of queries and keys; ``None``: that of the head's size.
         sinks: every head has a score in its softmax that no value belongs to.
         output_bias: the output projection has a bias.
         reloads: a weight update replaces every tensor that an engine computes with.
@@ -76,6 +78,8 @@ class Attention:
     output_gate: bool = False
     linear: LinearAttention | None = None
     windows: tuple[int | None, ...] = ()
+    window_theta: float | None = None
+    scale: float | None = None
     sinks: bool = False
     output_bias: bool = False
     reloads: ClassVar[bool] = True
@@ -176,6 +180,9 @@ class ModelDimensions:
         qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys pass a per-head RMSNorm.
         zero_centered_norms: norms multiply by 1 + weight, except those inside linear attention.
+        gelu: MLPs have GELU's tanh approximation instead of SiLU.
+        scaled_embeddings: embeddings are multiplied by the square root of the hidden size.
+        capped_logits: logits are capped, which only transformers' modules do.
         post_norms: outputs of attention and of MLPs pass a norm, too.
         eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
         num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
@@ -211,6 +218,9 @@ class ModelDimensions:
     qk_norm: bool = False
     zero_centered_norms: bool = False
     post_norms: bool = False
+    gelu: bool = False
+    scaled_embeddings: bool = False
+    capped_logits: bool = False
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0
     moe_top_k: int = 0

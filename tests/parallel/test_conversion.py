@@ -29,7 +29,18 @@ from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "gemma3_text",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+)
 BUCKET_BYTES = 100_000  # smaller than embeddings (135 kB), larger than most other tensors
 SHARD_BYTES = 400_000
 

@@ -47,6 +47,10 @@ class MegatronFamily:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
         return attention
 
+    def mlp(self, mlp: ModuleSpec) -> ModuleSpec:
+        """Return a layer's feed-forward part, made from Megatron's local ``mlp``."""
+        return mlp
+
     def rules(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
         """Return the rules of all tensors. A rule without a layer in this model is ignored."""
         biases = QKV_BIAS if dimensions.qkv_bias else ()

@@ -503,7 +503,7 @@ FOREIGN: list[dict[str, Any]] = [
     {"architectures": ["GraniteForCausalLM"]},
     {"hidden_act": "gelu"},
     {"use_sliding_window": True, "sliding_window": 1280},
-    {"architectures": ["Gemma3ForCausalLM"]},
+    {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
     GPT_OSS,
     {**EXPERTS, "mlp_only_layers": [0]},
     {**EXPERTS, "decoder_sparse_step": 2},
