@@ -94,6 +94,7 @@ class Attention:
             "partial rotary embedding": self.rotary_fraction < 1,
             "sliding windows": self.window is not None,
             "attention sinks": self.sinks,
+            "another scale of scores": self.scale is not None,
         }
         return " and ".join(name for name, has_it in properties.items() if has_it)
 

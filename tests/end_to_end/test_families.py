@@ -15,20 +15,24 @@ from tests.support.processes import Command, succeed
 FSDP = ["--trainer.backend", "fsdp", "--trainer.parallel.context", "2"]
 MEGATRON = ["--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true"]
 RUNS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "gemma3_text"), FSDP)
-RUNS |= {"qwen3_next": MEGATRON, "glm4_moe": [*MEGATRON, "--trainer.router_bias_rate", "1e-3"]}
+RUNS |= {
+    "qwen3_next": MEGATRON,
+    "gemma3_text-megatron": MEGATRON,
+    "glm4_moe": [*MEGATRON, "--trainer.router_bias_rate", "1e-3"],
+}
 STEPS = 4
 
 
 @pytest.mark.acceptance
-@pytest.mark.parametrize("family", RUNS)
-def test_a_run_is_killed_resumed_and_exported(family: str, tiny: Tiny, tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "model", family, seed=1)
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_killed_resumed_and_exported(run: str, tiny: Tiny, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", run.partition("-")[0], seed=1)
     model = Tiny(tmp_path / "model", tiny.data)
 
     def flags(name: str) -> list[str]:
-        run = ["--steps", str(STEPS), "--checkpoint.every", "2", "--rollout.engine", "transformers"]
-        run += ["--algorithm.kl.coef", "0.01", "--trainer.optimizer.lr", "1e-3"]
-        return model.rl_flags(tmp_path / name, *run, *RUNS[family])
+        common = ["--steps", str(STEPS), "--checkpoint.every", "2", "--rollout.engine", "transformers"]
+        common += ["--algorithm.kl.coef", "0.01", "--trainer.optimizer.lr", "1e-3"]
+        return model.rl_flags(tmp_path / name, *common, *RUNS[run])
 
     succeed(flags("whole"), tmp_path / "log")
     with Command(flags("killed"), tmp_path / "first") as command:

@@ -527,6 +527,17 @@ def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: R
     assert len(caught.value.problems) == 4
 
 
+def test_layers_that_transformer_engine_lacks(
+    flags: list[str], rejected: Rejected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3 has norms after attention and MLPs even without windows, so it never gets Transformer Engine's layers."""
+    write_checkpoint(tmp_path / "model", architectures=["Gemma3ForCausalLM"], sliding_window=None)
+    monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: True)
+    assert check(load_config(None, flags)) == []
+    problem = rejected([*flags, "--trainer.attention", "transformer_engine"], "model.family")
+    assert problem.field == "trainer.attention"
+
+
 def test_windows_and_sinks_need_the_all_gather(flags: list[str], rejected: Rejected, tmp_path: Path) -> None:
     two, package = ["--trainer.parallel.context", "2"], ["--trainer.attention", "ring_flash_attn"]
     longest = load_config(None, flags).max_model_len
