@@ -53,6 +53,7 @@ def save_tower(kind: str, directory: Path, layers: int = 2, seed: int = 0) -> Pa
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
     directory.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     tensors = {_stored(name, form): tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(
