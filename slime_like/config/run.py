@@ -99,7 +99,7 @@ class RunConfig(Section):
         """The role of the critic, if there is one."""
         if not self.algorithm.needs_critic:
             return []
-        layout = self.critic.parallel or self.trainer.parallel
+        layout = self.critic.layout(self.trainer.parallel)
         options: dict[str, Any] = {"trained": True, "scores": True, "head": "value", "placement": "ranks"}
         options["workers"] = int(self.critic.placement == "separate")
         return [ModelRole(name=CRITIC, path=self.critic.path, fields=("values",), parallel=layout, **options)]
@@ -200,6 +200,7 @@ class RunConfig(Section):
         elif changed := self.critic.changed:
             yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
         if self.supervised:
+            yield from self.algorithm.unread()
             if self.algorithm.needs_reference:
                 yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
             if self.distillation.is_set:

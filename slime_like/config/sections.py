@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_serializer, field_validator
 
 from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
@@ -107,20 +107,29 @@ class CriticConfig(Section):
     placement: Literal["shared", "separate"] = Field(
         "shared", description="shared: on the policy's devices, in turns. separate: on its own devices."
     )
-    parallel: ParallelConfig | None = Field(None, description="Layout of its ranks; none: trainer.parallel.")
+    parallel: ParallelConfig | None = Field(None, description="Axes that differ from trainer.parallel.")
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     lam: float | None = Field(None, ge=0, le=1)
     """Trace decay of the returns that it learns; none: the estimator's `lam` (VAPO, arXiv:2504.05118, uses 1)."""
     value_clip: float | None = Field(0.2, gt=0, description="Largest change of a value that lowers the loss.")
     warmup_steps: int = Field(0, ge=0, description="First training steps that leave the policy as it is.")
 
+    @field_serializer("parallel")
+    def _given_axes(self, parallel: ParallelConfig | None) -> dict[str, Any] | None:
+        return None if parallel is None else parallel.model_dump(exclude_unset=True)
+
+    def layout(self, policy: ParallelConfig) -> ParallelConfig:
+        """Return the layout of its ranks: the policy's, except for the given axes."""
+        return policy if self.parallel is None else policy.model_copy(update=self._given_axes(self.parallel))
+
     def conflicts_of_use(self, trainer: TrainerConfig, steps: int, model: ModelConfig) -> Iterator[str]:
         """Yield what excludes a critic with these settings in a run of ``steps`` steps."""
         if self.path is None and model.weights is not None and not model.lora.is_set:
             yield f"model.weights={model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
         if self.parallel is not None:
-            yield from (f"critic.{text}" for text in trainer.layout_conflicts(self.parallel))
-            ranks, policy = self.parallel.world_size, trainer.parallel.world_size
+            layout = self.layout(trainer.parallel)
+            yield from (f"critic.{text}" for text in trainer.layout_conflicts(layout))
+            ranks, policy = layout.world_size, trainer.parallel.world_size
             if self.placement == "shared" and ranks > policy:
                 yield (
                     f"critic.placement=shared: critic.parallel has {ranks} ranks, and trainer.parallel {policy}; use "

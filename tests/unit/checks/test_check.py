@@ -191,6 +191,8 @@ fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
 fields-conflict critic.lam --critic.lam 1
+fields-conflict algorithm.advantage --algorithm.loss sft --algorithm.advantage gae
+fields-conflict algorithm.whiten --algorithm.loss sft --algorithm.whiten true
 algorithm.options algorithm.advantage.gamma --algorithm.advantage '{name: gae, gamma: -1}'
 algorithm.options algorithm.advantage.lam --algorithm.advantage '{name: gae, lam: 2}'
 reference.model critic.path --algorithm.advantage gae --critic.path TMP/none
