@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slime_like.config import RunConfig
+from slime_like.config.roles import CRITIC
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.models.dimensions import OTHER, ModelDimensions, keeps_type
 from slime_like.models.weight_files import WeightFilesError, header_shapes
@@ -48,6 +49,13 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             f"the only checkpoint is written after step {config.steps}, so a run that ends earlier loses all steps; "
             "set checkpoint.every (0 if this is intended)"
         )
+
+
+def critic_note(checkpoint: Path | None, needs_critic: bool) -> str:
+    """State that the run leaves out the checkpoint's critic; empty if it does not."""
+    if checkpoint is None or needs_critic or not (checkpoint / CRITIC).is_dir():
+        return ""
+    return f"the critic in {checkpoint} is left out, because algorithm.advantage needs none"
 
 
 def router_note(model: Path, rate: float) -> str:
