@@ -45,7 +45,11 @@ CHECKS: Sequence[Check] = (
     Check("evaluation", {"evaluation"}, lambda run: _nothing_to_evaluate(run.evaluation, run.model)),
     # this machine
     Check("model.path", {"files"}, lambda run: find_dimensions(run.model.path, "model.path")[1]),
-    Check("reference.model", {"files", "model", "training"}, sized=model_directories.frozen_problems),
+    Check(
+        "reference.model",
+        {"files", "model", "training"},
+        sized=lambda run, size: dict.fromkeys(model_directories.frozen_problems(run, size)),
+    ),
     Check("run_dir", {"files", "run"}, lambda run: directories.run_directory_problems(run.run_dir)),
     Check(
         "debug.save-rollouts",

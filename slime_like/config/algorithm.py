@@ -207,6 +207,8 @@ class AlgorithmConfig(Section):
 
     def unread(self) -> Iterator[str]:
         """Yield changed settings that training on demonstrations does not read."""
+        if self.needs_reference:
+            yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
         for name in _OF_SAMPLES:
             if getattr(self, name) != type(self).model_fields[name].default:
                 yield f"algorithm.{name} is set, but algorithm.loss=sft has no sampled responses; remove it"

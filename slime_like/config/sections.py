@@ -1,6 +1,7 @@
 """Sections of models, data, evaluation, checkpoints, logging, debugging and the cluster."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ class DistillationConfig(FrozenModelConfig):
     """On-policy distillation from a teacher (arXiv:2306.13649, with the reverse KL)."""
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the teacher.")
+    teachers: dict[str, Path] = Field(default_factory=dict, description="Instead, one for each source of data.mixture.")
     mode: Literal["sampled", "exact"] = "sampled"
     """sampled: add log(pi_teacher / pi_old) to advantages. exact: add the KL over the vocabulary to the loss."""
     coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the teacher; 0: off.")
@@ -85,15 +87,40 @@ class DistillationConfig(FrozenModelConfig):
         return self.coef - self.exact_coef
 
     @property
-    def teacher(self) -> ModelRole:
-        """The role of the teacher. Its hidden states travel, which are fewer numbers than its logits."""
-        if self.exact_coef > 0:
-            return self.role(TEACHER, "teacher_hidden", head="hidden")
-        return self.role(TEACHER, "teacher_logprobs")
+    def paths(self) -> dict[str | None, Path]:
+        """Checkpoint of each source's teacher; by ``None``, the teacher of all sources."""
+        one: dict[str | None, Path] = {} if self.path is None else {None: self.path}
+        return dict[str | None, Path](self.teachers.items()) or one
+
+    @property
+    def exact(self) -> dict[str | None, Path]:
+        """The same, if the KL is exact; otherwise empty."""
+        return self.paths if self.exact_coef > 0 else {}
+
+    @property
+    def roles(self) -> list[ModelRole]:
+        """The roles of the teachers. Their hidden states travel, which are fewer numbers than their logits."""
+        exact = self.exact_coef > 0
+        head, field = ("hidden", "teacher_hidden") if exact else ("logprob", "teacher_logprobs")
+        each = self.role(TEACHER, field, head=head)
+        return [
+            replace(each, path=path, source=source, name=TEACHER if source is None else f"{TEACHER}.teachers.{source}")
+            for source, path in self.paths.items()
+        ]
+
+    def conflicts_with_sources(self, sources: Collection[str]) -> Iterator[str]:
+        """Yield sources of the data without a teacher, and teachers without a source."""
+        for name in self.teachers:
+            if name not in sources:
+                yield f"distillation.teachers.{name} teaches no source of data.mixture; correct the name, or remove it"
+        if self.teachers and (untaught := [name for name in sources if name not in self.teachers]):
+            yield f"distillation.teachers has none for the source {untaught[0]} of data.mixture; add it"
 
     def conflicts(self) -> Iterator[str]:
-        if self.is_set and self.path is None:
-            yield f"coef={self.coef:g} needs a teacher; set distillation.path"
+        if self.is_set and not self.paths:
+            yield f"coef={self.coef:g} needs a teacher; set distillation.path or distillation.teachers"
+        if self.teachers and self.path is not None:
+            yield "teachers and distillation.path are both set; remove one"
         if not self.is_set and (changed := self.changed):
             yield f"{changed} is set, but distillation.coef=0; set a coefficient, or remove it"
 

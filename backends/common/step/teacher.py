@@ -52,28 +52,38 @@ class TeacherHead:
                 weight[:held] = checkpoint.read(name, 0, columns.start, held)
         return cls(weight, *scaling)
 
+
+class Teachers(dict[str | None, TeacherHead]):
+    """Heads by the source of the rows that they teach; by ``None``, the head for all rows."""
+
     def divergence(self, student: Head, rows: ResponseRows, **shard: Any) -> Tensor:
         """Return the (r,) KL of the student to the teacher at ``rows``; ``shard``: see ``fused_reverse_kl``."""
-        if rows.teacher is None:
+        head = self.get(rows.source, self.get(None))
+        if head is None or rows.teacher is None:
             raise rank_error(
                 "accumulate",
-                "a pack has no hidden states of the teacher",
+                f"a pack of the source {rows.source} has no hidden states of a teacher",
                 code="no-teacher-hidden",
                 remedy="score it first, or train on rollouts that were saved with them",
             )
-        hidden, temperatures = rows.teacher.to(self.weight.dtype), rows.temperatures / self.factor
-        return fused_reverse_kl(student, Head(hidden, self.weight, temperatures, self.softcap), **shard)
+        hidden, temperatures = rows.teacher.to(head.weight.dtype), rows.temperatures / head.factor
+        return fused_reverse_kl(student, Head(hidden, head.weight, temperatures, head.softcap), **shard)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(head.weight.nbytes for head in self.values())
 
-def planned_teacher(settings: DistillationConfig, rows: int, dtype: torch.dtype) -> TeacherHead | None:
-    """Return the shapes of this many rows, if the KL is exact. Needs only ``config.json``."""
-    if settings.exact_coef == 0 or settings.path is None:
-        return None
-    width = ModelDimensions.from_checkpoint(settings.path).hidden_size
-    return TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta"))
+    @classmethod
+    def planned(cls, settings: DistillationConfig, rows: int, dtype: torch.dtype) -> Self:
+        """Return the shapes of this many rows of each head, if the KL is exact. Needs only ``config.json``."""
+        widths = {source: ModelDimensions.from_checkpoint(path).hidden_size for source, path in settings.exact.items()}
+        return cls(
+            (source, TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta")))
+            for source, width in widths.items()
+        )
 
-
-def add_planned(rows: ResponseRows | None, teacher: TeacherHead | None) -> None:
-    """Give a planned micro-batch the shapes of its teacher's hidden states."""
-    if rows is not None and teacher is not None:
-        rows.teacher = torch.empty(len(rows.targets), teacher.weight.shape[1], device="meta")
+    def add_planned(self, rows: ResponseRows | None) -> None:
+        """Give a planned micro-batch the shapes of its teacher's hidden states, which is the widest."""
+        if rows is not None and self:
+            rows.source = max(self, key=lambda source: self[source].weight.shape[1])
+            rows.teacher = torch.empty(len(rows.targets), self[rows.source].weight.shape[1], device="meta")

@@ -241,11 +241,13 @@ class Advantages:
         return found
 
 
-def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> float:
+def distil(
+    ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float
+) -> tuple[float, dict[str, float]]:
     """Add ``coefficient * log(pi_teacher / pi_old)`` to the advantage of every token that carries loss, also on the
     trainers: its expected gradient is that of the reverse KL at each position, given the tokens before it.
 
-    The batch must be loaded and scored. Return the mean KL estimate of a token, in nats.
+    The batch must be loaded and scored. Return the mean KL estimate of a token, in nats, and that of each source.
     """
     frozen = _compared(ranks, trajectories, "teacher_logprobs", TEACHER)
     gains = {}
@@ -255,7 +257,15 @@ def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficie
         row.advantages = row.advantages + coefficient * gains[row.sequence_id]
     given = {row.sequence_id: row.advantages.numpy() for row in trajectories}
     ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
-    return -float(torch.cat(list(gains.values())).double().sum() / sum(row.sampled_len for row in trajectories))
+
+    def mean_of(rows: Sequence[ScoredTrajectory]) -> float:
+        total = torch.cat([gains[row.sequence_id] for row in rows]).double().sum()
+        return -float(total) / max(1, sum(row.sampled_len for row in rows))
+
+    sources = {row.source for row in trajectories if row.source is not None}
+    return mean_of(trajectories), {
+        source: mean_of([row for row in trajectories if row.source == source]) for source in sources
+    }
 
 
 def _compared(ranks: RankCalls, rows: Sequence[ScoredTrajectory], field: str, role: str) -> dict[str, Scores]:

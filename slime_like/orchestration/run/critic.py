@@ -50,7 +50,8 @@ class Critic:
     @cached_property
     def _batcher(self) -> ExperienceBatcher:
         replicas, config = self.group.ranks.num_replicas, self._config
-        return ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas, self._pad_token_id)
+        parts, apart = (config.algorithm, config.trainer, config.model), bool(config.distillation.teachers)
+        return ExperienceBatcher(*parts, replicas, self._pad_token_id, apart)
 
     @contextmanager
     def turn(self, starts: bool = False) -> Iterator[None]:

@@ -119,7 +119,7 @@ def _open_supervised(base: _Base) -> Run:
     wanted = base.config.rollout.prompts_per_step
     source = DemonstrationSource(prompts, wanted)
     notes = data_notes(base.config.data.max_prompt_tokens, wanted, prompts)
-    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}, prompts), *notes)
+    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}), *notes)
 
 
 def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
@@ -219,7 +219,7 @@ class _Base:
         moved = f"moved the earlier run in {config.run_dir} to {aside}{why}" if aside is not None else ""
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
         routers = router_note(config.model.path, config.trainer.router_bias_rate)
-        left_out = critic_note(self.checkpoint and self.checkpoint.path, config.algorithm.needs_critic)
+        left_out = critic_note(self.checkpoint, config.algorithm.needs_critic)
         found = self.lock.warning, moved, damaged, left_out, *notes, *settings_notes(config), routers, start
         for note in filter(None, found):
             progress.note(note)
@@ -269,12 +269,13 @@ class _Placed:
         interval = config.reference.update_interval if REFERENCE in config.roles else None
         reference = Reference(config.run_dir, interval, self.trainers, pools)
         self.checkpoints.also_link(reference.files, REFERENCE)
+        parts = config.algorithm, config.trainer, config.model
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
-            batcher=ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, base.pad_id),
+            batcher=ExperienceBatcher(*parts, ranks.num_replicas, base.pad_id, bool(config.distillation.teachers)),
             trainers=self.trainers,
             critic=self.critic,
             devices=devices,

@@ -9,6 +9,7 @@ from slime_like.config.roles import CRITIC
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.models.dimensions import OTHER, ModelDimensions, keeps_type
 from slime_like.models.weight_files import WeightFilesError, header_shapes
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.system.words import counted
 
 
@@ -51,11 +52,11 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
-def critic_note(checkpoint: Path | None, needs_critic: bool) -> str:
+def critic_note(checkpoint: Checkpoint | None, needs_critic: bool) -> str:
     """State that the run leaves out the checkpoint's critic; empty if it does not."""
-    if checkpoint is None or needs_critic or not (checkpoint / CRITIC).is_dir():
+    if checkpoint is None or needs_critic or not (checkpoint.path / CRITIC).is_dir():
         return ""
-    return f"the critic in {checkpoint} is left out, because algorithm.advantage needs none"
+    return f"the critic in {checkpoint.path} is left out, because algorithm.advantage needs none"
 
 
 def router_note(model: Path, rate: float) -> str:

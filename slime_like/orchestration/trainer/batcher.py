@@ -62,16 +62,26 @@ class PackTokens:
 
 
 class ExperienceBatcher:
-    """Batcher that packs by ``trainer.target_tokens_per_batch`` and balances replicas by ``trainer.balance``."""
+    """Batcher that packs by ``trainer.target_tokens_per_batch`` and balances replicas by ``trainer.balance``.
+
+    ``by_source``: sequences of different sources go into different micro-batches.
+    """
 
     def __init__(
-        self, algorithm: AlgorithmConfig, trainer: TrainerConfig, model: ModelConfig, replicas: int, pad_token_id: int
+        self,
+        algorithm: AlgorithmConfig,
+        trainer: TrainerConfig,
+        model: ModelConfig,
+        replicas: int,
+        pad_token_id: int,
+        by_source: bool = False,
     ) -> None:
         self._algorithm = algorithm
         self._trainer = trainer
         self._model = model
         self._replicas = replicas
         self._pad_token_id = pad_token_id
+        self._by_source = by_source
 
     def batch(self, trajectories: Sequence[ScoredTrajectory]) -> TrainingBatch:
         """Pack all trajectories of a step into minibatches of whole groups.
@@ -154,8 +164,16 @@ class ExperienceBatcher:
                 remedy="raise rollout.prompts_per_step, or lower algorithm.minibatches or trainer.parallel.data",
             )
         budget, costs = self._trainer.target_tokens_per_batch, self._costs
-        partition = partition_over_replicas(self._bundles(sequences), budget, self._replicas, costs)
-        return fill_to_equal_counts(self._packed(sequences, partition))
+        parts: dict[str | None, list[ScoredTrajectory]] = {}
+        for sequence in sequences:
+            parts.setdefault(sequence.source if self._by_source else None, []).append(sequence)
+        windows = [
+            fill_to_equal_counts(
+                self._packed(part, partition_over_replicas(self._bundles(part), budget, self._replicas, costs))
+            )
+            for part in parts.values()
+        ]
+        return [[pack for packs in replica for pack in packs] for replica in zip(*windows, strict=True)]
 
     def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
         return [[self._pack([sequences[i] for i in indices]) for indices in replica] for replica in partition]

@@ -50,7 +50,8 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         },
         "trainer": _trainer(config.trainer, budget),
         "reference": _frozen(config.reference, algorithm.needs_reference, model),
-        "distillation": _frozen(config.distillation, config.distillation.is_set, model),
+        "distillation": _frozen(config.distillation, config.distillation.is_set, model)
+        | {"teachers": dict.fromkeys(config.distillation.teachers, str(model))},
         "critic": _critic(config.critic, config.trainer.parallel),
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},

@@ -12,6 +12,7 @@ from slime_like.config import DataConfig, RunConfig
 from slime_like.data.prompts import PromptSource
 from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
 from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
 
 
 def config(**changes: Any) -> RunConfig:
@@ -48,8 +49,9 @@ def test_held_out_prompts_that_are_trained_on(tmp_path: Path) -> None:
 
 def test_a_critic_that_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "step" / "critic").mkdir(parents=True)
-    assert critic_note(tmp_path / "step", False).startswith("the critic in ")
-    assert [critic_note(tmp_path / "step", True), critic_note(tmp_path, False), critic_note(None, False)] == [""] * 3
+    plain, whole = (Checkpoint(path, 1, {}) for path in (tmp_path, tmp_path / "step"))
+    assert critic_note(whole, False).startswith("the critic in ")
+    assert [critic_note(whole, True), critic_note(plain, False), critic_note(None, False)] == [""] * 3
 
 
 SAVING: dict[str, Any] = {"checkpoint": {"every": 2, "keep": 1}}
