@@ -92,6 +92,8 @@ RATE = ["--trainer.router_bias_rate", "0.001"]
 SHORT = {
     "COMMAND": "AGENT --rollout.agent.command [sh]",
     "AGENT": "--reward.functions '[{name: agent}]'",
+    "TAUGHT": "--data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}]' --distillation.coef 1 "
+    "--distillation.teachers.a TMP/none",
     "AHEAD": "--rollout.max_staleness 1 --algorithm.importance.correction truncate",
 }
 
@@ -205,6 +207,11 @@ fields-conflict algorithm.loss --algorithm.loss sft --distillation.coef 1 --dist
 fields-conflict rollout.stream --rollout.stream true --distillation.coef 1 --distillation.path TMP/none
 fields-conflict distillation.mode --distillation.coef 1 --distillation.path TMP/none --distillation.mode exact --rollout.top_k 9
 reference.model distillation.path --distillation.coef 1 --distillation.path TMP/none
+fields-conflict distillation.teachers TAUGHT --distillation.path TMP/none
+fields-conflict rollout.stream TAUGHT --distillation.mode exact --rollout.stream true
+fields-conflict distillation.teachers TAUGHT --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: b, files: [TMP/train.jsonl]}]'
+fields-conflict distillation.teachers.b TAUGHT --distillation.teachers.b TMP/none
+reference.model distillation.teachers.a TAUGHT
 fields-conflict sync.transport --sync.transport directory
 fields-conflict sync.directory --sync.directory TMP/buckets
 fields-conflict sync.transport --sync.transport nccl --cluster.placement colocated --trainer.parallel.data 2
@@ -377,6 +384,15 @@ def test_a_reference_with_another_vocabulary_is_rejected(tmp_path: Path, flags: 
     flags += ["--algorithm.kl.coef", "0.1", "--reference.path", str(tmp_path / "other")]
     rejected(flags, "reference.model")
     assert check(load_config(None, [*flags, "--algorithm.kl.coef", "0"])) == []
+
+
+def test_each_teacher_must_have_the_policys_vocabulary(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
+    write_checkpoint(tmp_path / "other", vocab_size=301)
+    sources = [f"{{name: {name}, files: [{tmp_path}/train.jsonl]}}" for name in "ab"]
+    flags += ["--data.train", "[]", "--data.mixture", f"[{', '.join(sources)}]", "--distillation.coef", "1"]
+    for name, directory in (("a", "model"), ("b", "other")):
+        flags += [f"--distillation.teachers.{name}", str(tmp_path / directory)]
+    assert rejected(flags, "reference.model").field == "distillation.teachers.b"
 
 
 def test_a_teacher_with_other_token_ids_is_rejected(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:

@@ -81,10 +81,12 @@ def test_hub_ids_become_snapshots_whose_commits_a_resumed_run_keeps(
 ) -> None:
     source = {"name": "s", "files": ["acme/sums@v2/main/train-*.parquet"]}
     settings = {"run_dir": "run", "model": {"path": "acme/tiny"}, "data": {"mixture": [source]}}
+    settings["distillation"] = {"coef": 1.0, "teachers": {"s": "acme/tiny"}}
     given = write(tmp_path, yaml.safe_dump({**settings, "evaluation": {"files": ["acme/sums", "held/out.jsonl"]}}))
     config = load_config(given)
     hub = tmp_path / "hub"
     assert config.model.path == hub / "models--acme--tiny" / "snapshots" / ("0a" * 20)
+    assert config.distillation.teachers == {"s": config.model.path}
     assert config.data.training_files == (hub / "datasets--acme--sums" / "snapshots/v2/main/train-*.parquet",)
     assert config.evaluation.files == (
         hub / "datasets--acme--sums" / "snapshots" / ("0b" * 20), tmp_path / "held/out.jsonl"
@@ -92,6 +94,7 @@ def test_hub_ids_become_snapshots_whose_commits_a_resumed_run_keeps(
     assert downloads == [
         ("acme/tiny", "model", None, None),
         ("acme/sums", "dataset", "v2", "main/train-*.parquet"),
+        ("acme/tiny", "model", None, None),
         ("acme/sums", "dataset", None, None),
     ]
     config.run_dir.mkdir()

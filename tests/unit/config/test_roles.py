@@ -13,6 +13,7 @@ from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.placement import Placement
 
 WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 2}, "path": "/models/ref"}
+MIXTURE = {"data": {"mixture": [{"name": name, "files": ["/x.jsonl"]} for name in "ab"]}}
 KL = {"algorithm": {"kl": {"coef": 0.1}}}
 
 
@@ -48,6 +49,13 @@ def config(**sections: Any) -> RunConfig:
             ["distillation"],
             ["distillation"],
             [],
+        ),
+        (
+            {"distillation": {"coef": 1.0, "teachers": {"a": "/t", "b": "/u"}, "placement": "workers"}} | MIXTURE,
+            ["policy", "distillation.teachers.a", "distillation.teachers.b"],
+            [],
+            ["policy"],
+            ["distillation.teachers.a", "distillation.teachers.b"],
         ),
         ({"algorithm": {"loss": "sft", "epochs": 2}}, ["policy"], [], [], []),
     ],
