@@ -45,11 +45,7 @@ CHECKS: Sequence[Check] = (
     Check("evaluation", {"evaluation"}, lambda run: _nothing_to_evaluate(run.evaluation, run.model)),
     # this machine
     Check("model.path", {"files"}, lambda run: find_dimensions(run.model.path, "model.path")[1]),
-    Check(
-        "reference.model",
-        {"files", "model", "training"},
-        sized=lambda run, size: dict.fromkeys(model_directories.frozen_problems(run, size)),
-    ),
+    Check("reference.model", {"files", "model", "training"}, sized=model_directories.frozen_problems),
     Check("run_dir", {"files", "run"}, lambda run: directories.run_directory_problems(run.run_dir)),
     Check(
         "debug.save-rollouts",
@@ -170,5 +166,6 @@ def _run(needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) ->
     for one in CHECKS:
         if one.needs <= needs:
             sized = () if dimensions is None else one.sized(config, dimensions)
-            problems += [Problem(one.code, text, field_of(text)) for text in (*one.run(config), *sized)]
+            texts = dict.fromkeys((*one.run(config), *sized))  # several teachers may have the same problem
+            problems += [Problem(one.code, text, field_of(text)) for text in texts]
     return problems

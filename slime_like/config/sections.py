@@ -93,11 +93,6 @@ class DistillationConfig(FrozenModelConfig):
         return dict[str | None, Path](self.teachers.items()) or one
 
     @property
-    def exact(self) -> dict[str | None, Path]:
-        """The same, if the KL is exact; otherwise empty."""
-        return self.paths if self.exact_coef > 0 else {}
-
-    @property
     def roles(self) -> list[ModelRole]:
         """The roles of the teachers. Their hidden states travel, which are fewer numbers than their logits."""
         exact = self.exact_coef > 0
@@ -109,12 +104,9 @@ class DistillationConfig(FrozenModelConfig):
         ]
 
     def conflicts_with_sources(self, sources: Collection[str]) -> Iterator[str]:
-        """Yield sources of the data without a teacher, and teachers without a source."""
-        for name in self.teachers:
-            if name not in sources:
-                yield f"distillation.teachers.{name} teaches no source of data.mixture; correct the name, or remove it"
-        if self.teachers and (untaught := [name for name in sources if name not in self.teachers]):
-            yield f"distillation.teachers has none for the source {untaught[0]} of data.mixture; add it"
+        if self.teachers and self.teachers.keys() != set(sources):
+            there, given = (", ".join(names) or "none" for names in (sources, self.teachers))
+            yield f"distillation.teachers names {given}, but data.mixture {there}; give each source one teacher"
 
     def conflicts(self) -> Iterator[str]:
         if self.is_set and not self.paths:

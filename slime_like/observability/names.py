@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -130,13 +130,10 @@ def source_metrics(record: StepRecord) -> dict[str, float]:
     return metrics
 
 
-def source_kls(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def source_kls(updates: Sequence[Mapping[Any, float]]) -> dict[str, float]:
     """Return the mean KL to each source's teacher over the optimizer steps with tokens of it."""
-    names = sorted({name for kls in updates for name in kls})
-    return {
-        f"{_SOURCES}{name}/distillation_kl": float(np.mean([kls[name] for kls in updates if name in kls]))
-        for name in names
-    }
+    each = {name: [kls[name] for kls in updates if name in kls] for kls in updates for name in kls}
+    return {f"{_SOURCES}{name}/distillation_kl": float(np.mean(found)) for name, found in each.items()}
 
 
 def scoring_metrics(role: str, record: ScoringRecord) -> dict[str, float]:

@@ -16,7 +16,6 @@ from slime_like.config.roles import TEACHER
 from slime_like.config.sections import DistillationConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel import taken
@@ -28,6 +27,7 @@ from tests.parallel.steps import RankResult, running, train_rank
 from tests.parallel.test_fsdp_parity import check_case
 from tests.parallel.test_planned_memory import NEAR
 from tests.parallel.tiny import VOCAB, save_checkpoint, scored_sequences
+from tests.support.rollout_rows import batcher_of
 
 LAYOUTS: dict[str, Settings] = {
     "tp2-sp": {"tensor": 2, "sequence": True},
@@ -133,8 +133,8 @@ def take(placement: RankPlacement, config: RunConfig, rows: list[ScoredTrajector
     with running(placement, config) as trainer:
         place = trainer.coordinates
         rank = RankTraining(config.roles.scoring, trainer, place)
-        batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, place.data_size, 0, by_source=True)
-        rank.load_batch((batch := batcher.batch(rows)).replicas[place.data])
+        batch = batcher_of(config, place.data_size).batch(rows, by_source=True)
+        rank.load_batch(batch.replicas[place.data])
         for role in config.roles.scoring:
             rank.score_batch(role.name)
         field = config.distillation.roles[0].fields[0]

@@ -46,13 +46,9 @@ class StepSums:
 
     def kls_of(self, sources: Iterable[str], replicas: dist.ProcessGroup) -> dict[str, float]:
         """Return the mean exact KL to the teacher of each source with tokens. Collective over the replicas."""
-        found = {}
-        for source in sources:
-            own = self.sums_of.get(source, LossSums.zeros(self.losses[0].device))
-            sums: Any = reduced_over_data(own, replicas)
-            if sums.num_tokens > 0:
-                found[source] = float(sums.divergence / sums.num_tokens)
-        return found
+        zeros = LossSums.zeros(self.losses[0].device)
+        found: dict[str, Any] = {name: reduced_over_data(self.sums_of.get(name, zeros), replicas) for name in sources}
+        return {name: float(sums.divergence / sums.num_tokens) for name, sums in found.items() if sums.num_tokens}
 
     def router_figures(self, layers: int, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``; ``layers`` with experts. Collective over the world."""

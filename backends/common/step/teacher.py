@@ -76,11 +76,11 @@ class Teachers(dict[str | None, TeacherHead]):
     @classmethod
     def planned(cls, settings: DistillationConfig, rows: int, dtype: torch.dtype) -> Self:
         """Return the shapes of this many rows of each head, if the KL is exact. Needs only ``config.json``."""
-        widths = {source: ModelDimensions.from_checkpoint(path).hidden_size for source, path in settings.exact.items()}
-        return cls(
-            (source, TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta")))
-            for source, width in widths.items()
-        )
+        found = cls()
+        for source, path in settings.paths.items() if settings.exact_coef > 0 else ():
+            width = ModelDimensions.from_checkpoint(path).hidden_size
+            found[source] = TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta"))
+        return found
 
     def add_planned(self, rows: ResponseRows | None) -> None:
         """Give a planned micro-batch the shapes of its teacher's hidden states, which is the widest."""

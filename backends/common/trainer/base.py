@@ -140,7 +140,7 @@ class TrainerBase(TrainerBackend):
             self._load_start()
             for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
-            if self._role.name == POLICY and self.config.distillation.exact:
+            if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
                 self._hold_teachers()
             self.optimizer = self._prepare_training()
         return self.coordinates
@@ -200,14 +200,13 @@ class TrainerBase(TrainerBackend):
             self.state.freeze(role.name, base=True)
 
     def _hold_teachers(self) -> None:
-        """Read this rank's rows of the teachers' output projections, if the KL is exact."""
-
-        def read() -> None:
-            for model in self.models:
-                for source, path in self.config.distillation.exact.items():
-                    model.hold_teacher(source, path, self.config.model, self.device)
-
-        together(read, "loading the teachers' output projections", self.device)
+        """Read this rank's rows of the teachers' output projections."""
+        own, teachers = self.config.model, self.config.distillation.paths.items()
+        together(
+            lambda: [model.hold_teacher(*one, own, self.device) for one in teachers for model in self.models],
+            "loading the teachers' output projections",
+            self.device,
+        )
         self.state.constants = [head.weight for model in self.models for head in model.teachers.values()]
 
     def load_weights(self, directory: Path, role: str) -> None:
@@ -245,7 +244,7 @@ class TrainerBase(TrainerBackend):
             return None
         sums = reduced_over_data(self._step.sums, self.replicas)
         stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
-        if self._role.name == POLICY and self.config.distillation.exact:
+        if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
             figures["source_kls"] = self._step.kls_of(sorted(self.config.distillation.teachers), self.replicas)
         return replace(stats, **figures)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from slime_like.errors import ConfigError
 
-_DATA = ("data.train", "data.mixture.files", "evaluation.files")
-_MODEL = re.compile(r"(model(\.lora)?|reference|distillation|critic)\.path|distillation\.teachers\..+")
+_MODELS = r"(model(\.lora)?|reference|distillation|critic)\.path|distillation\.teachers\..+"
+_FIELD = re.compile(_MODELS + r"|data\.train|data\.mixture\.files|evaluation\.files")
 _ID = re.compile(r"((\w[\w.-]*)/\w[\w.-]*?(?<!\.jsonl)(?<!\.parquet)(?<!\.arrow))(?:@([\w.-]+))?(?:/(.+))?")
 _SNAPSHOT = re.compile(r"(model|dataset)s--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
 
@@ -32,17 +32,13 @@ def with_snapshots(data: dict[str, Any]) -> Any:
             return {key: replaced(one, f"{field}.{key}".lstrip(".")) for key, one in value.items()}
         if isinstance(value, list):
             return [replaced(one, field) for one in value]
-        return (
-            _local(value, field, pins)
-            if isinstance(value, str) and (field in _DATA or _MODEL.fullmatch(field))
-            else value
-        )
+        return _local(value, field, pins) if isinstance(value, str) and _FIELD.fullmatch(field) else value
 
     return replaced(data)
 
 
 def _local(given: str, field: str, pins: dict[tuple[str, str], str]) -> str:
-    found, kind = _ID.fullmatch(given), "dataset" if field in _DATA else "model"
+    found, kind = _ID.fullmatch(given), "dataset" if field.startswith(("data.", "evaluation.")) else "model"
     if found is None or os.path.lexists(found[2]) or (kind == "model" and found[4]):
         return given
     from huggingface_hub import errors, snapshot_download

@@ -1,5 +1,6 @@
 """Advantages from rewards: weights, overlong penalty, KL penalty and estimator."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -241,31 +242,24 @@ class Advantages:
         return found
 
 
-def distil(
-    ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float
-) -> tuple[float, dict[str, float]]:
+def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> dict[str | None, float]:
     """Add ``coefficient * log(pi_teacher / pi_old)`` to the advantage of every token that carries loss, also on the
     trainers: its expected gradient is that of the reverse KL at each position, given the tokens before it.
 
-    The batch must be loaded and scored. Return the mean KL estimate of a token, in nats, and that of each source.
+    The batch must be loaded and scored. Return the mean KL estimate of a token of each source, in nats; by ``None``,
+    that of all tokens.
     """
     frozen = _compared(ranks, trajectories, "teacher_logprobs", TEACHER)
-    gains = {}
+    gains = defaultdict[str | None, list[Tensor]](list)
     for row in trajectories:
         gain = log_ratio(frozen[row.sequence_id]["teacher_logprobs"], frozen[row.sequence_id]["old_logprobs"])
-        gains[row.sequence_id] = torch.where(row.loss_mask, gain, 0.0)
-        row.advantages = row.advantages + coefficient * gains[row.sequence_id]
+        row.advantages = row.advantages + coefficient * torch.where(row.loss_mask, gain, 0.0)
+        for source in {None, row.source}:
+            gains[source].append(gain[row.loss_mask])
     given = {row.sequence_id: row.advantages.numpy() for row in trajectories}
     ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
-
-    def mean_of(rows: Sequence[ScoredTrajectory]) -> float:
-        total = torch.cat([gains[row.sequence_id] for row in rows]).double().sum()
-        return -float(total) / max(1, sum(row.sampled_len for row in rows))
-
-    sources = {row.source for row in trajectories if row.source is not None}
-    return mean_of(trajectories), {
-        source: mean_of([row for row in trajectories if row.source == source]) for source in sources
-    }
+    tokens = {source: torch.cat(found).double() for source, found in gains.items()}
+    return {source: -float(found.mean()) for source, found in tokens.items() if len(found)}
 
 
 def _compared(ranks: RankCalls, rows: Sequence[ScoredTrajectory], field: str, role: str) -> dict[str, Scores]:

@@ -269,13 +269,12 @@ class _Placed:
         interval = config.reference.update_interval if REFERENCE in config.roles else None
         reference = Reference(config.run_dir, interval, self.trainers, pools)
         self.checkpoints.also_link(reference.files, REFERENCE)
-        parts = config.algorithm, config.trainer, config.model
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
-            batcher=ExperienceBatcher(*parts, ranks.num_replicas, base.pad_id, bool(config.distillation.teachers)),
+            batcher=ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, base.pad_id),
             trainers=self.trainers,
             critic=self.critic,
             devices=devices,

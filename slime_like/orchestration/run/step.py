@@ -88,8 +88,8 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
             kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
             metrics |= _adapted(run, kl)
         if config.distillation.sampled_coef > 0:
-            kl, kls = distil(ranks, trajectories, config.distillation.coef)
-            metrics |= {"train_actor_training/distillation_kl": kl} | source_kls([kls])
+            kls = distil(ranks, trajectories, config.distillation.coef)
+            metrics |= {"train_actor_training/distillation_kl": kls.pop(None)} | source_kls([kls])
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
         if config.algorithm.chooses_tokens:

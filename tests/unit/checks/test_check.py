@@ -210,7 +210,7 @@ reference.model distillation.path --distillation.coef 1 --distillation.path TMP/
 fields-conflict distillation.teachers TAUGHT --distillation.path TMP/none
 fields-conflict rollout.stream TAUGHT --distillation.mode exact --rollout.stream true
 fields-conflict distillation.teachers TAUGHT --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: b, files: [TMP/train.jsonl]}]'
-fields-conflict distillation.teachers.b TAUGHT --distillation.teachers.b TMP/none
+fields-conflict distillation.teachers TAUGHT --distillation.teachers.b TMP/none
 reference.model distillation.teachers.a TAUGHT
 fields-conflict sync.transport --sync.transport directory
 fields-conflict sync.directory --sync.directory TMP/buckets

@@ -255,7 +255,7 @@ def test_a_wrong_setting_is_rejected_with_its_field(
             "reference.parallel.tensor or distillation.parallel.tensor or rollout.tensor or trainer.parallel.tensor",
         ),
         ("algorithm.adv_estimator", "algorithm.advantage"),
-        ("algorithm.lam", "algorithm.advantage.lam or critic.lam"),
+        ("algorithm.lam", "algorithm.advantage.lam"),
         ("critic.lr", "critic.optimizer.lr"),
         ("learning_rate", "critic.optimizer.lr or trainer.optimizer.lr"),
         ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),

@@ -71,8 +71,7 @@ def test_sources_go_into_different_packs_of_equal_counts(replicas: int) -> None:
     settings, trajectories = config(trainer={"target_tokens_per_batch": 64}), batch_of(9, 4)
     for number, one in enumerate(trajectories):
         one.source = "rare" if number == 5 else ("sums", "words")[number % 2]
-    parts = settings.algorithm, settings.trainer, settings.model
-    batch = ExperienceBatcher(*parts, replicas, 0, by_source=True).batch(trajectories)
+    batch = batcher_of(settings, replicas).batch(trajectories, by_source=True)
     assert carried(all_packs(batch.replicas)) == sorted(t.sequence_id for t in trajectories)
     orders = [[pack.source for pack in minibatch] for replica in batch.replicas for minibatch in replica]
     assert set(orders[0]) == {"sums", "words", "rare"} and all(order == orders[0] for order in orders)
