@@ -225,9 +225,7 @@ class RolePool:
             member.thread.submit(member.worker.close)
             member.thread.shutdown(wait=False)
         if not self._members.workers and not self._restarting:
-            raise TrainerError(
-                f"no {self.role} worker is left: {error}", code=f"no-{self.role.partition('.')[0]}-worker"
-            ) from error
+            raise TrainerError(f"no {self.role} worker is left: {error}", code=f"no-{self.role}-worker") from error
 
     def _restart(self, worker: RoleWorker) -> None:
         """Restart in the worker's thread."""

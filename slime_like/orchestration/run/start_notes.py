@@ -54,9 +54,8 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
 
 def critic_note(checkpoint: Checkpoint | None, needs_critic: bool) -> str:
     """State that the run leaves out the checkpoint's critic; empty if it does not."""
-    if checkpoint is None or needs_critic or not (checkpoint.path / CRITIC).is_dir():
-        return ""
-    return f"the critic in {checkpoint.path} is left out, because algorithm.advantage needs none"
+    left = checkpoint is not None and not needs_critic and (checkpoint.path / CRITIC).is_dir()
+    return "the checkpoint's critic is left out, because algorithm.advantage needs none" if left else ""
 
 
 def router_note(model: Path, rate: float) -> str:

@@ -194,6 +194,7 @@ fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [
 fields-conflict reference.placement --reference.placement workers
 fields-conflict critic.lam --critic.lam 1
 fields-conflict algorithm.advantage --algorithm.loss sft --algorithm.advantage gae
+fields-conflict evaluation.files --algorithm.loss sft --evaluation.files TMP/train.jsonl
 fields-conflict algorithm.whiten --algorithm.loss sft --algorithm.whiten true
 algorithm.options algorithm.advantage.gamma --algorithm.advantage '{name: gae, gamma: -1}'
 algorithm.options algorithm.advantage.lam --algorithm.advantage '{name: gae, lam: 2}'

@@ -50,7 +50,7 @@ def test_held_out_prompts_that_are_trained_on(tmp_path: Path) -> None:
 def test_a_critic_that_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "step" / "critic").mkdir(parents=True)
     plain, whole = (Checkpoint(path, 1, {}) for path in (tmp_path, tmp_path / "step"))
-    assert critic_note(whole, False).startswith("the critic in ")
+    assert critic_note(whole, False).startswith("the checkpoint's critic is left out")
     assert [critic_note(whole, True), critic_note(plain, False), critic_note(None, False)] == [""] * 3
 
 
