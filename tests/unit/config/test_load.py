@@ -113,8 +113,9 @@ def test_ids_without_a_hub_and_local_paths_stay(
     for path in ("local/tiny", "acme/offline", "acme/tiny/deeper", "tiny", "./acme/tiny", str(tmp_path)):
         assert load_config(None, ["--run_dir", "r", "--model.path", path]).model.path == (tmp_path / path).absolute()
     assert [call[0] for call in downloads] == ["acme/offline"]
-    with rejects(ConfigError, "hub-refuses"):
-        load_config(None, ["--run_dir", "r", "--model.path", "acme/unknown"])
+    for field in ("model.path", "critic.path", "distillation.teachers.sums"):
+        with rejects(ConfigError, "hub-refuses"):
+            load_config(None, ["--run_dir", "r", "--model.path", "tiny", f"--{field}", "acme/unknown"])
 
 
 FLAGS: list[tuple[list[str], str, Any]] = [
