@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from backends.common.hugging_face.files import HfCheckpoint
-from backends.common.process.agreement import rank_error
+from backends.common.process.agreement import rank_error, together
 from backends.common.step.packs import ResponseRows
 from slime_like.algorithms.divergence import Head, fused_reverse_kl
-from slime_like.config.sections import DistillationConfig
+from slime_like.config.sections import DistillationConfig, ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
@@ -87,3 +87,10 @@ class Teachers(dict[str | None, TeacherHead]):
         if rows is not None and self:
             rows.source = max(self, key=lambda source: self[source].weight.shape[1])
             rows.teacher = torch.empty(len(rows.targets), self[rows.source].weight.shape[1], device="meta")
+
+
+def hold_teachers(models: Any, settings: DistillationConfig, own: ModelConfig, device: torch.device) -> list[Tensor]:
+    """Have the models read their rows of the teachers' output projections, and return all these. Collective."""
+    teachers, what = settings.paths.items(), "loading teachers"
+    together(lambda: [model.hold_teacher(*one, own, device) for one in teachers for model in models], what, device)
+    return [head.weight for model in models for head in model.teachers.values()]

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.process.agreement import rank_error, together
+from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from backends.common.step.teacher import hold_teachers
 from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.roles import named_scores, objective_of
 from backends.common.trainer.state import StepOptimizer, TrainerState
@@ -141,7 +142,8 @@ class TrainerBase(TrainerBackend):
             for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
             if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
-                self._hold_teachers()
+                given = self.config.distillation, self.config.model, self.device
+                self.state.constants = hold_teachers(self.models, *given)
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -198,16 +200,6 @@ class TrainerBase(TrainerBackend):
         with self.state.without_factors(), self.state.preserved(base=True):
             self.state.load_hugging_face(role.path)
             self.state.freeze(role.name, base=True)
-
-    def _hold_teachers(self) -> None:
-        """Read this rank's rows of the teachers' output projections."""
-        own, teachers = self.config.model, self.config.distillation.paths.items()
-        together(
-            lambda: [model.hold_teacher(*one, own, self.device) for one in teachers for model in self.models],
-            "loading the teachers' output projections",
-            self.device,
-        )
-        self.state.constants = [head.weight for model in self.models for head in model.teachers.values()]
 
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name
