@@ -16,6 +16,7 @@ from backends.common.step.packs import ResponseRows
 from backends.common.step.teacher import TeacherHead, Teachers
 from backends.common.trainer.roles import is_added
 from backends.fsdp import attention, experts
+from backends.fsdp.linear_attention import replace_recurrence
 from backends.fsdp.lora import add_factors
 from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
@@ -43,6 +44,7 @@ class LogprobModel(nn.Module):
         routed: what routers need in the next forward pass and its backward pass.
         routed_layers: layers whose routers follow it.
         chunk_tokens: tokens whose logits exist at the same time.
+        recurs: some layers have linear attention.
         values: a value model, whose ``score`` takes the place of the logits' head.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
         scores_hidden: outside of training, it returns hidden states instead.
@@ -57,8 +59,10 @@ class LogprobModel(nn.Module):
         self.names = names
         self.factors: dict[str, Any] = {}
         self.layers_name = _layers_name(hugging_face)
+        self.recurs = False
         for layer in self.layers:
             attention.hand_on(layer)
+            self.recurs |= replace_recurrence(layer)
         self.routed: RoutedTokens | None = None
         follows = [experts.follow_routes(layer, index, lambda: self.routed) for index, layer in enumerate(self.layers)]
         self.routed_layers = [index for index, follow in enumerate(follows) if follow]

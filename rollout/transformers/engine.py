@@ -152,7 +152,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             trust_remote_code=self._config.model.trust_remote_code,
             **loading_options(self._config.model.path, self._config.model.trust_remote_code),
         )
-        others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES
+        recurrent = {"linear_attention"} if self._dimensions.attention.linear is not None else set()
+        others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES - recurrent
         if others:
             known = " and ".join(sorted(_LAYER_TYPES))
             raise EngineError(
@@ -161,6 +162,8 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
                 who=str(self._config.model.path),
                 remedy=f"use rollout.engine=vllm, because the transformers engine supports only {known}",
             )
+        if not model._supports_sdpa:  # the model's attention has more than the registered one computes, such as sinks
+            model.set_attn_implementation("eager")
         self.model = model.eval().requires_grad_(False)
         self._move(_device())
         routers = Routers(model, self._dimensions.expert_layers) if self._records_routes else None

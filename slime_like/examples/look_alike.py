@@ -54,7 +54,7 @@ def make_look_alike(
         if hasattr(config, name):
             setattr(config, name, value)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.layer_types = config.layer_types[-config.num_hidden_layers :]  # ends with attention, if any layer has it
     config.dtype = torch.float32
     if not with_vocabulary:
         config.vocab_size = min(config.vocab_size, _VOCABULARY + config.vocab_size % _MULTIPLE)

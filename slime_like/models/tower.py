@@ -19,6 +19,7 @@ _LANGUAGE_MODELS = {
     "qwen2_5_vl": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3_vl": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
 }
 """By model type: type and architecture of a language model that computes the same on text. Multimodal rotary embedding
 is plain rotary embedding there, because a text token has the same position on all axes."""

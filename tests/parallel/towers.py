@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from tests.parallel.reference import Reference
-from tests.parallel.tiny import SIZES
+from tests.parallel.tiny import _HYBRID, _HYBRID_EXPERTS, SIZES
 
 NEW = ("model.language_model.", "lm_head.", "model.")
 """Prefixes of the decoder, of its head, and of everything else."""
@@ -34,6 +34,16 @@ KINDS: dict[str, tuple[str, tuple[str, str, str], dict[str, Any], dict[str, Any]
         NEW,
         {"head_dim": 32, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "qwen3_5_moe": (  # experts in stacks
+        "Qwen3_5MoeConfig",
+        NEW,
+        {
+            **_HYBRID,
+            **_HYBRID_EXPERTS,
+            "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+        },
+        {**_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 16},
     ),
 }
 """Configuration class, form of the names, and differences of the language model and of the tower, by model type."""

@@ -3,7 +3,8 @@
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import VALUE_HEAD
 from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.tower import has_tower, language_settings
-from slime_like.models.weight_files import INDEX
+from slime_like.models.weight_files import INDEX, StackPart, stack_parts, stored_shapes
 from slime_like.system.disk import refusal, replace_directory, sync
 from slime_like.weights.adapter import ADAPTER_FILE, module_ends
 
@@ -60,6 +61,11 @@ def write_hf_directory(
     if has_more:
         names = stored_names(source_dir)
         buckets, expected = renamed(buckets, names), [names[name] for name in expected]
+    if lora is None and any(source_dir.glob("*.safetensors")):
+        shapes = stored_shapes(source_dir)
+        parts = stack_parts(source_dir, shapes)
+        buckets = restacked(buckets, parts, shapes)
+        expected = {parts[name].stack if name in parts else name for name in expected}
     partial = directory.parent / f".{directory.name}.partial"
     what = f"writing {directory}"
     first = dist.get_rank() == 0
@@ -74,6 +80,28 @@ def write_hf_directory(
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def restacked(
+    buckets: Iterable[WeightBucket], parts: Mapping[str, StackPart], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[WeightBucket]:
+    """Put the matrices ``parts`` back into stacks, which follow in the bucket of their last matrix."""
+    missing = Counter(part.stack for part in parts.values())
+    stacks: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        tensors = []
+        for name, tensor in bucket.tensors:
+            if name not in parts:
+                tensors.append((name, tensor))
+                continue
+            stack, expert, start, rows = parts[name]
+            if stack not in stacks:
+                stacks[stack] = torch.empty(shapes[stack], dtype=tensor.dtype)
+            stacks[stack][expert, start : start + rows].copy_(tensor)
+            missing[stack] -= 1
+            if not missing[stack]:
+                tensors.append((stack, stacks.pop(stack)))
+        yield WeightBucket(tensors)
 
 
 def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:

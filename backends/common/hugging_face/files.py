@@ -16,7 +16,7 @@ from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.models.tower import language_names
-from slime_like.models.weight_files import WeightFilesError, value_head_of, weight_files
+from slime_like.models.weight_files import StackPart, WeightFilesError, stack_parts, value_head_of, weight_files
 
 Shape = tuple[int, ...]
 
@@ -31,7 +31,7 @@ class HfCheckpoint(contextlib.ExitStack):
     """Tensors of one language model, opened for reading. A context manager that closes the files.
 
     Opening reads only headers; values are read on request. In a checkpoint with a vision tower, the language model's
-    tensors have the names of its own checkpoint.
+    tensors have the names of its own checkpoint. Stacks of experts are matrices here (see ``stack_parts``).
 
     Attributes:
         stored: their names in the files.
@@ -50,6 +50,11 @@ class HfCheckpoint(contextlib.ExitStack):
         try:
             for file in _weight_files(self.directory):
                 self._open(file)
+            parts = stack_parts(self.directory, self.shapes())
+            matrices = {name: _Matrix(self._slices[part.stack], part) for name, part in parts.items()}
+            for stack in {part.stack for part in parts.values()}:
+                del self._slices[stack]
+            self._slices |= matrices
         except CheckpointError:
             self.close()
             raise
@@ -175,6 +180,27 @@ class HfCheckpoint(contextlib.ExitStack):
     def read_whole(self, name: str) -> Tensor:
         """Read a tensor of any type and number of axes, with any values."""
         values: Tensor = self._slices[name][...]
+        return values
+
+
+class _Matrix:
+    """One expert's matrix, read from a stack like a stored tensor."""
+
+    def __init__(self, stack: Any, part: StackPart) -> None:
+        self._stack, self._part = stack, part
+
+    def get_shape(self) -> list[int]:
+        return [self._part.rows, self._stack.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        dtype: str = self._stack.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the rows of a slice, the columns of ``[:, slice]``, or everything for an ellipsis."""
+        part, (rows, *columns) = self._part, index if isinstance(index, tuple) else (index,)
+        start, stop, _ = (slice(None) if rows is ... else rows).indices(part.rows)
+        values: Tensor = self._stack[(part.expert, slice(part.start + start, part.start + stop), *columns)]
         return values
 
 
