@@ -121,6 +121,16 @@ def save_tower(kind: str, directory: Path, layers: int = 2, seed: int = 0) -> Pa
     return directory
 
 
+def give_tower(directory: Path, kind: str) -> None:
+    """Put a tower of one tensor beside a one-file language model. No trainer computes with it."""
+    file, weights = directory / "config.json", directory / "model.safetensors"
+    text = json.loads(file.read_text())
+    whole = {"model_type": kind, "architectures": [f"{kind}ForConditionalGeneration"], "vision_config": {}}
+    file.write_text(json.dumps({**whole, "text_config": text, "dtype": text["dtype"]}))
+    tensors = {name.replace("model.", "model.language_model."): each for name, each in load_file(weights).items()}
+    save_file({**tensors, "model.visual.merger.weight": torch.randn(3, 5)}, weights, {"format": "pt"})
+
+
 def _stored(name: str, form: tuple[str, str, str]) -> str:
     """Return the published name of a parameter of transformers' whole model."""
     decoder, head, rest = form
