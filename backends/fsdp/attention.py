@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
+from backends.common.linear_attention import Recurrence
 from slime_like.errors import TrainerError
 
 NAME = "slime_like_packed"
@@ -41,11 +42,11 @@ class Boundaries:
     """Boundaries of one micro-batch's sequences, passed from the model's call down to every layer.
 
     Attributes:
-        longest: tokens of the longest sequence; no sliding window may be narrower.
+        recurrence: for layers with linear attention, if there are any.
     """
 
     attention: AnyAttention
-    longest: int
+    recurrence: Recurrence | None = None
 
 
 def forward(
@@ -56,9 +57,15 @@ def forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     packed: Boundaries | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for the model's layers: (1, H, T, D) rotated queries, (1, G, T, D) keys and values.
+
+    Args:
+        sliding_window: keys that a query sees at most, its own included.
+        s_aux: (H,) sinks.
 
     Returns:
         (1, T, H, D), and no weights.
@@ -75,11 +82,11 @@ def forward(
             remedy="this model does not pass on the arguments it is called with, so use another one, or "
             "trainer.backend=megatron if it supports the family",
         )
-    _require_plain(module, packed.longest, **options)
+    _require_plain(module, **options)
     # Kernels take tokens first; reading them across heads would cost several times the arithmetic.
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed.attention.attend(q, k, v, scale)[None], None
+    return packed.attention.attend(q, k, v, scale, sliding_window, s_aux)[None], None
 
 
 def hand_on(layer: torch.nn.Module) -> None:
@@ -95,13 +102,11 @@ def hand_on(layer: torch.nn.Module) -> None:
 
 def _require_plain(
     module: torch.nn.Module,
-    longest: int,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     is_causal: bool | None = None,
     **options: Any,
 ) -> None:
-    """Reject what these kernels would ignore. A window at least as wide as every sequence can be ignored."""
+    """Reject what these kernels would ignore."""
     others = [name for name, value in options.items() if value is not None and name not in _HARMLESS]
     if dropout:
         others.append("dropout")
@@ -113,11 +118,4 @@ def _require_plain(
             "support",
             code="attention-not-supported",
             remedy="use a model without them",
-        )
-    if sliding_window is not None and longest > sliding_window:
-        raise TrainerError(
-            f"{type(module).__name__} attends to sliding_window={sliding_window} tokens, but a sequence has {longest}, "
-            "so packed attention would compute something else",
-            code="sequence-beyond-window",
-            remedy="lower data.max_prompt_tokens and rollout.max_new_tokens until their sum is at most that",
         )

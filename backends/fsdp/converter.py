@@ -28,7 +28,7 @@ class FsdpConverter(HuggingFaceConverter):
             "trainer.backend=fsdp reads Hugging Face checkpoints directly; give the directory as model.path"
         )
 
-    def open_checkpoint(self, checkpoint: Path) -> TensorSource:
+    def _open(self, checkpoint: Path) -> TensorSource:
         return FsdpSource(
             checkpoint, meta_model(self.model, torch.float32).pieces if self.model.lora.is_set else pieces
         )

@@ -71,10 +71,14 @@ def follow_routes(layer: torch.nn.Module, index: int, current: Callable[[], Rout
 
 
 def _weights(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    """Return (T, k) weights of given experts, computed like transformers' routers of Qwen3-MoE and DeepSeek-V3."""
+    """Return (T, k) weights of given experts, computed like transformers' routers of Qwen3-MoE, gpt-oss (which have a
+    bias) and DeepSeek-V3."""
+    if hasattr(router, "bias"):
+        return logits.gather(1, experts).softmax(dim=-1)
     if not hasattr(router, "e_score_correction_bias"):
         weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
-        return (weights / weights.sum(dim=-1, keepdim=True) if router.norm_topk_prob else weights).to(logits.dtype)
+        normalizes = getattr(router, "norm_topk_prob", True)  # Qwen3.5's always do
+        return (weights / weights.sum(dim=-1, keepdim=True) if normalizes else weights).to(logits.dtype)
     weights = logits.sigmoid().gather(1, experts)
     scale = weights.sum(dim=-1, keepdim=True) + 1e-20 if router.norm_topk_prob else 1.0
     return weights / scale * router.routed_scaling_factor

@@ -97,7 +97,7 @@ def _attached(settings: LoraConfig, model: Any, name: str, parameter: Tensor) ->
         module.added = Factors(settings, model.names[name], parameter)
         module.register_forward_hook(lambda _, given, result: result + module.added(given[0]))
         return module.added
-    if parameter.ndim < 3 or not hasattr(module, "has_gate"):
+    if parameter.ndim < 3 or not hasattr(module, "has_gate") or module.is_transposed:
         raise ConfigError(
             f"model.lora.targets: {model.names[name]} is a matrix of a {type(module).__name__}, for which "
             "trainer.backend=fsdp has no factors; name other targets"

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from backends.common.attention.choice import choose_attention
+from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
 from backends.common.step.routes import Replay
@@ -30,15 +31,18 @@ def model_input(
     by_package: bool = False,
     balance: Balance = NO_BALANCE,
     replay: Replay | None = None,
+    recurs: bool = False,
 ) -> ModelInput:
     """Take this rank's part of ``pack``, which is the same on every rank that shares it.
 
-    ``by_package``: several context ranks attend with ring-flash-attn instead of our all-gather.
+    ``by_package``: several context ranks attend with ring-flash-attn instead of our all-gather. ``recurs``: some layers
+    have linear attention.
     """
     shard = split_for_context_parallel(pack, context.size(), context.rank(), layout="contiguous")
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
     routed = RoutedTokens.of(pack, shard, slice(None), balance, replay)
-    boundaries, responses = Boundaries(attention, pack.max_seqlen), ResponseRows.of(pack, shard)
+    recurrence = Recurrence.of(shard, context) if recurs else None
+    boundaries, responses = Boundaries(attention, recurrence), ResponseRows.of(pack, shard)
     needed = replace(pack, teacher_hidden=None)  # ``responses`` has this rank's part
     moved, shard, boundaries, responses, routed = on_device((needed, shard, boundaries, responses, routed), device)
     return ModelInput(pack, moved, shard, context, boundaries, responses, routed)

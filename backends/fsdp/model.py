@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.balance import RoutedTokens
@@ -16,6 +16,7 @@ from backends.common.step.packs import ResponseRows
 from backends.common.step.teacher import TeacherHead, Teachers
 from backends.common.trainer.roles import is_added
 from backends.fsdp import attention, experts
+from backends.fsdp.linear_attention import replace_recurrence
 from backends.fsdp.lora import add_factors
 from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
@@ -26,6 +27,7 @@ from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD, keeps_type
+from slime_like.models.tower import transformers_config
 from slime_like.system.words import counted
 
 _PREFIX, _SCORE = "hugging_face.", VALUE_HEAD.partition(".")[0]
@@ -42,6 +44,7 @@ class LogprobModel(nn.Module):
         routed: what routers need in the next forward pass and its backward pass.
         routed_layers: layers whose routers follow it.
         chunk_tokens: tokens whose logits exist at the same time.
+        recurs: some layers have linear attention.
         values: a value model, whose ``score`` takes the place of the logits' head.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
         scores_hidden: outside of training, it returns hidden states instead.
@@ -56,8 +59,10 @@ class LogprobModel(nn.Module):
         self.names = names
         self.factors: dict[str, Any] = {}
         self.layers_name = _layers_name(hugging_face)
+        self.recurs = False
         for layer in self.layers:
             attention.hand_on(layer)
+            self.recurs |= replace_recurrence(layer)
         self.routed: RoutedTokens | None = None
         follows = [experts.follow_routes(layer, index, lambda: self.routed) for index, layer in enumerate(self.layers)]
         self.routed_layers = [index for index, follow in enumerate(follows) if follow]
@@ -70,7 +75,7 @@ class LogprobModel(nn.Module):
 
     def hold_teacher(self, source: str | None, path: Path, own: ModelConfig, device: torch.device) -> None:
         """Read the teacher's output projection, to compute with it as with the ``own`` one."""
-        output = Output.of(AutoConfig.from_pretrained(path, trust_remote_code=own.trust_remote_code))
+        output = Output.of(transformers_config(path, own.trust_remote_code))
         rows = len(self.hugging_face.get_output_embeddings().weight)
         like = torch.empty(0, dtype=getattr(torch, own.dtype), device=device)
         self.teachers[source] = TeacherHead.read(path, range(rows), rows, like, output.factor, output.cap)
@@ -274,7 +279,7 @@ def _model(
     path, remote = settings.path, settings.trust_remote_code
     try:
         hugging_face = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path, trust_remote_code=remote),
+            transformers_config(path, remote),
             dtype=dtype,
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
@@ -306,10 +311,7 @@ def _model(
 
 def computes_alike(other: Path, model: ModelConfig) -> bool:
     """Return whether another checkpoint's configuration computes the same function as ``model.path``'s."""
-    ours, theirs = (
-        AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code).to_dict()
-        for path in (model.path, other)
-    )
+    ours, theirs = (transformers_config(path, model.trust_remote_code).to_dict() for path in (model.path, other))
     differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
     return all(name in _SAYS_NOTHING or name.endswith("_token_id") for name in differing)
 

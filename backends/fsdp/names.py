@@ -1,8 +1,8 @@
 """A model's parameters and routers' biases as tensors of its Hugging Face checkpoint.
 
 Most are one tensor with the same name. transformers keeps a layer's experts in two stacks, (E, 2I, H), with the gate's
-rows above the up projection's, and (E, H, I). Checkpoints store each expert's matrices separately. Reading and writing
-use the same pieces, so they cannot disagree.
+rows above the up projection's, and (E, H, I). Most checkpoints store each expert's matrices separately, others the
+stack. Reading and writing use the same pieces, so they cannot disagree.
 """
 
 import re
@@ -20,6 +20,9 @@ from backends.common.process.agreement import listed
 from slime_like.errors import ConfigError
 
 _STACK = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+_WHOLE = ".whole"
+"""End of our name of a stack that checkpoints store as one tensor."""
+
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -41,7 +44,7 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
     """List the stored tensors in ``values``, the parameter's entries from ``start`` along its first axis."""
     stack = _STACK.fullmatch(name)
     if stack is None:
-        return [Piece(name, start, values)]
+        return [Piece(name.removesuffix(_WHOLE), start, values)]
     matrices = _MATRICES[stack["kind"]]
     return [
         Piece(f"{stack['experts']}.{start + index}.{matrix}.weight", 0, part)
@@ -51,7 +54,8 @@ def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
 
 
 def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) -> dict[str, str]:
-    """Return the tensors' names in checkpoints, by module name. A stack of experts keeps its module name.
+    """Return the tensors' names in checkpoints, by module name. A stack of experts keeps its module name, with a mark
+    if it is one tensor.
 
     transformers defines every family's checkpoint layout.
 
@@ -78,7 +82,9 @@ def checkpoint_names(hugging_face: Any, kept: Mapping[str, Tensor], path: Path) 
 
 def _renamed(hugging_face: Any, name: str, value: Tensor, stored: dict[str, Shape]) -> str:
     """Return the other name under which a parameter is stored as one tensor, or ``name`` if there is none."""
-    if name in stored or _STACK.fullmatch(name):
+    if _STACK.fullmatch(name):
+        return name + _WHOLE * (name in stored)
+    if name in stored:
         return name
     alone = _stored(hugging_face, {name: value})
     return next(iter(alone)) if list(alone.values()) == [tuple(value.shape)] else name

@@ -110,7 +110,7 @@ class Optimizer:
 
 
 def _decays(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim > 1 and not name.endswith(".bias")
+    return parameter.ndim > 1 and not name.endswith("bias")
 
 
 def learning_rate(settings: OptimizerConfig, total: int, update: int) -> float:

@@ -4,10 +4,14 @@ A pack of a few short sequences runs through packed attention and the chunked he
 model as transformers computes it, with its masks and logits. This reveals scaled logits, and positions that are not
 counted from the sequence's beginning. The pack runs once more with other tokens in its first sequence, which must not
 affect the others. This reveals layers that mix tokens outside transformers' attention interface, above all convolutions
-and recurrences.
+and recurrences. Sliding windows that sequences may exceed are narrowed to a few tokens meanwhile, which reveals layers
+whose window is only in transformers' masks.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +25,9 @@ from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 
 LENGTHS = ((3, 14), (1, 6), (9, 8))
 """Numbers of prompt and response tokens."""
+
+NARROW = 4
+"""The sliding windows' tokens, fewer than most of these sequences have."""
 
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 """Largest mean difference of logprobs (nats) or values. In 16 bits, equal computations differ by a few hundredths."""
@@ -69,6 +76,23 @@ def require_own_forward(
             f"forward pass by {gap:.3g}{unit} on average (allowed: {BOUNDS[dtype]:g}); its attention or head does "
             "not support packs, so use another model"
         )
+
+
+@contextlib.contextmanager
+def narrow_windows(model: Any) -> Iterator[None]:
+    """Inside, sliding windows of transformers' ``model`` have at most ``NARROW`` tokens, except those as wide as its
+    context."""
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", math.inf)
+    owners = [(each, getattr(each, "sliding_window", None)) for each in (config, *model.modules())]
+    widths = [(each, width) for each, width in owners if width is not None and width < context]
+    for each, width in widths:
+        each.sliding_window = min(width, NARROW)
+    try:
+        yield
+    finally:
+        for each, width in widths:
+            each.sliding_window = width
 
 
 def _probe(dimensions: ModelDimensions, seed: int) -> PackedTrajectory:

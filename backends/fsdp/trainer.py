@@ -14,7 +14,7 @@ from backends.fsdp import parallel
 from backends.fsdp.micro_batch import ModelInput, model_input
 from backends.fsdp.model import LogprobModel, build
 from backends.fsdp.optimizer import Optimizer
-from backends.fsdp.own_forward import require_own_forward
+from backends.fsdp.own_forward import narrow_windows, require_own_forward
 from backends.fsdp.parallel import Groups
 from backends.fsdp.state import FsdpState
 from slime_like.checks.packages import attention_problems, missing_flash_attention
@@ -84,7 +84,8 @@ class FsdpTrainer(TrainerBase):
         self.model.requires_grad_(False)
 
     def _require_own_forward(self) -> None:
-        with self.state.without_factors(), self.model.even_head():  # transformers' experts have none
+        windows = narrow_windows(self.model.hugging_face)
+        with self.state.without_factors(), self.model.even_head(), windows:  # transformers' experts have no factors
             require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
@@ -105,13 +106,14 @@ class FsdpTrainer(TrainerBase):
         reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
             raise TrainerError(
-                f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to at most "
-                f"{reach} (sliding_window or attention_chunk_size), which packed attention does not support",
-                code="sequence-beyond-window",
+                f"a sequence has {pack.max_seqlen} tokens, but layers of {self.config.model.path} attend to chunks of "
+                f"{reach} (attention_chunk_size), which packed attention does not support",
+                code="sequence-beyond-chunk",
                 remedy="train on shorter sequences",
             )
         require_computable(pack, self.dimensions.vocab_size)
-        return model_input(pack, self.device, self.groups.context, self._by_package, balance, replay)
+        context, recurs = self.groups.context, self.model.recurs
+        return model_input(pack, self.device, context, self._by_package, balance, replay, recurs)
 
     def _loss(self, batch: ModelInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""

@@ -8,6 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
+from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.rotary import apply_rotary
@@ -26,10 +27,10 @@ Attention = Literal["transformer_engine", "ring_flash_attn", "ring", "allgather"
 
 def attention_of(trainer: TrainerConfig, dimensions: ModelDimensions, on_cuda: bool) -> Attention:
     """Return the configured attention. ``auto`` is Transformer Engine if it can run, otherwise the ring, and the
-    all-gather if sequences share prefixes."""
+    all-gather if sequences share prefixes or layers have windows."""
     if trainer.attention != "auto":
         return trainer.attention
-    if trainer.share_prefixes:
+    if trainer.share_prefixes or dimensions.attention.window is not None:
         return "allgather"
     return "transformer_engine" if uses_transformer_engine(trainer, dimensions, on_cuda) else "ring"
 
@@ -77,6 +78,7 @@ class PackedLayout(PackedSeqParams):
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
         interleaved: rotate adjacent elements instead of elements half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
+        recurrence: does it in recurrent layers, if the model has some.
         routed: what routers need, if they balance or replay.
     """
 
@@ -84,6 +86,7 @@ class PackedLayout(PackedSeqParams):
     sin: Tensor | None = None
     interleaved: bool = False
     attention: AnyAttention | None = None
+    recurrence: Recurrence | None = None
     responses: ResponseRows | None = None
     routed: RoutedTokens | None = None
 

@@ -7,6 +7,7 @@ import torch
 from megatron.core import parallel_state
 
 from backends.common.attention.choice import choose_attention
+from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device, require_computable
 from backends.common.step.routes import Replay
@@ -36,6 +37,7 @@ class BatchBuilder:
         self._vocab_size = dimensions.vocab_size
         self._dtype = dtype
         self._rotary = Rotary.of(dimensions, device)
+        self._is_recurrent = dimensions.attention.linear is not None
         self._context_group = parallel_state.get_context_parallel_group()
         # The attention determines how packs are split over these ranks.
         self._attention = attention_of(trainer, dimensions, torch.cuda.is_available())
@@ -91,6 +93,7 @@ class BatchBuilder:
             interleaved=self._rotary.interleaved,
             # Transformer Engine's attention reads the fields that Megatron defines.
             attention=None if name == "transformer_engine" else choose_attention(name, shard, self._context_group),
+            recurrence=Recurrence.of(shard, self._context_group) if self._is_recurrent else None,
             responses=ResponseRows.of(pack, shard),
         )
 

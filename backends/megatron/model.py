@@ -80,6 +80,7 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
         "layernorm_epsilon": dimensions.norm_eps,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
+        "layernorm_zero_centered_gamma": dimensions.zero_centered_norms,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
@@ -106,6 +107,7 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": dimensions.moe_shared_gate,
         # A list, even of equal layers, would store every layer under a separate name.
         **({"moe_layer_freq": _expert_pattern(dimensions)} if dimensions.dense_layers else {}),
         **_sigmoid_router(dimensions),

@@ -21,10 +21,10 @@ class _RMSNormFunction(torch.autograd.Function):
         else:
             wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
             rstd = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
-            normed = (wide * rstd).to(x.dtype)
+            normed = (wide * rstd).to(weight.dtype)
         ctx.save_for_backward(x, weight, rstd)
-        # Hugging Face rounds before it multiplies by the weight. The same rounding keeps both models alike in bf16.
-        return normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight
+        # Hugging Face rounds before it multiplies by a weight of x's type. The same rounding keeps both models alike.
+        return (normed.mul_(weight) if normed.dtype == weight.dtype else normed * weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -32,7 +32,9 @@ class _RMSNormFunction(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         if _has_fused(x):
             backward = torch.ops.aten._fused_rms_norm_backward
-            return *backward(grad.contiguous(), x.contiguous(), x.shape[-1:], rstd, weight, [True, True]), None
+            return *backward(
+                grad.contiguous(), x.contiguous(), x.shape[-1:], rstd, weight.to(x.dtype), [True, True]
+            ), None
         grad = grad.to(rstd.dtype)
         normed = x.to(rstd.dtype) * rstd
         product = grad * normed
@@ -43,19 +45,28 @@ class _RMSNormFunction(torch.autograd.Function):
         return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize (..., hidden_size), keeping shape and dtype, and multiply by a weight of the same or a wider type."""
+    return _RMSNormFunction.apply(x, weight, eps)
+
+
 class RMSNorm(torch.nn.Module):
     """Root mean square normalization (https://arxiv.org/abs/1910.07467, eq. 4) over the last axis.
 
     Megatron reduces the gradient of a weight marked ``sequence_parallel`` over the tensor-parallel group.
+
+    Attributes:
+        is_centered: the factor is 1 plus the weight, in fp32.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.eps = eps
+        self.is_centered: bool = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize (..., hidden_size), keeping shape and dtype."""
-        return _RMSNormFunction.apply(x, self.weight, self.eps)
+        return rms_norm(x, 1 + self.weight.float() if self.is_centered else self.weight, self.eps)

@@ -115,8 +115,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: float, interleaved: bool) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (x1, x2), (out1, out2) = _pairs(x, interleaved), _pairs(out, interleaved)
+    out, size = torch.empty_like(x, memory_format=torch.contiguous_format), 2 * cos.shape[-1]
+    out[..., size:] = x[..., size:]
+    (x1, x2), (out1, out2) = _pairs(x[..., :size], interleaved), _pairs(out[..., :size], interleaved)
     torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-direction)
     torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=direction)
     return out
@@ -127,7 +128,7 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate (T, heads, rotary_dim) by the table's angles.
+    """Rotate the leading part of (T, heads, size), of rotary_dim elements, by the table's angles.
 
     Args:
         interleaved: pair dimension 2i with 2i + 1, else i with i + rotary_dim / 2.

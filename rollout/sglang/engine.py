@@ -16,6 +16,7 @@ from slime_like.errors import EngineError
 from slime_like.hosting.child_process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import ADAPTER
 
 _MODULE = "rollout.sglang.main"
@@ -38,6 +39,13 @@ class SglangEngine(EngineBase[ChildProcess]):
         if config.model.lora.sends_factors:
             ranks, flush = partial(self._call, "receive"), partial(self._call, "finish_update")
             self.targets = {ADAPTER: AdapterTarget(config.model, ranks, "sglang.adapter:serve", flush)}
+
+    @staticmethod
+    def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:
+        """Return the reason why such a model cannot be served on these devices, or ``None``."""
+        if dimensions.attention.linear is not None and not on_cuda:
+            return "SGLang has no gated delta nets for a CPU; use rollout.engine=transformers, or vllm in bfloat16"
+        return None
 
     async def _start(self) -> None:
         check_arguments("sglang", self._config.rollout)

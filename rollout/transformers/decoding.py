@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
-from rollout.transformers.kv_cache import KeyValueCache
+from rollout.transformers.kv_cache import KeyValueCache, empty_cache
 from rollout.transformers.routers import Routers
 from rollout.transformers.samples import Sample, draw_tokens
 
@@ -107,11 +107,10 @@ class DecodeBatch:
                 sample.keep_routes(routes[place[context]][width - len(context) :])
         return torch.cat([part[0] for part in parts])[index]
 
-    def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, DynamicCache, np.ndarray]:
+    def _prefill_rows(self, ids: Tensor, mask: Tensor, score: bool) -> tuple[Tensor, Cache, np.ndarray]:
         """Return logits (n, V) after the last column, the cache, and, with ``score``, logprobs (n, width - 1)."""
         columns = range(ids.shape[1]) if score else (-1,)
-        # Without the model's configuration, layers keep all columns. A sliding window's mask hides the old ones.
-        cache = DynamicCache()
+        cache = empty_cache(getattr(self._model.config, "layer_types", None) or ())
         logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp_min(0), cache, columns)
         if not score:
             return logits[:, -1], cache, np.empty((len(ids), 0), dtype=np.float32)

@@ -1,7 +1,8 @@
-"""Keys and values of the rows that decode together, in buffers written in place.
+"""Keys and values, or recurrent states, of the rows that decode together, in buffers written in place.
 
 Contexts are right-aligned: all rows end at the same column, and shorter ones begin later. A new token adds one column,
-the last row overwrites a finished one, and a joining row is written after the others.
+the last row overwrites a finished one, and a joining row is written after the others. Layers with linear attention have
+the states after a row's last token instead; masked columns leave them at 0.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
 _SPARE_COLUMNS = 64
 
@@ -80,24 +81,60 @@ class BufferLayer(CacheLayerMixin):
         return moved
 
 
+class StateLayer(LinearAttentionLayer):
+    """One layer's states of convolution and recurrence, (rows, ...)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_previous_state[0] = True
+
+    def join(self, prefilled: Sequence[LinearAttentionLayer], index: Tensor) -> None:
+        for states, parts in (
+            (self.conv_states, [part.conv_states[0] for part in prefilled]),
+            (self.recurrent_states, [part.recurrent_states[0] for part in prefilled]),
+        ):
+            joining = torch.cat(parts)[index]
+            states[0] = joining if states[0] is None else torch.cat((states[0], joining))
+
+    def keep(self, order: list[int]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            states[0] = states[0][order]
+
+
+def empty_cache(kinds: Sequence[str]) -> Cache:
+    """Return the cache of a prefill, for layers of these kinds; all have attention if there are none."""
+    # Without the model's configuration, layers keep all columns. A sliding window's mask hides the old ones.
+    if "linear_attention" not in kinds:
+        return DynamicCache()
+    return Cache(layers=[LinearAttentionLayer() if kind == "linear_attention" else DynamicLayer() for kind in kinds])
+
+
 class KeyValueCache:
     """All layers of a batch. The arguments are the same as for ``join``.
 
     Attributes:
-        buffers: keys and values of every layer.
+        buffers: keys and values, by the layers' indices.
+        states: those of layers with linear attention.
         layers: the same as the model's ``past_key_values``.
         lengths: (rows,) int64, cached tokens of each row.
     """
 
-    def __init__(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
+    def __init__(self, prefilled: Sequence[Cache], index: Tensor, lengths: Tensor) -> None:
         self._extent = Extent()
-        states = ((layer.keys, layer.values) for layer in prefilled[0].layers)
-        self.buffers = [BufferLayer(self._extent, keys, values) for keys, values in states]
-        self.layers = Cache(layers=list(self.buffers))
+        self.buffers: dict[int, BufferLayer] = {}
+        self.states: dict[int, StateLayer] = {}
+        for number, layer in enumerate(prefilled[0].layers):
+            if isinstance(layer, LinearAttentionLayer):
+                self.states[number] = StateLayer()
+            else:
+                self.buffers[number] = BufferLayer(self._extent, layer.keys, layer.values)
+        every = self.buffers | self.states
+        self.layers = Cache(layers=[every[number] for number in sorted(every)])
+        self._first = next(iter(self.buffers.values()))
         self.lengths = lengths[:0]
         self.join(prefilled, index, lengths)
 
-    def join(self, prefilled: Sequence[DynamicCache], index: Tensor, lengths: Tensor) -> None:
+    def join(self, prefilled: Sequence[Cache], index: Tensor, lengths: Tensor) -> None:
         """Add rows.
 
         Args:
@@ -107,18 +144,20 @@ class KeyValueCache:
         """
         first, rows = self._extent.rows, self._extent.rows + len(index)
         width = max(self._extent.width, prefilled[0].get_seq_length())
-        if rows > self.buffers[0].keys.shape[0] or width > self._extent.width:
+        if rows > self._first.keys.shape[0] or width > self._extent.width:
             self._resize(rows, self._extent.width, width)
         self._extent.rows = rows
-        for number, buffer in enumerate(self.buffers):
+        for number, buffer in self.buffers.items():
             keys = torch.cat([part.layers[number].keys for part in prefilled])
             values = torch.cat([part.layers[number].values for part in prefilled])
             buffer.write_rows(first, keys[index], values[index])
+        for number, states in self.states.items():
+            states.join([part.layers[number] for part in prefilled], index)
         self.lengths = torch.cat((self.lengths, lengths))
 
     def begin_token(self) -> tuple[Tensor, Tensor]:
         """Make room for one token per row; return mask (rows, width + 1) and positions (rows, 1), int64."""
-        if self._extent.width == self.buffers[0].keys.shape[2]:
+        if self._extent.width == self._first.keys.shape[2]:
             longest = int(self.lengths.max())  # finished rows may have been longer
             self._resize(self._extent.rows, longest, longest)
         width = self._extent.width
@@ -140,13 +179,15 @@ class KeyValueCache:
             order[gap] = row
         if gaps:
             device = self.lengths.device
-            for buffer in self.buffers:
+            for buffer in self.buffers.values():
                 buffer.move_rows(torch.tensor(late, device=device), torch.tensor(gaps, device=device))
+        for states in self.states.values():
+            states.keep(order)
         self._extent.rows = rows
         self.lengths = self.lengths[order]
         return order
 
     def _resize(self, rows: int, used: int, width: int) -> None:
-        for buffer in self.buffers:
+        for buffer in self.buffers.values():
             buffer.resize(rows, width + max(_SPARE_COLUMNS, width // 2), used, width)
         self._extent.width = width

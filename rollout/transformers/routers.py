@@ -13,7 +13,8 @@ class Routers:
     def __init__(self, model: Any, layers: range) -> None:
         self._chosen: list[list[Tensor]] = [[] for _ in layers]
         for layer, chosen in zip(layers, self._chosen, strict=True):
-            router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
+            mlp = model.get_submodule(f"model.layers.{layer}.mlp")
+            router = mlp.router if hasattr(mlp, "router") else mlp.gate
             router.register_forward_hook(lambda _, __, output, kept=chosen: kept.append(output[2]))
 
     def take(self, rows: int) -> np.ndarray:

@@ -9,8 +9,10 @@ from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_
 from rollout.vllm.sampling import MOST_TIES
 from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
+from slime_like.errors import EngineError
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tower import has_tower
 from slime_like.weights.adapter import module_ends
 from slime_like.weights.expected_tensors import expected_factors, expected_tensors
 from slime_like.weights.quantization import checkpoint_settings
@@ -59,7 +61,8 @@ def engine_arguments(config: RunConfig, engine_index: int, part: EnginePart = WH
     """Build vLLM's arguments, after ``prepare_environment``.
 
     Raises:
-        EngineError: ``rollout.engine_args`` has an argument that is unknown to vLLM or not supported.
+        EngineError: ``rollout.engine_args`` has an argument that is unknown to vLLM or not supported, or vLLM does not
+            compute the model in this type.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -122,9 +125,20 @@ def _owned(config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> di
         "enable_log_requests": False,
         "generation_config": "vllm",  # no defaults of the checkpoint
         **_lora(config.model),
-        **({"enable_chunked_prefill": False} if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
+        **(_whole_prefills(config.model) if on_cpu() else {SLEEP_ARGUMENT: sleeps}),
         **(_routes(on_cpu()) if config.algorithm.routing_replay == "rollout" else {}),
     }
+
+
+def _whole_prefills(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments on a CPU. vLLM caches prefixes' recurrent states only between the parts of a prefill."""
+    if ModelDimensions.from_checkpoint(model.path).attention.linear is None:
+        return {"enable_chunked_prefill": False}
+    if model.dtype == "float32":
+        problem = "model.dtype=float32: vLLM computes gated delta nets on a CPU only in bfloat16"
+        remedy = "set bfloat16, or use rollout.engine=transformers"
+        raise EngineError(problem, code="model-not-servable", remedy=remedy)
+    return {"enable_chunked_prefill": False, "enable_prefix_caching": False}
 
 
 def _routes(cpu: bool) -> dict[str, Any]:
@@ -145,6 +159,8 @@ def _lora(model: ModelConfig) -> dict[str, Any]:
 
 def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {"disable_log_stats": True, "max_num_seqs": sequences_at_once(config.rollout)}
+    if has_tower(config.model.path):
+        defaults["language_model_only"] = True
     if not cpu and config.rollout.ranks > 1 and config.cluster.placement == "colocated":
         # A sleeping engine also frees NCCL's buffers. vLLM ignores this if NCCL is older than 2.29.7.
         defaults["enable_nccl_comm_suspend"] = True

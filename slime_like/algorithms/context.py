@@ -214,6 +214,12 @@ def _segment_lengths(packed: PackedTrajectory, cp_size: int, layout: Layout, mul
     )
 
 
+def places(cu_padded: Tensor, cp_size: int, cp_rank: int, layout: Layout) -> Tensor:
+    """Return the (T_local,) int64 places of a rank's tokens on the whole padded axis."""
+    segment, offset = _local_coordinates(cu_padded, cp_size, cp_rank, layout)
+    return cu_padded[segment] + offset
+
+
 def _local_coordinates(cu_padded: Tensor, cp_size: int, cp_rank: int, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return (T_local,) segment indices and offsets in the padded segment of every local token."""
     lengths = cu_padded.diff()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from slime_like.config.run import RunConfig
-from slime_like.models.dimensions import OTHER, ModelDimensions
+from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
 
 
 def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
@@ -21,20 +21,62 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         yield f"trainer.router_bias_rate={rate:g}, but the model has no sigmoid routers of a known family; use 0"
     if (special := dimensions.attention.special) and config.trainer.attention == "transformer_engine":
         yield f"trainer.attention=transformer_engine is not supported for {special}; use auto, ring or allgather"
-    if (reason := dimensions.attention.unsupported) is None:
-        return
-    if config.trainer.backend == "megatron":
+    if config.trainer.share_prefixes and dimensions.attention.linear is not None:
         yield (
-            f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "
-            "Hugging Face's model"
+            f"trainer.share_prefixes={config.trainer.share_prefixes}: layers with linear attention keep one state per "
+            "sequence, which cannot branch; set it to false"
         )
+    yield from _window_problems(config, dimensions)
+    if config.trainer.backend == "megatron":
+        if reason := _not_in_megatron(config, dimensions):
+            yield (
+                f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "
+                "Hugging Face's model"
+            )
+        return
+    if dimensions.attention.unsupported is None:
         return
     reach, longest = dimensions.attention.reach, config.max_model_len
     if reach is not None and not config.supervised and longest > reach:
         yield (
             f"sequences may have {longest} tokens (data.max_prompt_tokens, rollout.max_new_tokens), but layers of "
-            f"{config.model.path} attend to {reach} at most (sliding_window or attention_chunk_size in its "
-            f"config.json), which packed attention does not support; lower the two settings to {reach} tokens in all"
+            f"{config.model.path} attend to chunks of {reach} (attention_chunk_size in its config.json), which packed "
+            f"attention does not support; lower the two settings to {reach} tokens in all"
         )
     if coefficient > 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"
+
+
+def _not_in_megatron(config: RunConfig, dimensions: ModelDimensions) -> str | None:
+    """Return why Megatron cannot train the model, as the beginning of a sentence."""
+    if dimensions.attention.unsupported is not None:
+        return dimensions.attention.unsupported
+    if not FAMILIES[dimensions.family].megatron:
+        return f"{config.model.path} is a model of type {dimensions.family}"
+    if _slides(config, dimensions):
+        return f"layers of {config.model.path} have a sliding window of {dimensions.attention.window} tokens"
+    return None
+
+
+def _slides(config: RunConfig, dimensions: ModelDimensions) -> bool:
+    """Return whether sequences may be longer than a sliding window."""
+    window = dimensions.attention.window
+    return window is not None and (config.supervised or config.max_model_len > window)
+
+
+def _window_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    """Yield what excludes windows that are narrower than sequences, and sinks."""
+    trainer, window = config.trainer, dimensions.attention.window
+    slides = _slides(config, dimensions)
+    if slides and trainer.share_prefixes:
+        yield (
+            f"trainer.share_prefixes={trainer.share_prefixes}: layers of {config.model.path} have a sliding window of "
+            f"{window} tokens, which shared prefixes do not support; set it to false"
+        )
+    context, attention = trainer.parallel.context, trainer.attention
+    has_sinks = dimensions.attention.sinks and attention == "ring_flash_attn"
+    if context > 1 and (has_sinks or (slides and attention in ("ring", "ring_flash_attn"))):
+        yield (
+            f"trainer.attention={attention} over trainer.parallel.context={context} ranks does not support "
+            f"{'attention sinks' if has_sinks else f'a sliding window of {window} tokens'}; use auto (allgather)"
+        )

@@ -9,7 +9,7 @@ from slime_like.models.dimensions import ModelDimensions
 
 def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
     """Return why this layout cannot run this model, one sentence per problem."""
-    parts = (_tensor_problems, _pipeline_problems, _expert_problems)
+    parts = (_tensor_problems, _linear_problems, _pipeline_problems, _expert_problems)
     return [problem for part in parts for problem in part(parallel, dimensions)]
 
 
@@ -66,6 +66,18 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
         yield (
             f"trainer.parallel.tensor={parallel.tensor} is neither a divisor nor a multiple of the model's {groups} "
             f"KV heads; use {either(fitting)}"
+        )
+
+
+def _linear_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    linear = dimensions.attention.linear
+    if linear is not None and linear.num_key_heads % (parallel.tensor * parallel.context):
+        axis, other = ("context", "tensor") if parallel.context > 1 else ("tensor", "context")
+        heads = linear.num_key_heads
+        fitting = [size for size in divisors(heads) if heads % (size * getattr(parallel, other)) == 0] or [1]
+        yield (
+            f"trainer.parallel.{axis}={getattr(parallel, axis)}: tensor * context ranks, which share the heads of "
+            f"linear attention, do not divide the model's {heads} key heads; use {either(fitting)}"
         )
 
 

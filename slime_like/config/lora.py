@@ -39,7 +39,7 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Share of a factor's inputs that training sets to 0.")
     targets: Annotated[tuple[str, ...], BeforeValidator(_names)] = (ALL_LINEAR,)
     """Modules with factors, by Hugging Face name or its end, such as q_proj. all-linear: all matrices of the layers,
-    except routers."""
+    except routers and gates."""
     sync: Literal["merged", "adapter"] = "merged"
     """merged: engines get whole weights. adapter: engines get only the factors, and apply them."""
     path: Path | None = Field(None, description="PEFT adapter to continue from, which determines rank and targets.")

@@ -13,6 +13,7 @@ from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import write_random_weights
 from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
 from slime_like.models.special_tokens import tokenizer_files
+from slime_like.models.tower import transformers_config
 
 _HEAD_DIM = 32
 _HIDDEN = 128
@@ -46,14 +47,14 @@ def make_look_alike(
             "small one like it",
             code="look-alike-family",
         )
-    config = transformers.AutoConfig.from_pretrained(model)
+    config = transformers_config(model)
     small = FAMILIES[dimensions.family].small
     small = {name: value for name, value in small.items() if getattr(config, name, None) is not None}
     for name, value in _sizes(dimensions, small, layers, has_head_dim=hasattr(config, "head_dim")).items():
         if hasattr(config, name):
             setattr(config, name, value)
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+        config.layer_types = config.layer_types[-config.num_hidden_layers :]  # ends with attention, if any layer has it
     config.dtype = torch.float32
     if not with_vocabulary:
         config.vocab_size = min(config.vocab_size, _VOCABULARY + config.vocab_size % _MULTIPLE)

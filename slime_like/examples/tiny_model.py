@@ -50,12 +50,14 @@ _DEMONSTRATIONS = 4
 def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **overrides: Any) -> None:
     """Write a randomly initialized checkpoint to ``directory``.
 
-    Weights are normal with standard deviation ``1 / sqrt(fan-in)``. Norm weights and biases scatter around 1 and 0, so
-    a lost or swapped one changes the logits.
+    Weights are normal with standard deviation ``1 / sqrt(fan-in)``. Norm weights and biases scatter around 1 and 0 (0
+    and 0 if norms add 1), so a lost or swapped one changes the logits.
 
     Args:
-        family: llama (with llama3 rope scaling), mistral, qwen2 (biases, tied embeddings), qwen3, qwen3_moe or
-            deepseek_v3 (latent attention with YaRN, one dense layer, shared experts, routers with a bias).
+        family: llama (with llama3 rope scaling), mistral, qwen2 (biases, tied embeddings), qwen3, qwen3_moe,
+            deepseek_v3 (latent attention with YaRN, one dense layer, shared experts, routers with a bias), gpt_oss
+            (sinks, windows, experts with biases), gemma3_text (windows, tied embeddings), or qwen3_next, qwen3_5_text,
+            qwen3_5_moe_text (gated delta nets in every other layer).
         overrides: fields of the family's transformers configuration, e.g. ``num_hidden_layers=4``,
             ``tie_word_embeddings=True`` or ``dtype="bfloat16"`` (float32 by default).
 
@@ -127,7 +129,8 @@ def _special_ids() -> dict[str, int]:
 def _initialise(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.normal_(1.0, 0.1, generator=generator)
+            around = float(parameter[0])  # 0 if it is added to 1
+            parameter.normal_(around, 0.1, generator=generator)
         elif parameter.dim() == 1:
             parameter.normal_(0.0, 0.1, generator=generator)
         else:

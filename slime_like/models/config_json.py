@@ -6,12 +6,11 @@ Every reader raises ``KeyError`` for a missing key, ``ValueError`` for a value o
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_like.errors import ConfigError
-
-SLIDES = "it has sliding-window attention"
 
 
 class UnsupportedError(Exception):
@@ -108,12 +107,22 @@ def _rope(raw: dict[str, Any], key: str) -> dict[str, Any]:
     }
 
 
+def rotary_fraction(raw: dict[str, Any], default: float = 1.0) -> float:
+    """Read the part of a head that has rotary embedding."""
+    key = "partial_rotary_factor"
+    given = (raw.get("rope_parameters"), raw.get("rope_scaling"), raw, {key: default})
+    fraction = number(next(each for each in given if isinstance(each, dict) and key in each), key)
+    if fraction > 1:
+        raise ValueError(f"{key}={fraction:g} must be at most 1")
+    return fraction
+
+
 def decoder(raw: dict[str, Any], **features: Any) -> dict[str, Any]:
     """Read a decoder with RMSNorms, SwiGLU and attention to all earlier tokens; ``features`` are the family's."""
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
     if raw.get("use_sliding_window"):
-        raise UnsupportedError(SLIDES)
+        raise UnsupportedError("only some of its layers have a sliding window")
     sparse = (raw.get("decoder_sparse_step", 1), raw.get("moe_layer_freq", 1))
     if raw.get("mlp_only_layers") or sparse != (1, 1):
         raise UnsupportedError("it has layers without experts between layers with experts")
@@ -155,12 +164,19 @@ def any_model(raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def attention_reach(raw: dict[str, Any]) -> int | None:
-    """Return the narrowest window or chunk of any layer, or ``None`` if no layer uses one."""
-    kinds = raw.get("layer_types")
-    slides = "sliding_attention" in kinds if isinstance(kinds, list) else raw.get("use_sliding_window") is not False
-    keys = ("sliding_window", "attention_chunk_size") if slides else ("attention_chunk_size",)
-    return min((count(raw, key) for key in keys if raw.get(key) is not None), default=None)
+def windows(raw: dict[str, Any], kinds: Sequence[str] = ()) -> tuple[int | None, ...]:
+    """Read the sliding window of every layer; empty if there is none. ``kinds``: layers' kinds if the file has none."""
+    if raw.get("sliding_window") is None or raw.get("use_sliding_window") is False:
+        return ()
+    window, found = count(raw, "sliding_window"), raw.get("layer_types") or kinds
+    if not found:
+        return (window,) * count(raw, "num_hidden_layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in found)
+
+
+def chunk(raw: dict[str, Any]) -> int | None:
+    """Return the tokens of a chunk beyond which layers don't attend, or ``None``."""
+    return None if raw.get("attention_chunk_size") is None else count(raw, "attention_chunk_size")
 
 
 def eos_ids(raw: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:

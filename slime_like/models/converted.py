@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.system.disk import length_fault
+from slime_like.system.words import from_here
 
 WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
 """Megatron's files, the rest of the Hugging Face directory, and the description of the source."""
@@ -46,6 +47,19 @@ def training_checkpoint(path: Path) -> Path | None:
     if (path / "config.json").is_file() or not (root / WEIGHTS).is_dir():
         return None
     return root if is_converted(root) or (root / "state.json").is_file() else None
+
+
+def what_instead(directory: Path) -> str:
+    """Say what a directory without a ``config.json`` is, with the remedy."""
+    if not directory.exists():
+        return f" does not exist{from_here(directory)}; give a Hugging Face checkpoint directory"
+    checkpoint = training_checkpoint(directory)
+    if checkpoint is None:
+        return ": contains no config.json; give a Hugging Face checkpoint directory"
+    return (
+        f" is a training checkpoint; give the Hugging Face directory it was made from and model.weights={checkpoint}, "
+        "or convert it with `slime-like convert to-hf`"
+    )
 
 
 def damage_remedy(weights: Path, otherwise: str) -> str:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Self
 
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
-from slime_like.models.converted import training_checkpoint
-from slime_like.system.words import from_here
+from slime_like.models.converted import what_instead
+from slime_like.models.linear_attention import LinearAttention
+from slime_like.models.tower import language_settings
 
 OTHER = "other"
 """The family of causal language models that transformers supports, but this project's formulas do not."""
@@ -38,7 +39,7 @@ class Family:
         name: transformers' model type.
         architecture: first entry of ``architectures`` in ``config.json``.
         read: returns fields of ``ModelDimensions`` for the content of ``config.json``; raises like ``config_json``.
-        megatron: module and class of Megatron's settings, layers and conversion rules.
+        megatron: module and class of Megatron's settings, layers and conversion rules; empty if only FSDP trains it.
         small: sizes of attention in small models, as fields of transformers' configuration, if they are special.
         tiny: other fields in which a tiny model differs from other families'.
     """
@@ -55,22 +56,43 @@ FAMILIES: dict[str, Family] = {}
 """All families by name, from ``slime_like.models.families``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Grouped-query attention, and all that depends on the kind of a model's layers.
 
     A subclass describes another kind of layers and has the sizes that only this kind has. Counts are of all layers.
 
     Attributes:
+        rotary_fraction: the leading part of a head that has rotary embedding.
+        output_gate: outputs are multiplied by the sigmoid of a gate, whose rows follow each query head's.
+        linear: what some layers have instead of attention.
+        windows: keys that queries of each layer see at most, their own included; ``None`` for all, and empty if every
+            layer's queries see all.
+        sinks: every head has a score in its softmax that no value belongs to.
+        output_bias: the output projection has a bias.
         reloads: a weight update replaces every tensor that an engine computes with.
     """
 
+    rotary_fraction: float = 1.0
+    output_gate: bool = False
+    linear: LinearAttention | None = None
+    windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    output_bias: bool = False
     reloads: ClassVar[bool] = True
 
     @property
     def special(self) -> str:
         """Name of layers that Transformer Engine does not support, and engines may fuse; empty for others."""
-        return "" if type(self) is Attention else type(self).__name__
+        if type(self) is not Attention:
+            return type(self).__name__
+        properties = {
+            "output gates": self.output_gate,
+            "partial rotary embedding": self.rotary_fraction < 1,
+            "sliding windows": self.window is not None,
+            "attention sinks": self.sinks,
+        }
+        return " and ".join(name for name, has_it in properties.items() if has_it)
 
     @property
     def interleaved(self) -> bool:
@@ -84,31 +106,40 @@ class Attention:
 
     @property
     def reach(self) -> int | None:
-        """The most keys that some layers' queries see, in tokens; ``None`` if every query sees all earlier tokens."""
+        """The longest sequence, in tokens, that all layers can compute; ``None`` if there is no limit."""
         return None
 
+    @property
+    def window(self) -> int | None:
+        """The narrowest window of any layer."""
+        return min((window for window in self.windows if window is not None), default=None)
+
     def rotary_size(self, model: ModelDimensions) -> int:
-        return model.head_dim
+        return int(model.head_dim * self.rotary_fraction)
 
     def value_size(self, model: ModelDimensions) -> int:
         return model.head_dim
 
     def sizes(self, model: ModelDimensions) -> dict[str, int]:
         """Return the sizes that only this kind has, by the names that conversion rules use."""
-        return {}
+        return {} if self.linear is None else self.linear.sizes
 
     def matrices(self, model: ModelDimensions) -> int:
         """Return the elements of the matrices."""
-        return model.num_layers * 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
+        heads = (3 if self.output_gate else 2) * model.num_heads + 2 * model.num_kv_heads
+        linear = 0 if self.linear is None else self.linear.matrices(model.hidden_size)
+        return model.attention_layers * model.hidden_size * model.head_dim * heads + linear
 
     def vectors(self, model: ModelDimensions) -> int:
-        """Return the elements of norms inside attention, and of biases."""
+        """Return the elements of norms inside attention, of biases, and of convolutions."""
         biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.qkv_bias
-        return model.num_layers * (biases + 2 * model.head_dim * model.qk_norm)
+        linear = 0 if self.linear is None else self.linear.vectors
+        outputs = model.hidden_size * self.output_bias + model.num_heads * self.sinks
+        return model.attention_layers * (biases + 2 * model.head_dim * model.qk_norm + outputs) + linear
 
     def cached(self, model: ModelDimensions, gpus: int) -> int:
         """Return the elements that an engine caches of one token on each of ``gpus`` GPUs."""
-        return model.num_layers * 2 * -(-model.num_kv_heads // gpus) * model.head_dim
+        return model.attention_layers * 2 * -(-model.num_kv_heads // gpus) * model.head_dim
 
     def split_columns(self, model: ModelDimensions) -> dict[str, int]:
         """Return further sizes that tensor-parallel ranks split, by their names for the user."""
@@ -121,7 +152,7 @@ class ForeignAttention(Attention):
 
     Attributes:
         unsupported: see ``Attention``.
-        reach: the narrowest sliding window or chunk of any layer.
+        reach: the narrowest chunk of any layer.
     """
 
     unsupported: str = field()  # without it, the base's property would be the default
@@ -143,17 +174,22 @@ class ModelDimensions:
             its ``norm_eps`` and ``rope_theta`` are 0.
         attention: the kind of the layers, with further sizes.
         rope_scaling: the checkpoint's scaling parameters (with their "rope_type"), or ``None``.
-        qkv_bias: query, key and value projections have biases (the output projection never has one here).
+        qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys pass a per-head RMSNorm.
+        zero_centered_norms: norms multiply by 1 + weight, except those inside linear attention.
+        post_norms: outputs of attention and of MLPs pass a norm, too.
         eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
         num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
         dense_layers: number of leading layers without experts in a mixture of experts.
         moe_shared_ffn_hidden_size: total size of the experts that every token goes to.
+        moe_shared_gate: their output is multiplied by the sigmoid of a gate, one for each token.
         moe_sigmoid: a router's scores are sigmoids, and a bias that is not a parameter affects only the choice
             (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); otherwise scores are a softmax.
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
+        moe_bias: routers and experts have biases.
         moe_scaling: factor of the chosen experts' weights.
         draft_layers: layers for multi-token prediction that may be stored after the model's layers, and are not read.
+        tower: the checkpoint also has a vision tower, which is kept as it is.
         values: a linear map from hidden states to one number, ``VALUE_HEAD``, takes the place of the logits.
         counted: parameters in total, and in the matrix products that one token goes through. Planning counts them on
             the model itself for foreign models.
@@ -175,6 +211,8 @@ class ModelDimensions:
     tied_embeddings: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    zero_centered_norms: bool = False
+    post_norms: bool = False
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0
     moe_top_k: int = 0
@@ -182,11 +220,14 @@ class ModelDimensions:
     moe_norm_topk_prob: bool = True
     dense_layers: int = 0
     moe_shared_ffn_hidden_size: int = 0
+    moe_shared_gate: bool = False
     moe_sigmoid: bool = False
     moe_groups: int = 1
     moe_top_groups: int = 1
+    moe_bias: bool = False
     moe_scaling: float = 1.0
     draft_layers: int = 0
+    tower: bool = False
     values: bool = False
     counted: tuple[int, int] | None = None
 
@@ -201,6 +242,11 @@ class ModelDimensions:
         return self.attention.value_size(self)
 
     @property
+    def attention_layers(self) -> int:
+        """Number of layers without linear attention."""
+        return self.num_layers - (0 if self.attention.linear is None else len(self.attention.linear.layers))
+
+    @property
     def expert_layers(self) -> range:
         """Indices of the layers with experts."""
         return range(self.dense_layers, self.num_layers) if self.num_experts else range(0)
@@ -208,7 +254,8 @@ class ModelDimensions:
     def mlp_parameters(self, experts: int) -> int:
         """Return the elements of all layers' feed-forward matrices, with ``experts`` experts per layer and routers."""
         of_experts = len(self.expert_layers)
-        routed = 3 * experts * self.moe_ffn_hidden_size + 3 * self.moe_shared_ffn_hidden_size + self.num_experts
+        shared = 3 * self.moe_shared_ffn_hidden_size + self.moe_shared_gate
+        routed = 3 * experts * self.moe_ffn_hidden_size + shared + self.num_experts
         dense = 3 * self.ffn_hidden_size
         return self.hidden_size * ((self.num_layers - of_experts) * dense + of_experts * routed)
 
@@ -222,6 +269,8 @@ class ModelDimensions:
 
     def is_draft(self, name: str) -> bool:
         """Return whether the Hugging Face tensor belongs to a layer for multi-token prediction."""
+        if name.startswith("mtp."):
+            return True
         found = _LAYER.match(name)
         return found is not None and 0 <= int(found[1]) - self.num_layers < self.draft_layers
 
@@ -236,8 +285,9 @@ class ModelDimensions:
         if self.counted is not None:
             return self.counted[0]
         attention = self.attention.matrices(self) + self.attention.vectors(self)
-        norms = 2 * self.num_layers * self.hidden_size
-        routing_biases = len(self.expert_layers) * self.num_experts * self.moe_sigmoid
+        norms = (4 if self.post_norms else 2) * self.num_layers * self.hidden_size
+        of_expert = (2 * self.moe_ffn_hidden_size + self.hidden_size + 1) * self.moe_bias + self.moe_sigmoid
+        routing_biases = len(self.expert_layers) * self.num_experts * of_expert
         head = 1 if self.values else 0 if self.tied_embeddings else self.vocab_size
         outer = self.hidden_size * (self.vocab_size + head + 1)
         return attention + norms + self.mlp_parameters(self.num_experts) + routing_biases + outer
@@ -254,8 +304,10 @@ class ModelDimensions:
         """
         path = Path(directory) / "config.json"
         if not path.is_file():
-            raise ConfigError(f"model.path={directory}{_what_instead(Path(directory))}")
+            raise ConfigError(f"model.path={directory}{what_instead(Path(directory))}")
         raw = config_json.read_object(path)
+        if (settings := language_settings(raw)) is not None:
+            return replace(cls._from_raw(settings, path), tower=not values, values=values)
         if not values:
             return cls._from_raw(raw, path)
         if isinstance(architectures := raw.get("architectures"), list):
@@ -282,7 +334,8 @@ class ModelDimensions:
 
 def _of_another(raw: dict[str, Any], path: Path, reason: str) -> dict[str, Any]:
     try:
-        attention = ForeignAttention(reason, config_json.attention_reach(raw))
+        chunk, windows = config_json.chunk(raw), config_json.windows(raw)
+        attention = ForeignAttention(unsupported=reason, reach=chunk, windows=windows)
         return {"family": OTHER, "attention": attention, **config_json.any_model(raw)}
     except KeyError as error:
         raise ConfigError(
@@ -310,15 +363,3 @@ def keeps_type(name: str) -> bool:
     Router biases do: rounding would change the chosen experts.
     """
     return name.endswith(".e_score_correction_bias")
-
-
-def _what_instead(directory: Path) -> str:
-    if not directory.exists():
-        return f" does not exist{from_here(directory)}; give a Hugging Face checkpoint directory"
-    checkpoint = training_checkpoint(directory)
-    if checkpoint is None:
-        return ": contains no config.json; give a Hugging Face checkpoint directory"
-    return (
-        f" is a training checkpoint; give the Hugging Face directory it was made from and model.weights={checkpoint}, "
-        "or convert it with `slime-like convert to-hf`"
-    )

@@ -3,12 +3,14 @@
 import json
 import re
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
+from slime_like.models.dimensions import OTHER, VALUE_HEAD, ModelDimensions
+from slime_like.models.tower import language_names
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -16,6 +18,18 @@ _AGAIN = "copy or download it again"
 
 _LAYER = re.compile(r"\D*?\.(\d+)\.")
 """The first number in a name is the layer's index: model.layers.3., transformer.h.3., gpt_neox.layers.3."""
+
+
+_STACK = re.compile(r"(?P<experts>.*\.mlp\.experts)\.gate_up_proj")
+
+
+class StackPart(NamedTuple):
+    """One expert's matrix: ``rows`` rows from ``start`` of entry ``expert`` of the stored tensor ``stack``."""
+
+    stack: str
+    expert: int
+    start: int
+    rows: int
 
 
 class WeightFilesError(ValueError):
@@ -37,7 +51,8 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
         missing = [file for file in files if not file.is_file()]
         if missing:
             return [f"{file} is missing, though {INDEX} lists it; {_AGAIN}" for file in missing]
-        names = [name for file in files for name in _shapes(file) if not dimensions.is_draft(name)]
+        stored = (name for file in files for name in _shapes(file))
+        names = [name for name in language_names(directory, stored).values() if not dimensions.is_draft(name)]
     except WeightFilesError as error:
         return [str(error)]
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found}
@@ -52,18 +67,54 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
 def header_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in the safetensors files of ``directory``, from their headers.
 
+    Stacks of experts are listed as matrices (see ``stack_parts``).
+
     Raises:
         WeightFilesError: a file is missing or damaged.
     """
+    shapes = stored_shapes(directory)
+    parts = stack_parts(directory, shapes)
+    matrices = {name: (part.rows, shapes[part.stack][2]) for name, part in parts.items()}
+    stacks = {part.stack for part in parts.values()}
+    return {name: shape for name, shape in shapes.items() if name not in stacks} | matrices
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the same with stacks as they are stored."""
     return {name: shape for file in weight_files(directory) for name, shape in _shapes(file).items()}
 
 
+def stack_parts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StackPart]:
+    """Return the matrices of experts that are stored in stacks, by the names that they have in other checkpoints.
+
+    Some checkpoints (Qwen3.5's) have two stacks in each layer, like transformers' modules: (E, 2I, H), with the gate's
+    rows above the up projection's, and (E, H, I). Stacks of transposed matrices, and of families that always store
+    stacks, are not listed.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        if match := _STACK.fullmatch(name):
+            down = f"{match['experts']}.down_proj"
+            experts, rows, width = shape if len(shape) == 3 else (0, 0, 0)
+            if experts and shapes.get(down) == (experts, width, rows // 2):
+                half = rows // 2
+                kinds = {"gate": (name, 0, half), "up": (name, half, half), "down": (down, 0, width)}
+                for kind, (stack, start, count) in kinds.items():
+                    for expert in range(experts):
+                        matrix = f"{match['experts']}.{expert}.{kind}_proj.weight"
+                        found[matrix] = StackPart(stack, expert, start, count)
+    return found if found and ModelDimensions.from_checkpoint(directory).family != OTHER else {}
+
+
 def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of a model. Leaves out stored tensors that are not separate weights
-    (``ModelDimensions.is_ignored``). Raises like ``header_shapes`` and ``ModelDimensions.from_checkpoint``."""
+    """Return the shape of every weight of a model, by its stored name. Leaves out a vision tower, and stored tensors
+    that are not separate weights (``ModelDimensions.is_ignored``). Raises like ``header_shapes`` and
+    ``ModelDimensions.from_checkpoint``."""
     shapes = header_shapes(directory)
     dimensions = ModelDimensions.from_checkpoint(directory)
-    return {name: shape for name, shape in shapes.items() if not dimensions.is_ignored(name)}
+    return {
+        name: shapes[name] for name, own in language_names(directory, shapes).items() if not dimensions.is_ignored(own)
+    }
 
 
 def value_head_of(names: Container[str]) -> str | None:

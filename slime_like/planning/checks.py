@@ -7,6 +7,7 @@ from pathlib import Path
 from slime_like.checks.layout import divisors
 from slime_like.config import CheckpointConfig, RunConfig
 from slime_like.config.filling import gpus_needed
+from slime_like.models.tower import language_names
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning.units import memory_text, traffic_text
 from slime_like.system.network import is_free
@@ -80,7 +81,8 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
     Raises:
         WeightFilesError: the weight files cannot be read.
     """
-    found = header_shapes(path)
+    shapes = header_shapes(path)
+    found = {own: shapes[name] for name, own in language_names(path, shapes).items()}
     missing = sorted(expected.keys() - found.keys())
     # A checkpoint may contain a tied output projection in addition to the embedding.
     unexpected = sorted(found.keys() - expected.keys() - {"lm_head.weight"})

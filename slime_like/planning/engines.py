@@ -25,6 +25,7 @@ class EnginePlan:
         reserve_bytes: ``sleeping_bytes`` and a prefill's activations.
         kv_bytes_per_token: KV cache of one token in a stage's layers; if the model has fewer KV heads than the stage
             has GPUs, heads are repeated.
+        state_tokens: tokens whose KV cache is as large as the states of one sequence's recurrent layers.
         kv_tokens: tokens that the cache of the whole engine holds.
         longest_sequences: sequences of ``rollout.max_model_len`` that it holds at the same time.
         at_once: sequences of mean length that it decodes at the same time, within the adapter's limit.
@@ -36,6 +37,7 @@ class EnginePlan:
     sleeping_bytes: int
     reserve_bytes: int
     kv_bytes_per_token: int
+    state_tokens: int
     kv_tokens: int
     longest_sequences: int
     at_once: int
@@ -48,6 +50,9 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     weights = run.weight_bytes if rollout.pipeline == 1 else outer + (run.weight_bytes - 2 * outer) * stage // layers
     weights = weights // rollout.tensor + 2 * run.adapter_bytes  # one slot stays empty
     per_token = run.dimensions.attention.cached(run.dimensions, rollout.tensor) * run.element_bytes * stage // layers
+    linear = run.dimensions.attention.linear
+    states = 0 if linear is None else linear.state_bytes(run.element_bytes) // rollout.tensor * stage // layers
+    state_tokens = -(-states // per_token)
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
     default = DEFAULT_SHARES.get(rollout.engine, _DEFAULT_SHARE)
     share = rollout.own_engine_args.get(SHARES.get(rollout.engine, ""), default)
@@ -67,9 +72,10 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
         sleeping_bytes=sleeping,
         reserve_bytes=reserve,
         kv_bytes_per_token=per_token,
+        state_tokens=state_tokens,
         kv_tokens=tokens,
-        longest_sequences=tokens // run.config.max_model_len,
-        at_once=min(limit, int(tokens / run.workload.mean_length)),
+        longest_sequences=tokens // (run.config.max_model_len + state_tokens),
+        at_once=min(limit, int(tokens / (run.workload.mean_length + state_tokens))),
     )
 
 
@@ -122,7 +128,9 @@ def predict_generation(run: PlannedRun, engine: EnginePlan) -> Generation:
     per_token = 2.0 * dimensions.active_parameters / engine.gpus
     # Samples of one prompt share its prefill.
     prompts = sequences / rollout.samples_per_prompt
-    cache = wave * (workload.mean_prompt + workload.mean_response / 2) * engine.kv_bytes_per_token
+    # States are read and written.
+    read_tokens = workload.mean_prompt + workload.mean_response / 2 + 2 * engine.state_tokens
+    cache = wave * read_tokens * engine.kv_bytes_per_token
     # A step of a mixture of experts reads at most the experts of the wave's tokens.
     read = min(1.0, wave / rollout.pipeline * dimensions.active_parameters / dimensions.num_parameters)
     return Generation(

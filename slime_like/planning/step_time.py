@@ -81,7 +81,7 @@ def predict(
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
-    attention = dimensions.num_layers * workload.attention_length * dimensions.num_heads * dimensions.head_dim
+    attention = dimensions.attention_layers * workload.attention_length * dimensions.num_heads * dimensions.head_dim
     per_weight = 4.0 if config.model.lora.is_set else 6.0  # the base has no weight gradients
     flops = (per_weight * dimensions.active_parameters + 6.0 * attention) * workload.tokens * algorithm.epochs
     ceiling = layout.world_size * hardware.gpu.ceiling_tflops * 1e12

@@ -147,7 +147,7 @@ def step_lines(plan: Plan) -> Iterator[str]:
         detail = f"{', during training' if step.overlapped else ''}; a token takes {seconds_text(found.token)}"
     yield f"Limited by {_PHASES[longest]}: {min(1.0, share):.0%} of the step{detail}."
     if found is not None and found.waves > 1 and plan.engine is not None:
-        fitting = int(plan.engine.kv_tokens / work.mean_length)
+        fitting = int(plan.engine.kv_tokens / (work.mean_length + plan.engine.state_tokens))
         limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
         yield (
             f"{counted(plan.run.config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
@@ -189,10 +189,11 @@ def _print_time(console: Console, step: StepTime) -> None:
 def _workings(plan: Plan) -> Iterator[str]:
     config, engine, work = plan.run.config, plan.engine, plan.run.workload
     if engine is not None:
+        states = f", each with states of {engine.state_tokens:,} tokens' size" if engine.state_tokens else ""
         yield (
             f"engines: {counted(config.rollout.num_engines, 'engine')} of {counted(engine.gpus, 'GPU')}; KV cache of "
             f"one: {engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU, "
-            f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens"
+            f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens{states}"
         )
     for role in config.roles.with_workers if plan.references else ():
         size = counted(role.parallel.world_size, "GPU")

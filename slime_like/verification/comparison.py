@@ -12,7 +12,7 @@ from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.tolerances import Tolerances
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_PARTS = ("input_layernorm", "self_attn", "linear_attn", "post_attention_layernorm", "mlp")
 """Parts of a layer in the order of computation."""
 
 

@@ -19,14 +19,14 @@ PREFIX = "base_model.model."
 
 _WEIGHT = ".weight"
 _LAYERS = re.compile(r"(model|gpt_neox|transformer)\.(layers|h)\.")
-_ROUTER = ".mlp.gate.weight"
+_ROUTERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
 
 Shape = tuple[int, ...]
 
 
 def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
     """Return whether the Hugging Face tensor is a matrix with factors."""
-    if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or name.endswith(_ROUTER):
+    if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or name.endswith(_ROUTERS):
         return False
     module = name.removesuffix(_WEIGHT)
     return ALL_LINEAR in settings.targets or any(f".{module}".endswith(f".{target}") for target in settings.targets)

@@ -24,6 +24,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3 of odd sizes": ("qwen3", {"head_dim": 22, "hidden_size": 50, "intermediate_size": 37}),
+    "qwen3_5_text": ("qwen3_5_text", {}),
     "one head each": ("qwen3", {"num_key_value_heads": 4}),
 }
 

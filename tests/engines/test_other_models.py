@@ -82,11 +82,11 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
         judge.use({name: right})
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text"])
 def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
     """Qwen2 has a tied head and biases (``test_tensor_parallel.py`` tests it with vLLM and SGLang).
 
-    DeepSeek-V3 has fused experts, and router biases, which are buffers.
+    DeepSeek-V3 has fused experts, and router biases, which are buffers; the others have gated delta nets.
     """
     references = tiny_pair(family, tmp_path)
     assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")

@@ -212,6 +212,14 @@ def test_a_look_alike_keeps_groups_of_experts(tmp_path: Path) -> None:
     assert small.moe_sigmoid and list(small.expert_layers) == [1, 2]
 
 
+def test_a_look_alike_keeps_both_kinds_of_layers(tmp_path: Path) -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    make_tiny_model(tmp_path / "model", "qwen3_5_text", num_hidden_layers=4, layer_types=kinds)
+    make_look_alike(tmp_path / "model", tmp_path / "small", with_vocabulary=False)
+    small = ModelDimensions.from_checkpoint(tmp_path / "small")
+    assert small.attention.linear is not None and small.attention.linear.layers == (0,) and small.num_layers == 2
+
+
 def test_settings_of_other_components_are_rejected(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for flags in (["--trainer.parallel.tensor", "2"], ["--rollout.python", sys.executable], ["--model", str(tmp_path)]):
         assert main(["verify", "engine", "--rollout.engine", "transformers", *flags]) == 2

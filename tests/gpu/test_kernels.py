@@ -26,24 +26,33 @@ def _noise(tokens: int, heads: int, width: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("heads", "groups", "width"), [(32, 8, 128), (16, 16, 64), (14, 2, 64)])
 @pytest.mark.parametrize(
-    ("q_lens", "k_lens", "causal"),
+    ("q_lens", "k_lens", "causal", "window"),
     [
-        ([1, 37, 1000, 7], [1, 37, 1000, 7], True),
-        ([2048], [2048], True),
-        ([3, 500], [6, 1000], False),
-        ([400, 2], [200, 1], False),
+        ([1, 37, 1000, 7], [1, 37, 1000, 7], True, None),
+        ([2048], [2048], True, None),
+        ([3, 500], [6, 1000], False, None),
+        ([400, 2], [200, 1], False, None),
+        ([1, 37, 1000, 7], [1, 37, 1000, 7], True, 128),
+        ([300, 700], [400, 700], True, 65),
     ],
 )
 def test_kernel_is_softmax_attention(
-    kernel: AttentionKernel, q_lens: list[int], k_lens: list[int], causal: bool, heads: int, groups: int, width: int
+    kernel: AttentionKernel,
+    q_lens: list[int],
+    k_lens: list[int],
+    causal: bool,
+    window: int | None,
+    heads: int,
+    groups: int,
+    width: int,
 ) -> None:
     scale = width**-0.5
     q, grad = (_noise(sum(q_lens), heads, width, seed) for seed in (0, 1))
     k, v = (_noise(sum(k_lens), groups, width, seed) for seed in (2, 3))
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, q_lens, k_lens, causal, scale)
+    out, lse = dense_attention(*leaves, q_lens, k_lens, causal, scale, window=window)
     out.backward(grad.float())
-    pairing = Pairing(segments_of(q_lens, "cuda"), segments_of(k_lens, "cuda"), causal, scale)
+    pairing = Pairing(segments_of(q_lens, "cuda"), segments_of(k_lens, "cuda"), causal, scale, window)
     found, found_lse = kernel.forward(q, k, v, pairing)
     grads = kernel.backward(grad, Saved(q, k, v, found, found_lse), pairing)
     assert found_lse.dtype == torch.float32

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from backends.common import linear_attention
 from backends.common.attention.prefixes import PrefixAttention
+from backends.common.linear_attention import Boundaries, Recurrence
 from backends.fsdp import micro_batch, optimizer, trainer
 from backends.fsdp import model as fsdp_model
 from slime_like.algorithms.context import ContextShard
@@ -107,6 +109,32 @@ def the_norm_is_the_ranks_own() -> None:
     optimizer.Optimizer.gradient_norm = norm  # type: ignore[method-assign]
 
 
+def the_convolution_sees_the_sequence_before() -> None:
+    correct = linear_attention.causal_conv
+
+    def conv(x: Tensor, weight: Tensor, boundaries: Boundaries) -> Tensor:
+        return correct(x, weight, Boundaries.of(boundaries.cu_seqlens[[0, -1]]))
+
+    linear_attention.causal_conv = conv
+
+
+def a_pack_has_one_state() -> None:
+    correct = linear_attention.gated_delta_net
+
+    def net(*inputs: Any) -> Tensor:
+        return correct(*inputs[:-1], Boundaries.of(inputs[-1].cu_seqlens[[0, -1]]))
+
+    linear_attention.gated_delta_net = net
+
+
+def states_begin_where_the_rank_begins() -> None:
+    def recurrence(cls: Any, shard: ContextShard, group: Any) -> Recurrence:
+        tokens = torch.arange(shard.tokens.numel())
+        return Recurrence(Boundaries.of(local_boundaries(shard)), tokens, tokens, None)
+
+    Recurrence.of = classmethod(recurrence)  # type: ignore[method-assign, assignment]
+
+
 # ---------------------------------------------------------------------------------------------------------- the matrix
 MUTATIONS = [
     Mutation(sequences_begin_where_the_rank_begins, "qwen3", {"context": 2}, "scores"),
@@ -117,6 +145,9 @@ MUTATIONS = [
     Mutation(only_the_last_micro_batch_is_summed, "qwen3", {"context": 2}, "gradients"),
     Mutation(gradients_are_not_synchronised, "qwen3", {"data": 2}, "gradients"),
     Mutation(the_norm_is_the_ranks_own, "qwen3", {"data": 2}, "norm"),
+    Mutation(the_convolution_sees_the_sequence_before, "qwen3_5_text", {}, "scores"),
+    Mutation(a_pack_has_one_state, "qwen3_5_text", {}, "scores"),
+    Mutation(states_begin_where_the_rank_begins, "qwen3_5_text", {"context": 2}, "scores"),
 ]
 
 

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from backends.common.attention.prefixes import PrefixAttention
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
+from backends.common.linear_attention import Boundaries, Recurrence
 from backends.common.step import packs
 from backends.common.step.balance import BalanceLoss, ExpertLoads, RoutedTokens
 from backends.megatron import micro_batch, state
 from backends.megatron.dispatch import Dispatcher
+from backends.megatron.families import gated_delta
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.interfaces import RankPlacement
@@ -167,6 +169,18 @@ def query_and_key_norms_are_not_reduced() -> None:
     finalization._allreduce_non_tensor_model_parallel_grads = reduce
 
 
+def norms_of_value_heads_are_not_reduced() -> None:
+    gated_delta.copy_to_tensor_model_parallel_region = lambda weight: weight
+
+
+def states_begin_where_the_rank_begins() -> None:
+    def recurrence(cls: Any, shard: context.ContextShard, group: dist.ProcessGroup) -> Recurrence:
+        tokens = torch.arange(shard.tokens.numel())
+        return Recurrence(Boundaries.of(local_boundaries(shard)), tokens, tokens, None)
+
+    Recurrence.of = classmethod(recurrence)  # type: ignore[method-assign, assignment]
+
+
 def routers_loss_is_divided_by_the_denominator() -> None:
     correct = BalanceLoss.of_step
     BalanceLoss.of_step = lambda coefficient, denominator, *rest: correct(coefficient, 1.0, *rest)  # type: ignore
@@ -234,6 +248,8 @@ MUTATIONS = [
     Mutation(loss_is_scaled_by_the_context_size, "qwen3", {"context": 2}, "gradients"),
     Mutation(tied_embedding_is_not_reduced, "qwen2", {"pipeline": 2}, "gradients"),
     Mutation(query_and_key_norms_are_not_reduced, "qwen3", {"tensor": 2, "sequence": True}, "gradients"),
+    Mutation(norms_of_value_heads_are_not_reduced, "qwen3_5_text", {"tensor": 2}, "gradients"),
+    Mutation(states_begin_where_the_rank_begins, "qwen3_5_text", {"context": 2}, "scores"),
     Mutation(routers_loss_is_divided_by_the_denominator, "qwen3_moe", {}, "gradients"),
     Mutation(experts_shares_stay_in_the_order_of_tokens, "qwen3_moe", {}, "scores"),
 ]

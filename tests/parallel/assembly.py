@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.models.dimensions import Attention, ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.families.deepseek_v3 import LatentAttention
 
 Shards = dict[tuple[int, int], dict[str, Tensor]]
 """Local tensors by (pipeline, tensor) rank and Megatron name with global layer and expert numbers.
@@ -23,6 +24,8 @@ _REPLICATED = {
     "mlp.router.weight": "mlp.gate.weight",
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.norm_weight": "linear_attn.norm.weight",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 _LATENT_REPLICATED = {
     "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
@@ -82,7 +85,7 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
         renamed = _converted(name.replace(f"experts.{expert[0]}", ""), parts[:1] if whole else parts, dimensions)
         return {key.replace(".mlp.", f".mlp.experts.{expert[1]}."): value for key, value in renamed.items()}
     prefix, rest = f"model.layers.{match[1]}.", match[2]
-    replicated = _REPLICATED if dimensions.attention == Attention() else _REPLICATED | _LATENT_REPLICATED
+    replicated = _REPLICATED | (_LATENT_REPLICATED if isinstance(dimensions.attention, LatentAttention) else {})
     if rest in replicated:
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=1e-7, msg=f"{name} differs between tensor ranks")
@@ -91,7 +94,11 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
         return {prefix + _LATENT_ROWS[rest]: torch.cat(parts)}
     if rest.startswith("mlp.shared_experts."):
         renamed = _converted(name.replace("shared_experts.", ""), parts, dimensions)
-        return {key.replace(".mlp.", ".mlp.shared_experts."): value for key, value in renamed.items()}
+        name = ".mlp.shared_expert." if dimensions.moe_shared_gate else ".mlp.shared_experts."
+        return {key.replace(".mlp.", name): value for key, value in renamed.items()}
+    if rest in _LINEAR:
+        tensors = _LINEAR[rest](parts, dimensions)
+        return {f"{prefix}linear_attn.{name}": tensor for name, tensor in tensors.items()}
     if rest.startswith("self_attention.linear_qkv."):
         return _split_qkv(prefix, rest.rsplit(".", 1)[1], torch.cat(parts), dimensions)
     if rest == "self_attention.linear_proj.weight":
@@ -105,6 +112,36 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
     if rest == "mlp.linear_fc2.weight":
         return {prefix + "mlp.down_proj.weight": torch.cat(parts, dim=1)}
     raise KeyError(name)
+
+
+def _in_proj(parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
+    """Split the rows of each key head: query, key, values, their gates, steps and decays."""
+    linear: Any = dimensions.attention.linear
+    each = linear.num_value_heads // linear.num_key_heads
+    by_head = torch.cat(parts).unflatten(0, (linear.num_key_heads, -1))
+    if dimensions.family == "qwen3_next":
+        qkvz, ba = by_head[:, : -2 * each], by_head[:, -2 * each :]
+        return {"in_proj_qkvz.weight": qkvz.flatten(0, 1), "in_proj_ba.weight": ba.flatten(0, 1)}
+    widths = [linear.key_dim, linear.key_dim, each * linear.value_dim, each * linear.value_dim, each, each]
+    q, k, v, z, b, a = (part.flatten(0, 1) for part in by_head.split(widths, dim=1))
+    names = ("qkv", "z", "b", "a")
+    return {f"in_proj_{name}.weight": x for name, x in zip(names, (torch.cat([q, k, v]), z, b, a), strict=True)}
+
+
+def _conv(parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
+    linear: Any = dimensions.attention.linear
+    channels = torch.cat(parts).unflatten(0, (linear.num_key_heads, -1)).split([linear.key_dim] * 2 + [
+        linear.num_value_heads // linear.num_key_heads * linear.value_dim], dim=1)  # fmt: skip
+    return {"conv1d.weight": torch.cat([each.flatten(0, 1) for each in channels])}
+
+
+_LINEAR: dict[str, Any] = {
+    "self_attention.in_proj.weight": _in_proj,
+    "self_attention.conv_weight": _conv,
+    "self_attention.A_log": lambda parts, _: {"A_log": torch.cat(parts)},
+    "self_attention.dt_bias": lambda parts, _: {"dt_bias": torch.cat(parts)},
+    "self_attention.out_proj.weight": lambda parts, _: {"out_proj.weight": torch.cat(parts, dim=1)},
+}
 
 
 def _outer(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
@@ -122,7 +159,7 @@ def _outer(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[
 def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimensions) -> dict[str, Tensor]:
     """Split a fused tensor, in which every query group has its queries, its key and its value."""
     groups, width = dimensions.num_kv_heads, dimensions.head_dim
-    queries = dimensions.num_heads // groups
+    queries = dimensions.num_heads // groups * (2 if dimensions.attention.output_gate else 1)
     grouped = fused.view(groups, queries + 2, width, *fused.shape[1:])
     pieces = {"q": grouped[:, :queries], "k": grouped[:, queries], "v": grouped[:, queries + 1]}
     return {
@@ -133,7 +170,7 @@ def _split_qkv(prefix: str, kind: str, fused: Tensor, dimensions: ModelDimension
 
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert a checkpoint's tensors to those of Hugging Face's module: stacked experts, gate rows above up rows."""
-    experts = [name for name in tensors if ".experts." in name]
+    experts = [name for name in tensors if ".experts." in name and name.endswith("_proj.weight")]
     stacked = {name: tensor for name, tensor in tensors.items() if name not in experts}
     for prefix in dict.fromkeys(name.partition(".experts.")[0] for name in experts):
         count = sum(name.startswith(f"{prefix}.experts.") and name.endswith(".down_proj.weight") for name in experts)

@@ -17,9 +17,20 @@ def boundaries(lengths: list[int]) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_lens: list[int],
+    k_lens: list[int],
+    causal: bool,
+    scale: float,
+    sinks: Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (Tq, H, D) outputs and (H, Tq) log-sum-exps. Under the mask, the last query sees all keys."""
+    """Return (Tq, H, D) outputs and (H, Tq) log-sum-exps. Under the mask, the last query sees the last key.
+
+    A query sees at most ``window`` keys, and the (H,) ``sinks`` are scores of one more key without a value.
+    """
     outs, sums = [], []
     repeats = q.shape[1] // k.shape[1]
     for qs, ks, vs in zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True):
@@ -27,8 +38,12 @@ def dense_attention(
         scores = torch.einsum("qhd,khd->hqk", qs, ks) * scale
         if causal:
             hidden = torch.ones(scores.shape[1:], device=q.device).triu(1 + len(ks) - len(qs)).bool()
+            if window is not None:
+                hidden = hidden | torch.ones_like(hidden).tril(len(ks) - len(qs) - window)
             scores = scores.masked_fill(hidden, float("-inf"))
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), vs))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(qs), 1)], dim=-1)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(ks)], vs))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(sums, dim=1)
 
@@ -47,10 +62,13 @@ def dense_results(
     scale: float,
     k_lengths: list[int] | None = None,
     causal: bool = True,
+    sinks: Tensor | None = None,
+    window: int | None = None,
 ) -> list[Tensor]:
-    """Compute output, log-sum-exp, and gradients of q, k and v for ``grad``, in float64."""
-    leaves = [x.double().clone().requires_grad_() for x in (q, k, v)]  # a copy, even if they are float64 already
-    out, lse = dense_attention(*leaves, lengths, k_lengths or lengths, causal, scale)
+    """Compute output, log-sum-exp, and gradients of q, k, v and any sinks for ``grad``, in float64."""
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    leaves = [x.double().clone().requires_grad_() for x in given]  # a copy, even if they are float64 already
+    out, lse = dense_attention(*leaves[:3], lengths, k_lengths or lengths, causal, scale, *leaves[3:], window=window)
     return [x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, grad.double()))]
 
 

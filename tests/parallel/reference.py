@@ -1,8 +1,10 @@
 """The independent reference: Hugging Face's model in float64, one sequence at a time, with the published formulas."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -32,6 +34,13 @@ class ReferenceStep:
     gradients: dict[str, Tensor]
 
 
+class _Wide:
+    """torch, in which float32 is float64: some of transformers' layers name the type they compute in."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float64" if name in ("float", "float32") else name)
+
+
 class Reference:
     """A float64 model with the loss written out: clipped surrogate, k3 estimate of the KL, entropy bonus.
 
@@ -52,7 +61,7 @@ class Reference:
         self._gates: list[Any] = []
         self.loads: list[Tensor] = []
         for name, module in self.model.named_modules():
-            if name.endswith("mlp.gate"):
+            if name.endswith(("mlp.gate", "mlp.router")):
                 self._gates.append(module)
                 module.register_forward_hook(lambda _, __, output: self._routed.append((output[0], output[2])))
 
@@ -89,7 +98,8 @@ class Reference:
         """Return each response token's logprob given all tokens before it, and the entropy, at its temperature."""
         self._routed.clear()
         tokens = torch.cat([sequence.prompt_tokens, sequence.response_tokens])
-        output = self.model(input_ids=tokens[None])
+        with patch.object(sys.modules[type(self.model).__module__], "torch", _Wide()):
+            output = self.model(input_ids=tokens[None])
         logits = (output.logits[0] / sequence.temperature)[sequence.prompt_len - 1 : -1]
         if (
             sequence.support_ids is not None and sequence.support_sizes is not None
@@ -107,8 +117,8 @@ class Reference:
         """Return the last scored sequence's loss, from (T, E) logits and (T, k) choices of each layer with experts."""
         total: Tensor | float = 0.0
         for logits, chosen in self._routed:
-            experts, top_k = logits.shape[1], self.model.config.num_experts_per_tok
-            if self.model.config.model_type == "deepseek_v3":
+            experts, top_k = logits.shape[1], self.model.config.get_text_config().num_experts_per_tok
+            if hasattr(self._gates[0], "e_score_correction_bias"):
                 affinity = logits.sigmoid()
                 share = (affinity / affinity.sum(1, keepdim=True)).mean(0)
                 load = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
@@ -153,10 +163,12 @@ def adamw_steps(
     bias_rate: float = 0.0,
 ) -> dict[str, Tensor]:
     """Return the weights by name after torch's AdamW with global clipping and decay on matrices only."""
-    named = reference.trained()
+    named, decays = reference.trained(), dict[bool, list[Tensor]]({True: [], False: []})
+    for name, parameter in named.items():
+        decays[parameter.ndim > 1 and not name.endswith("bias")].append(parameter)  # experts' biases are stacked
     groups = [
-        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": decays[True], "weight_decay": 0.1},
+        {"params": decays[False], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps)
     for _ in range(steps):

@@ -138,6 +138,7 @@ def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
 def _model(directory: Path, layout: str) -> Path:
     # Tied, so that the second copy of the embedding is covered; with experts if the layout has them, and moving biases.
     families = {"ep2": ("qwen3_moe", False), "ep2-distributed": ("deepseek_v3", False)}
+    families["tp2-sp-dp2-distributed"] = ("qwen3_5_text", True)  # layers of two kinds
     family, tied = families.get(layout, ("qwen2", True))
     layers = 4 if "pp" in layout or layout == "single-distributed" else 2  # pipelines continue from the latter
     make_tiny_model(directory, family, num_hidden_layers=layers, tie_word_embeddings=tied)
@@ -380,7 +381,7 @@ def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved
     model, whole = saved.config.model.path, saved.checkpoint
     stored = json.loads((whole / "checksums.json").read_text())["content"]["pieces"]
     victims = [
-        ("__0_0.distcp", "decoder.layers.mlp.linear_fc1.weight from [0, 0, 0] on"),
+        ("__0_0.distcp", "decoder.layers.1.mlp.linear_fc1.weight from [0, 0] on"),
         ("__0_0.distcp", "optimizer.state.exp_avg_sq.decoder.final_layernorm.weight from [0] on"),
     ]
     directories = []

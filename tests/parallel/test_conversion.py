@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,11 +24,12 @@ from slime_like.errors import CheckpointError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
+from tests.parallel.assembly import stacked_experts
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "deepseek_v3", "qwen3_next")
 BUCKET_BYTES = 100_000  # smaller than embeddings (135 kB), larger than most other tensors
 SHARD_BYTES = 400_000
 
@@ -85,7 +86,8 @@ def _one_family(config: RunConfig, output: Path) -> Exported:
 
 def _configs(root: Path, families: tuple[str, ...], layout: dict[str, Any], **sizes: Any) -> list[RunConfig]:
     for family in families:
-        make_tiny_model(root / family, family, **{**DIVISIBLE, **sizes})
+        heads = {"linear_num_key_heads": 4} if family in ("qwen3_5_text", "qwen3_next") else {}
+        make_tiny_model(root / family, family, **{**DIVISIBLE, **heads, **sizes})
     return [tiny_config(root / family, root, layout, sizes.get("dtype", "float32")) for family in families]
 
 
@@ -126,9 +128,9 @@ def _check_directory(output: Path, original: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS | EXPERT_LAYOUTS)
 def test_round_trip_is_bit_exact(layout: str, tmp_path: Path) -> None:
     if layout in EXPERT_LAYOUTS:
-        families = FAMILIES[-2:]
+        families = FAMILIES[-3:]
     else:
-        families = FAMILIES if LAYOUTS[layout].get("tensor", 1) == 1 else FAMILIES[:-2]
+        families = FAMILIES if LAYOUTS[layout].get("tensor", 1) == 1 else FAMILIES[:-3]
     _check_layout(tmp_path, families, (LAYOUTS | EXPERT_LAYOUTS)[layout])
 
 
@@ -142,7 +144,17 @@ def test_round_trip_in_bfloat16_is_bit_exact(tmp_path: Path) -> None:
         _check_layout(tmp_path / family, (family,), layout, dtype="bfloat16", tie_word_embeddings=tied)
     layout = {"tensor": 2, "sequence": True, "expert": 2, "pipeline": 2}
     _check_layout(tmp_path / "direct", ("deepseek_v3",), layout, dtype="bfloat16", q_lora_rank=None)
-    _check_layout(tmp_path / "shared", ("qwen2", "qwen3"), {"tensor": 4}, dtype="bfloat16", num_key_value_heads=2)
+    families = ("qwen2", "qwen3", "qwen3_5_text")
+    _check_layout(tmp_path / "shared", families, {"tensor": 4}, dtype="bfloat16", num_key_value_heads=2)
+
+
+def test_stacks_of_experts_are_written_as_they_were_read(tmp_path: Path) -> None:
+    (config,) = _configs(tmp_path / "hf", ("qwen3_5_moe_text",), {"data": 2, "expert": 2, "pipeline": 2})
+    file = config.model.path / "model.safetensors"
+    stacks = stacked_experts(load_file(file))
+    save_file(stacks, file)
+    run_ranks(_round_trip, 4, tmp_path / "ranks", [config], [tmp_path / "out"])
+    _check_directory(tmp_path / "out", stacks)
 
 
 def test_transformers_loads_the_written_model(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ REFUSED = {
     "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged differently from its modules",
     "FalconConfig": "no causal language model for it whose attention can be replaced",
     "Lfm2Config": "a sequence affects the next one in a micro-batch",
+    "Qwen2MoeConfig": "differ from those of transformers' own forward pass",  # a window in its mask only
     "a factor that its head leaves out": "differ from those of transformers' own forward pass",
-    "a sequence wider than the window": f"a sequence has {max(map(sum, PACKS[1]))} tokens, but layers of",
+    "a sequence longer than a chunk": f"a sequence has {max(map(sum, PACKS[1]))} tokens, but layers of",
 }
 """Configuration class of transformers, or a fault of a checkpoint, and the message."""
 
@@ -60,7 +61,7 @@ def test_models_that_do_not_support_packs_are_rejected_by_name(tmp_path: Path) -
 
 def test_critics_of_other_families_start_unless_they_do_not_support_packs(tmp_path: Path) -> None:
     """The check at the start gives the head weights for a moment; it begins at 0, without a bias of the logits."""
-    kinds = [save_checkpoint(family, tmp_path / family) for family in ("gemma3_text", "phi", "cohere")]
+    kinds = [save_checkpoint(family, tmp_path / family) for family in ("gemma3_text", "phi", "cohere", "qwen3_5_text")]
     models = [*kinds, _checkpoint("Lfm2Config", tmp_path / "lfm2")]
     tasks = [(value_config(model, tmp_path, {"backend": "fsdp"}, "bfloat16"),) for model in models]
     *found, (refused,) = run_each(_start_of_a_critic, 1, tmp_path / "ranks", tasks)
@@ -116,7 +117,7 @@ def _refusal(placement: RankPlacement, config: RunConfig, pack: Any) -> str:
 
 
 def _config(model: Path, name: str) -> RunConfig:
-    supervised = {"loss": "sft"} if "window" in name else {}  # lengths of samples are rejected before anything starts
+    supervised = {"loss": "sft"} if "chunk" in name else {}  # lengths of samples are rejected before anything starts
     lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}}
     return tiny_config(model, model, None, "bfloat16", **lengths, algorithm=supervised, trainer={"backend": "fsdp"})
 
@@ -124,10 +125,15 @@ def _config(model: Path, name: str) -> RunConfig:
 def _checkpoint(name: str, directory: Path) -> Path:
     if not name.endswith("Config"):
         save_checkpoint("llama", directory)
-        change = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
+        change = {
+            "attention_chunk_size": 32,
+            "mlp_bias": False,
+            "hidden_act": "silu",
+            "architectures": ["Llama4ForCausalLM"],
+        }
         file = directory / "config.json"
         config = json.loads(file.read_text())
-        file.write_text(json.dumps(config | (change if "window" in name else {"logits_scaling": 4.0})))
+        file.write_text(json.dumps(config | (change if "chunk" in name else {"logits_scaling": 4.0})))
         return directory
     torch.manual_seed(0)
     sizes = {**SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
@@ -139,5 +145,14 @@ def _checkpoint(name: str, directory: Path) -> Path:
 _FEATURES: dict[str, dict[str, Any]] = {
     "Gemma2Config": {"head_dim": 16},
     "MixtralConfig": {"num_local_experts": 2},
+    "Qwen2MoeConfig": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True,
+        "sliding_window": 200,
+        "layer_types": ["sliding_attention"] * 4,
+    },
     "Lfm2Config": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},
 }

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, tuple[tuple[str, Any], ...], Settings]] = {
     "cp2-full-recompute": ("qwen3", SOME, {"context": 2, "recompute": "full"}),
     "dp2-moe": ("qwen3_moe", ALL, {"data": 2}),
     "cp2-latent-moe": ("deepseek_v3", ALL, {"context": 2}),
+    "cp2-linear-attention": ("qwen3_5_text", ALL, {"context": 2}),
     "dp2-offload": ("qwen3_moe", SOME, {"data": 2, "offload": True}),
     "dp2-kept-weights": ("qwen3", SOME, {"data": 2, "fsdp": {"reshard_after_forward": False}}),
     "dp2-other-names": ("gpt_neox", ALL, {"data": 2}),

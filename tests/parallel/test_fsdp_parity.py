@@ -33,7 +33,7 @@ from tests.parallel.parity import (
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import RankResult, by_stage, scored_packs, train_rank
 
-FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
 LAYOUTS: dict[str, Settings] = {"single": {}, "dp2-cp2": {"data": 2, "context": 2}}
 VARIANTS: dict[str, tuple[str, Settings]] = {
     "dp2": ("qwen3_moe", {"data": 2}),

@@ -25,15 +25,16 @@ HEADS, GROUPS, WIDTH, SCALE = 4, 2, 16, 0.25
 def _check(
     kernel: AttentionKernel, width: int, q_lens: list[int], k_lens: list[int] | None = None,
     causal: bool = True, groups: int = GROUPS, dtype: torch.dtype = torch.float32, bound: float = 2e-6,
+    window: int | None = None,
 ) -> None:  # fmt: skip
     """Compare forward and backward on random tensors with values of ``width``."""
     generator, k_lens = torch.Generator().manual_seed(0), k_lens or q_lens
     q, grad = (torch.randn(sum(q_lens), HEADS, size, generator=generator).to(dtype) for size in (WIDTH, width))
     k, v = (torch.randn(sum(k_lens), groups, size, generator=generator).to(dtype) for size in (WIDTH, width))
-    pairing = Pairing(segments_of(q_lens), segments_of(k_lens), causal, SCALE)
+    pairing = Pairing(segments_of(q_lens), segments_of(k_lens), causal, SCALE, window)
     out, lse = kernel.forward(q, k, v, pairing)
     found = [out, lse, *kernel.backward(grad, Saved(q, k, v, out, lse), pairing)]
-    assert_near(found, dense_results(q, k, v, grad, q_lens, SCALE, k_lens, causal), bound)
+    assert_near(found, dense_results(q, k, v, grad, q_lens, SCALE, k_lens, causal, window=window), bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
@@ -47,6 +48,18 @@ def test_cpu_kernel_is_softmax_attention(
     _check(CpuFlash(), WIDTH, q_lens, k_lens, causal, dtype=dtype, bound=bound)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "window"),
+    [([7, 1, 12], [7, 1, 12], 2), ([7, 1, 12], [7, 1, 12], 7), ([4, 9], [9, 9], 6), ([1100], [1100], 3)],
+)
+def test_windows_end_at_the_last_key(
+    q_lens: list[int], k_lens: list[int], window: int, dtype: torch.dtype, bound: float
+) -> None:
+    """Also in segments of which the operator skips whole blocks of keys."""
+    _check(CpuFlash(), WIDTH, q_lens, k_lens, dtype=dtype, bound=bound, window=window)
+
+
 def test_values_may_be_narrower_than_queries_and_keys() -> None:
     """As in latent attention; the kernel gets values padded with zeros."""
     _check(kernel_for("cpu"), 10, [7, 1, 12], groups=HEADS)
@@ -58,7 +71,7 @@ def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
     segments = Segments(segments.host, segments.device.to("meta"), segments.longest)
     q = torch.empty(20, HEADS, WIDTH, dtype=torch.bfloat16, device="meta")
     k, v = (torch.empty(20, GROUPS, WIDTH, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    kernel, called, pairing = CudaFlash(), _Called(), Pairing(segments, segments, True, SCALE)
+    kernel, called, pairing = CudaFlash(), _Called(), Pairing(segments, segments, True, SCALE, window=5)
     with called:
         out, lse = kernel.forward(q, k, v, pairing)
         grads = kernel.backward(out, Saved(q, k, v, out, lse), pairing)
@@ -66,9 +79,10 @@ def test_cuda_kernel_reads_grouped_heads_in_place() -> None:
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     attention = {"aten::_flash_attention_forward": (1, 2), "aten::_flash_attention_backward": (2, 3)}
     for name, places in attention.items():
-        (arguments,) = [found for operator, found in called.operators if operator == name]
+        ((arguments, options),) = [found for operator, *found in called.operators if operator == name]
+        assert (options["window_size_left"], options["window_size_right"]) == (4, 0)
         assert [arguments[place].shape for place in places] == [k.shape, v.shape]
-    copies = [name for name, _ in called.operators if any(word in name for word in ("repeat", "expand", "cat"))]
+    copies = [name for name, *_ in called.operators if any(word in name for word in ("repeat", "expand", "cat"))]
     assert copies == []
 
 
@@ -77,10 +91,10 @@ class _Called(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[tuple[str, tuple[object, ...]]] = []
+        self.operators: list[tuple[str, tuple[object, ...], dict[str, object]]] = []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
-        self.operators.append((function._schema.name, arguments))
+        self.operators.append((function._schema.name, arguments, options or {}))
         return function(*arguments, **(options or {}))
 
 

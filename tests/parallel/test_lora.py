@@ -76,6 +76,8 @@ def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("qwen3_moe", "cp2-ep2-distributed-overlap"),
         ("deepseek_v3", "tp2-sp"),
         ("deepseek_v3_direct", "pp2-dp2-ep2"),
+        ("qwen3_5_moe_text", "tp2-sp"),
+        pytest.param("qwen3_next", "tp2-sp-ep2", marks=pytest.mark.acceptance),
     ],
 )
 def test_layout_computes_the_reference(family: str, layout: str, lora_cases: Any, tmp_path: Path) -> None:

@@ -10,24 +10,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backends.megatron.norm import RMSNorm
 
 
-def _norm(dtype: torch.dtype) -> RMSNorm:
+def _norm(dtype: torch.dtype, is_centered: bool = False) -> RMSNorm:
     config = SimpleNamespace(params_dtype=dtype, sequence_parallel=False, use_cpu_initialization=True)
+    config.layernorm_zero_centered_gamma = is_centered
     norm = RMSNorm(config, hidden_size=24, eps=1e-5)
     with torch.no_grad():
         norm.weight.add_(0.3 * torch.randn(24, generator=torch.Generator().manual_seed(1)))
     return norm
 
 
+@pytest.mark.parametrize("is_centered", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_output_and_gradients(dtype: torch.dtype, bound: float) -> None:
+def test_output_and_gradients(dtype: torch.dtype, bound: float, is_centered: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 24, generator=generator).to(dtype).requires_grad_()
     grad = torch.randn(5, 3, 24, generator=generator).to(dtype)
-    norm = _norm(dtype)
+    norm = _norm(dtype, is_centered)
     out = norm(x)
     out.backward(grad)
     wide, weight = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight + is_centered)
     expected.backward(grad.double())
     assert out.dtype == dtype
     for ours, theirs in ((out, expected), (x.grad, wide.grad), (norm.weight.grad, weight.grad)):

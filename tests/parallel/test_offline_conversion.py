@@ -36,8 +36,8 @@ from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 from tests.unit.backends.models import PUBLISHED
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-EXPERTS = ("qwen3_moe", "deepseek_v3")
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
+EXPERTS = ("qwen3_moe", "deepseek_v3", "qwen3_next")
 OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
 ONE_BY_ONE = replace(OPTIONS, workers=1, max_file_bytes=100_000)
 
@@ -98,7 +98,8 @@ def _written(directory: Path) -> dict[str, Tensor]:
 
 
 def _model(directory: Path, family: str = "qwen3", **changes: Any) -> Path:
-    make_tiny_model(directory / "hf", family, **DIVISIBLE, **changes)
+    heads = {"linear_num_key_heads": 4} if family in ("qwen3_5_text", "qwen3_next") else {}
+    make_tiny_model(directory / "hf", family, **DIVISIBLE, **heads, **changes)
     return directory / "hf"
 
 

@@ -107,6 +107,14 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("deepseek_v3", "block-recompute"),
         ("deepseek_v3_direct", "tp2-sp"),
         ("deepseek_v3_direct", "pp2-interleaved"),
+        ("qwen3_next", "tp2-sp-ep2"),
+        ("qwen3_next", "cp2-ep2-distributed"),
+        ("qwen3_5_text", "tp4-sp-shared-kv-heads"),
+        ("qwen3_5_text", "pp2-interleaved"),
+        pytest.param("qwen3_5_text", "tp2-cp2-dp2", marks=pytest.mark.acceptance),
+        pytest.param("qwen3_5_text", "cp2-allgather", marks=pytest.mark.acceptance),
+        pytest.param("qwen3_5_text", "block-recompute", marks=pytest.mark.acceptance),
+        pytest.param("qwen3_5_moe_text", "tp2-sp", marks=pytest.mark.acceptance),
     ],
 )
 def test_other_families_compute_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:

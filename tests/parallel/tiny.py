@@ -64,6 +64,24 @@ _DEEPSEEK: dict[str, Any] = {
         "original_max_position_embeddings": 64,
     },
 }
+# Partly rotary heads, a gate for each, value heads that share key heads; layers of either kind.
+_HYBRID: dict[str, Any] = {
+    "rms_norm_eps": 1e-3,  # outputs of recurrences are often near 0, where a smaller one would amplify rounding errors
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "pad_token_id": None,
+}
+_HYBRID_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 # Families that Megatron trains here: config class, and differences from ``SIZES``.
 _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
@@ -80,17 +98,40 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "gpt_oss": (  # windows narrower than most sequences, and a scaled table that keeps no whole dimension
+        "GptOssConfig",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "sliding_window": 7,
+            "pad_token_id": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3_next": ("Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "q_lora_rank": 32}),
     # Without compressed queries, like Moonlight-16B-A3B.
     "deepseek_v3_direct": ("DeepseekV3Config", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "q_lora_rank": None}),
 }
 # Families that only FSDP trains, of two layers; comments name what distinguishes each from Llama.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3_text": (  # scaled embeddings, norms around 1 + w, capped logits, windows as wide as the longest sequence
+    "gemma3_text": (  # scaled embeddings, norms around 1 + w, capped logits, windows
         "Gemma3TextConfig",
         {
             "head_dim": 32,
-            "sliding_window": 62,
+            "sliding_window": 7,
             "layer_types": ["sliding_attention", "full_attention"],
             "final_logit_softcapping": 3.0,
             "query_pre_attn_scalar": 24,
@@ -145,8 +186,12 @@ def save_checkpoint(family: str, directory: Path, seed: int = 0, layers: int = 4
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1)
+            elif name.endswith("A_log"):  # states that last for some tokens
+                parameter.normal_(-1.0, 0.5)
+            elif name.endswith("conv1d.weight"):  # queries and keys far from 0, as they are divided by their length
+                parameter.normal_(std=0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)

@@ -8,7 +8,7 @@ are plain forward and backward functions; the caller handles autograd.
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -37,12 +37,19 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Pairs of segments: query segment i attends to key segment i. ``causal`` requires equal lengths."""
+    """Pairs of segments: query segment i attends to key segment i.
+
+    Attributes:
+        causal: without a window, requires equal lengths.
+        window: keys that a query sees at most, its own included. Then ``causal`` is true, and the last query of a
+            segment is at its last key.
+    """
 
     q: Segments
     k: Segments
     causal: bool
     scale: float
+    window: int | None = None
 
 
 class Saved(NamedTuple):
@@ -83,7 +90,8 @@ class CpuFlash:
         precision = torch.float64 if q.dtype == torch.float64 else torch.float32
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=precision)
         for rows, columns in _alike(pairing.q.host, pairing.k.host):
-            part, statistics = op(rows.of(q), columns.of(k), columns.of(v), 0.0, pairing.causal, scale=pairing.scale)
+            masked = _masked(pairing, rows, columns, precision)
+            part, statistics = op(rows.of(q), columns.of(k), columns.of(v), 0.0, **masked)
             rows.put(out, part)
             rows.put(lse, statistics)
         return out, lse.t().contiguous()
@@ -98,7 +106,8 @@ class CpuFlash:
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows, columns in _alike(pairing.q.host, pairing.k.host):
             tensors = rows.of(grad), rows.of(q), columns.of(k), columns.of(v), rows.of(out)
-            parts = op(*tensors, rows.of(statistics).contiguous(), 0.0, pairing.causal, scale=pairing.scale)
+            masked = _masked(pairing, rows, columns, statistics.dtype)
+            parts = op(*tensors, rows.of(statistics).contiguous(), 0.0, **masked)
             for whole, place, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
                 place.put(whole, part)
         return dq.to(dtype), _sum_heads(dk, groups).to(dtype), _sum_heads(dv, groups).to(dtype)
@@ -109,7 +118,7 @@ class CudaFlash:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_boundaries(pairing), 0.0, pairing.causal, False, scale=pairing.scale
+            q, k, v, *_boundaries(pairing), 0.0, pairing.causal, False, **_window(pairing)
         )
         return out, lse
 
@@ -117,13 +126,18 @@ class CudaFlash:
         # Without dropout the random state is never read, but the operator still requires its two tensors.
         unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad, *saved, *_boundaries(pairing), 0.0, pairing.causal, unused, unused[:0], scale=pairing.scale
+            grad, *saved, *_boundaries(pairing), 0.0, pairing.causal, unused, unused[:0], **_window(pairing)
         )
         return dq, dk, dv
 
 
 def _boundaries(pairing: Pairing) -> tuple[Tensor, Tensor, int, int]:
     return pairing.q.device, pairing.k.device, pairing.q.longest, pairing.k.longest
+
+
+def _window(pairing: Pairing) -> dict[str, Any]:
+    sides = {} if pairing.window is None else {"window_size_left": pairing.window - 1, "window_size_right": 0}
+    return {"scale": pairing.scale, **sides}
 
 
 class NarrowValues:
@@ -191,6 +205,21 @@ def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list
         (_Rows.of_segments(q_starts, q_length), _Rows.of_segments(k_starts, k_length))
         for (q_length, k_length), (q_starts, k_starts) in starts.items()
     ]
+
+
+def _masked(pairing: Pairing, rows: _Rows, columns: _Rows, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the CPU operator's arguments that say which keys a query sees."""
+    if pairing.window is None or rows.length == columns.length <= pairing.window:
+        return {"is_causal": pairing.causal, "scale": pairing.scale}
+    mask = _window_mask(rows.length, columns.length, pairing.window, dtype)
+    return {"is_causal": False, "scale": pairing.scale, "attn_mask": mask}
+
+
+@lru_cache(maxsize=8)
+def _window_mask(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
+    """Return (queries, keys) summands of scores: 0 for the keys that a query sees, else minus infinity."""
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries - window + 1)
+    return torch.zeros(queries, keys, dtype=dtype).masked_fill(~seen, -torch.inf)
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
-from backends.common.attention.packed_attention import PackedAttention
+from backends.common.attention.packed_attention import PackedAttention, Scores
+from slime_like.errors import TrainerError
 
 Rows = slice | Tensor
 
@@ -78,12 +79,16 @@ class PrefixAttention(PackedAttention):
         levels: what queries see in other segments.
         far: tokens of the whole axis that the levels read.
         group: ranks that hold the other parts; ``None`` if there is only one part.
+        longest: tokens of the longest sequence.
+        shares: some segments continue others.
     """
 
     local: Segments
     levels: tuple[Level, ...]
     far: Rows
     group: dist.ProcessGroup | None
+    longest: int
+    shares: bool
 
     @classmethod
     def of(cls, boundaries: Tensor, parents: Tensor | None, part: range, group: dist.ProcessGroup) -> Self:
@@ -99,46 +104,99 @@ class PrefixAttention(PackedAttention):
             tuple(_level(level, part, needed, device) for level in mine if level),
             rows_of(needed, device),
             None if alone else group,
+            _longest(segments, None if parents is None else parents.tolist()),
+            parents is not None,
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
-        kernel = kernel_for(q.device.type)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+        kernel, windowed = kernel_for(q.device.type), self._windowed(scores)
         # Every rank joins the gathers, even if its queries don't use them.
         gathering = [] if self.group is None else [_gather(x, self.group) for x in (k, v)]
-        out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scale))
+        if windowed is not None:
+            pairing, rows = windowed
+            near = [_copied(whole.wait(), rows) for whole in gathering]
+            keys, values = (torch.cat(parts) for parts in zip(near, (k, v), strict=True)) if near else (k, v)
+            return *kernel.forward(q, keys, values, pairing), *near
+        out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scores.scale))
         out = out.to(lse.dtype)
         far = [_copied(whole.wait(), self.far) for whole in gathering]
         keys, values = far or (k, v)
         for level in self.levels:
             rows = level.rows
-            part = kernel.forward(q[rows], keys[level.keys], values[level.keys], level.pairing(scale))
+            part = kernel.forward(q[rows], keys[level.keys], values[level.keys], level.pairing(scores.scale))
             out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
         return out.to(q.dtype), lse, *far
 
     def backward(
-        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scores: Scores, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel, (q, k, v, out, lse) = kernel_for(grad.device.type), saved
+        if (windowed := self._windowed(scores)) is not None:
+            return self._windowed_backward(grad, saved, *windowed, more)
         keys, values = more or (k, v)
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, keys, values))
         for level in self.levels:
             rows, seen = level.rows, level.keys
             seeing = Saved(q[rows], keys[seen], values[seen], out[rows], lse[:, rows].contiguous())
-            parts = kernel.backward(grad[rows], seeing, level.pairing(scale))
+            parts = kernel.backward(grad[rows], seeing, level.pairing(scores.scale))
             for whole, place, value in zip((dq, dk, dv), (rows, seen, seen), parts, strict=True):
                 whole[place] += value
-        homecoming = None if self.group is None else [_sum_parts(self._spread(x, k), self.group) for x in (dk, dv)]
-        local = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scale))
+        homecoming = (
+            None if self.group is None else [_sum_parts(self._spread(x, self.far, k), self.group) for x in (dk, dv)]
+        )
+        local = kernel.backward(grad, saved, Pairing(self.local, self.local, True, scores.scale))
         far = (dq, dk, dv) if homecoming is None else (dq, *(gradient.wait() for gradient in homecoming))
         of_q, of_k, of_v = (x.add_(part).to(part.dtype) for x, part in zip(far, local, strict=True))
         return of_q, of_k, of_v
 
-    def _spread(self, gradient: Tensor, local: Tensor) -> Tensor:
-        """Place the gradient of ``far`` among zeros for the whole axis. Every rank's part has the size of ``local``."""
+    def _windowed(self, scores: Scores) -> tuple[Pairing, Rows] | None:
+        """Return the only call if a window is narrower than a sequence, and the tokens of other ranks that it reads.
+
+        The first local segment sees these tokens, then itself.
+        """
+        if (window := scores.within(self.longest)) is None:
+            return None
+        if self.shares:
+            raise TrainerError(
+                "sliding windows do not support sequences that share prefixes",
+                code="prefixes-not-supported",
+                remedy="set trainer.share_prefixes=false",
+            )
+        assert isinstance(self.far, slice)  # one segment's, if none share prefixes
+        rows = self.far if self.group is None else slice(max(self.far.start, self.far.stop - window + 1), self.far.stop)
+        near = 0 if self.group is None else rows.stop - rows.start
+        moved = tuple(end + near for end in self.local.host[1:])
+        bounds = torch.cat([self.local.device[:1], self.local.device[1:] + near])
+        longest = max(end - start for start, end in pairwise((0, *moved)))
+        return Pairing(self.local, Segments((0, *moved), bounds, longest), True, scores.scale, window), rows
+
+    def _windowed_backward(
+        self, grad: Tensor, saved: Saved, pairing: Pairing, rows: Rows, near: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = zip(near, (saved.k, saved.v), strict=True)
+        keys, values = (torch.cat(parts) for parts in given) if near else saved[1:3]
+        dq, *gradients = kernel_for(grad.device.type).backward(grad, saved._replace(k=keys, v=values), pairing)
+        if self.group is None:
+            return dq, gradients[0], gradients[1]
+        wide, size = saved.lse.dtype, len(keys) - len(saved.k)
+        sent = [_sum_parts(self._spread(x[:size].to(wide), rows, saved.k), self.group) for x in gradients]
+        dk, dv = (home.wait().add_(x[size:]).to(x.dtype) for home, x in zip(sent, gradients, strict=True))
+        return dq, dk, dv
+
+    def _spread(self, gradient: Tensor, rows: Rows, local: Tensor) -> Tensor:
+        """Place the gradient of ``rows`` among zeros for the axis. Every rank's part has the size of ``local``."""
         assert self.group is not None
         whole = gradient.new_zeros(local.shape[0] * self.group.size(), *gradient.shape[1:])
-        whole[self.far] = gradient
+        whole[rows] = gradient
         return whole
+
+
+def _longest(segments: Sequence[range], parents: Sequence[int] | None) -> int:
+    """Return the tokens of the longest sequence: a segment with all that it continues."""
+    lengths = [len(one) for one in segments]
+    for index, parent in enumerate(parents or ()):
+        lengths[index] += lengths[parent] if parent >= 0 else 0
+    return max(lengths)
 
 
 def _reaching_in(segments: Sequence[range], part: range) -> list[_Seen]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
-from backends.common.attention.packed_attention import PackedAttention
+from backends.common.attention.packed_attention import PackedAttention, Scores, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +111,12 @@ class RingAttention(PackedAttention):
         for step in range(size):
             yield ring_step(step, self.group.rank(), size, self.segments, scale), step + 1 < size
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+        if scores.within(self.segments.whole.longest * self.group.size()) is not None:
+            raise unsupported("attention ring", "sliding windows")
         kernel = kernel_for(q.device.type)
         out = lse = q  # until the first step, which covers all queries
-        for plan, goes_on in self._steps(scale):
+        for plan, goes_on in self._steps(scores.scale):
             exchange = _Exchange([k, v], self.group) if goes_on else None
             rows, keys, pairing = plan
             part = kernel.forward(q[rows], k[keys], v[keys], pairing)
@@ -127,12 +129,12 @@ class RingAttention(PackedAttention):
         return out.to(q.dtype), lse
 
     def backward(
-        self, grad: Tensor, saved: Saved, scale: float, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scores: Scores, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         kernel, homeward = kernel_for(grad.device.type), None
-        for plan, goes_on in self._steps(scale):
+        for plan, goes_on in self._steps(scores.scale):
             onward = _Exchange([k, v], self.group) if goes_on else None
             mine, theirs = plan.q_rows, plan.k_rows
             seen = Saved(q[mine], k[theirs], v[theirs], out[mine], lse[:, mine].contiguous())

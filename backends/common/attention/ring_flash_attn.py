@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
+from backends.common.attention.packed_attention import unsupported
 from slime_like.errors import TrainerError
 
 PACKAGE = "ring_flash_attn"
@@ -63,9 +64,17 @@ class RingFlashAttention:
     group: dist.ProcessGroup
     heads_k_stride: int = 1
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Compute (T, H, D) outputs from the local tokens' (T, H, D) queries and (T, G, D) keys and values."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Compute (T, H, D) outputs from the local tokens' (T, H, D) queries and (T, G, D) keys and values.
+
+        Raises:
+            TrainerError: there are sinks, or a sequence is longer than the window.
+        """
         segments, width = self.segments, v.shape[-1]
+        if sinks is not None or (window is not None and segments.max_seqlen_k > window):
+            raise unsupported(f"attention {PACKAGE}", "sinks and sliding windows")
         out: Tensor = llama3_module(q.device.type).llama3_flash_attn_varlen_func(
             *(q, k, F.pad(v, (0, k.shape[-1] - width))),
             *(segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_seqlen_q, segments.max_seqlen_k),

@@ -139,7 +139,7 @@ class Conversion(ABC, Generic[Content]):
 
 def _overflows(before: Tensor, after: Tensor) -> bool:
     """Return whether a cast made a finite number infinite. float16 ends at 65504, bfloat16 at float32's limit."""
-    if torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
+    if after.dtype == before.dtype or torch.finfo(after.dtype).max >= torch.finfo(before.dtype).max:
         return False
     infinite = after.isinf()
     return bool(infinite.any()) and int(infinite.sum()) > int(before.isinf().sum())

@@ -2,9 +2,11 @@
 
 import json
 import sys
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from backends.common.hugging_face.conversion import (
 from backends.common.hugging_face.directory import copy_companions, file_name, write_adapter_settings, write_index
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
 from slime_like.config import ModelConfig, TrainerConfig
+from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import (
     ConversionOptions,
     ConversionSummary,
@@ -32,9 +35,13 @@ from slime_like.interfaces.conversion import (
     TensorSource,
 )
 from slime_like.models.dimensions import keeps_type
+from slime_like.models.tower import has_tower
 from slime_like.system.threads import Tracker
 from slime_like.weights.adapter import ADAPTER_FILE, factor_names
 from slime_like.weights.checksums import as_bytes
+
+_TYPES = {**DTYPES, "I64": torch.int64}
+"""Types of a tower's tensors, too."""
 
 
 class HuggingFaceConverter(Converter):
@@ -44,24 +51,43 @@ class HuggingFaceConverter(Converter):
         self.model, self.trainer = model, trainer
 
     def open_hugging_face(self, directory: Path) -> TensorSource:
-        return HuggingFaceSource(directory)
+        return HuggingFaceSource(directory, whole=True)
+
+    def open_checkpoint(self, checkpoint: Path) -> TensorSource:
+        source = self._open(checkpoint)
+        return source if self.model.lora.is_set else self._whole(source)
+
+    @abstractmethod
+    def _open(self, checkpoint: Path) -> TensorSource:
+        """Open the language model, or its factors if ``model.lora`` is set."""
+
+    def _whole(self, source: TensorSource) -> TensorSource:
+        if not has_tower(path := self.model.path):
+            return source
+        if not any(path.glob("*.safetensors")):
+            raise CheckpointError(
+                "the model has a vision tower, whose tensors are not here",
+                code="no-tower",
+                who=str(path),
+                remedy="give the Hugging Face directory with it as --model.path",
+            )
+        return _Whole(path, source)
 
     def to_hugging_face(
         self, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
     ) -> ConversionSummary:
-        source, lora = self.open_checkpoint(checkpoint), self.model.lora
+        source, lora = self._open(checkpoint), self.model.lora
         if options.merge:
             source = _Merged(self.model, self.prove().keys(), source)
-        is_adapter = lora.is_set and not options.merge
+        if not (is_adapter := lora.is_set and not options.merge):
+            source = self._whole(source)
         wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
-        groups = [
-            _Group({name: source.tensors[name].shape for name in names}, _type_of(source, names[0], wanted))
-            for names in source.groups
-        ]
+        groups = [_Group.of(source, names, wanted) for names in source.groups]
         for group in groups:
             if group.dtype not in DTYPES.values():
                 raise damaged(checkpoint, f"{next(iter(group.shapes))} has type {group.dtype}, which no weight has")
-        jobs = _jobs(groups, sys.maxsize if is_adapter else options.max_file_bytes)
+        tower = [_Group.of(source, [name]) for name in source.tower] if isinstance(source, _Whole) else []
+        jobs = _jobs([*groups, *tower], sys.maxsize if is_adapter else options.max_file_bytes)
         if is_adapter:
             jobs = [replace(job, name=ADAPTER_FILE) for job in jobs]
         request = {
@@ -77,7 +103,7 @@ class HuggingFaceConverter(Converter):
             total = sum(job.nbytes for job in jobs)
             weight_map = {name: job.name for job in jobs for name in job.tensors}
             with refused_by_disk(partial.path):
-                dtype = common_dtype([(group.dtype, group.nbytes) for job in jobs for group in job.content])
+                dtype = common_dtype([(group.dtype, group.nbytes) for group in groups])
                 if is_adapter:
                     write_adapter_settings(partial.path, lora, self.model.path, weight_map)
                 else:
@@ -88,14 +114,20 @@ class HuggingFaceConverter(Converter):
 
 
 class HuggingFaceSource:
-    """The safetensors files of a directory, for any model."""
+    """The safetensors files of a directory, for any model.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        whole: a language model has its stored names, and its tower is there.
+    """
+
+    def __init__(self, directory: Path, whole: bool = False) -> None:
         self._checkpoint = HfCheckpoint(directory)
+        if whole:
+            self._checkpoint.use_stored_names()
         self.tensors = {}
         for name, shape in self._checkpoint.shapes().items():
             dtype = self._checkpoint.dtype(name)
-            self.tensors[name] = TensorInfo(str(DTYPES.get(dtype, dtype)).removeprefix("torch."), shape)
+            self.tensors[name] = TensorInfo(str(_TYPES.get(dtype, dtype)).removeprefix("torch."), shape)
 
     @property
     def groups(self) -> list[list[str]]:
@@ -103,6 +135,28 @@ class HuggingFaceSource:
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         return {name: self._checkpoint.read_whole(name) for name in names}
+
+
+class _Whole(HuggingFaceSource):
+    """A language model's tensors under their stored names, and the tower of the model that it was made from."""
+
+    def __init__(self, model: Path, language: TensorSource) -> None:
+        super().__init__(model, whole=True)
+        self._stored, self._language = self._checkpoint.stored, language
+        self._own = {self._stored[name]: name for group in language.groups for name in group}
+        self.tower = sorted(self._checkpoint.kept)
+        self.tensors |= {self._stored[name]: info for name, info in language.tensors.items()}
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The language model's tensors, grouped by what is read together."""
+        return [[self._stored[name] for name in group] for group in self._language.groups]
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        if names[0] not in self._own:
+            return super().read(names)
+        found = self._language.read([self._own[name] for name in names])
+        return {self._stored[name]: tensor for name, tensor in found.items()}
 
 
 class _Merged(HuggingFaceSource):
@@ -134,14 +188,16 @@ class _Group:
     shapes: dict[str, Shape]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, source: TensorSource, names: Sequence[str], wanted: torch.dtype | None = None) -> Self:
+        """Describe tensors that ``source`` reads together, written in the type ``wanted`` unless they keep theirs."""
+        stored: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
+        keeps = wanted is None or keeps_type(names[0])
+        return cls({name: source.tensors[name].shape for name in names}, stored if keeps else wanted)
+
     @property
     def nbytes(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.shapes.values()) * self.dtype.itemsize
-
-
-def _type_of(source: TensorSource, name: str, wanted: torch.dtype | None) -> torch.dtype:
-    stored: torch.dtype = getattr(torch, source.tensors[name].dtype)
-    return stored if wanted is None or keeps_type(name) else wanted
 
 
 def _jobs(groups: Sequence[_Group], max_bytes: int) -> list[FileJob[list[_Group]]]:
@@ -180,7 +236,7 @@ class _ToHuggingFace(Conversion[list[_Group]]):
 def _header(groups: list[_Group]) -> bytes:
     """Return a safetensors header: length, names with types, shapes and places, padded to a multiple of 8 bytes."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    type_names = {dtype: name for name, dtype in DTYPES.items()}
+    type_names = {dtype: name for name, dtype in _TYPES.items()}
     offset = 0
     for group in groups:
         for name, shape in group.shapes.items():

@@ -3,7 +3,8 @@
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,13 +12,15 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from backends.common.hugging_face.tower import kept_buckets, renamed, stored_names
 from backends.common.process.agreement import listed, together
 from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import VALUE_HEAD
 from slime_like.models.special_tokens import tokenizer_files
-from slime_like.models.weight_files import INDEX
+from slime_like.models.tower import has_tower, language_settings
+from slime_like.models.weight_files import INDEX, StackPart, stack_parts, stored_shapes
 from slime_like.system.disk import refusal, replace_directory, sync
 from slime_like.weights.adapter import ADAPTER_FILE, module_ends
 
@@ -53,18 +56,52 @@ def write_hf_directory(
         CheckpointError: the disk rejected a write, or ``directory`` is not a checkpoint. Nothing is left behind.
     """
     directory, source_dir = Path(directory), Path(source_dir)
+    # An adapter, and a value model, are of the language model alone.
+    has_more = lora is None and VALUE_HEAD not in expected and has_tower(source_dir)
+    if has_more:
+        names = stored_names(source_dir)
+        buckets, expected = renamed(buckets, names), [names[name] for name in expected]
+    if lora is None and any(source_dir.glob("*.safetensors")):
+        shapes = stored_shapes(source_dir)
+        parts = stack_parts(source_dir, shapes)
+        buckets = restacked(buckets, parts, shapes)
+        expected = {parts[name].stack if name in parts else name for name in expected}
     partial = directory.parent / f".{directory.name}.partial"
     what = f"writing {directory}"
     first = dist.get_rank() == 0
     final = directory, source_dir, expected, dtype, lora
     try:
         together(lambda: _prepare(partial, directory, source_dir) if first else None, what, device)
-        together(lambda: _write_files(buckets, partial, stage), what, device)
+        together(lambda: _write_files(buckets, partial, f"stage-{stage:04d}"), what, device)
+        kept = kept_buckets(source_dir, SHARD_BYTES) if has_more and first else ()
+        together(lambda: _write_files(kept, partial, "stage-tower"), what, device)
         together(lambda: _finish(partial, *final) if first else None, what, device)
     except CheckpointError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def restacked(
+    buckets: Iterable[WeightBucket], parts: Mapping[str, StackPart], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[WeightBucket]:
+    """Put the matrices ``parts`` back into stacks, which follow in the bucket of their last matrix."""
+    missing = Counter(part.stack for part in parts.values())
+    stacks: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        tensors = []
+        for name, tensor in bucket.tensors:
+            if name not in parts:
+                tensors.append((name, tensor))
+                continue
+            stack, expert, start, rows = parts[name]
+            if stack not in stacks:
+                stacks[stack] = torch.empty(shapes[stack], dtype=tensor.dtype)
+            stacks[stack][expert, start : start + rows].copy_(tensor)
+            missing[stack] -= 1
+            if not missing[stack]:
+                tensors.append((stack, stacks.pop(stack)))
+        yield WeightBucket(tensors)
 
 
 def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
@@ -80,7 +117,7 @@ def _prepare(partial: Path, directory: Path, source_dir: Path) -> None:
         raise _refused(partial, error) from error
 
 
-def _write_files(buckets: Iterable[WeightBucket], partial: Path, stage: int) -> None:
+def _write_files(buckets: Iterable[WeightBucket], partial: Path, prefix: str) -> None:
     """Write this rank's tensors. Ranks that only provide shards write nothing.
 
     A failed write must not leave the others waiting for shards, so the export finishes before the error is raised.
@@ -89,7 +126,7 @@ def _write_files(buckets: Iterable[WeightBucket], partial: Path, stage: int) -> 
     for number, bucket in enumerate(buckets):
         if not bucket.tensors or problem is not None:
             continue
-        file = partial / f"stage-{stage:04d}-{number:05d}.safetensors"
+        file = partial / f"{prefix}-{number:05d}.safetensors"
         try:
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.tensors}
             save_file(tensors, file, metadata={"format": "pt"})
@@ -182,15 +219,19 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype, values:
     Layers for multi-token prediction, which some models store after their other layers, are never read. Weights
     converted back to 16 bits often come with a ``config.json`` that still names 8.
     """
-    named = (file for pattern in ("config.json", "generation_config.json", "*.py") for file in source_dir.glob(pattern))
+    patterns = ("config.json", "generation_config.json", "*processor_config.json", "*.py")
+    named = (file for pattern in patterns for file in source_dir.glob(pattern))
     for file in {*filter(Path.is_file, named), *tokenizer_files(source_dir)}:
         if file.suffix == ".json":
             _require_whole(file)
         shutil.copyfile(file, partial / file.name)
     path = partial / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    config[key] = str(dtype).removeprefix("torch.")
+    config = (values and language_settings(config)) or config
+    inner = config.get("text_config")
+    for settings in (config, inner) if isinstance(inner, dict) else (config,):
+        if settings is config or settings.keys() & {"dtype", "torch_dtype"}:
+            settings["dtype" if "dtype" in settings else "torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop(_QUANTISATION, None)
     if _DRAFT_LAYERS in config:
         config[_DRAFT_LAYERS] = 0

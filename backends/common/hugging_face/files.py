@@ -1,6 +1,8 @@
 """Reading of slices from a Hugging Face checkpoint's safetensors files."""
 
 import contextlib
+import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from backends.common.process.agreement import listed, listed_by_kind
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
-from slime_like.models.weight_files import WeightFilesError, value_head_of, weight_files
+from slime_like.models.tower import language_names
+from slime_like.models.weight_files import StackPart, WeightFilesError, stack_parts, value_head_of, weight_files
 
 Shape = tuple[int, ...]
 
@@ -25,9 +28,14 @@ _COMPARED = 1 << 22
 
 
 class HfCheckpoint(contextlib.ExitStack):
-    """Tensors of one checkpoint, opened for reading. A context manager that closes the files.
+    """Tensors of one language model, opened for reading. A context manager that closes the files.
 
-    Opening reads only headers; values are read on request.
+    Opening reads only headers; values are read on request. In a checkpoint with a vision tower, the language model's
+    tensors have the names of its own checkpoint. Stacks of experts are matrices here (see ``stack_parts``).
+
+    Attributes:
+        stored: their names in the files.
+        kept: the tower's tensors, by their names in the files.
 
     Raises:
         CheckpointError: no safetensors file, a listed one missing, one damaged or cut off, or a tensor stored twice.
@@ -42,9 +50,18 @@ class HfCheckpoint(contextlib.ExitStack):
         try:
             for file in _weight_files(self.directory):
                 self._open(file)
+            parts = stack_parts(self.directory, self.shapes())
+            matrices = {name: _Matrix(self._slices[part.stack], part) for name, part in parts.items()}
+            for stack in {part.stack for part in parts.values()}:
+                del self._slices[stack]
+            self._slices |= matrices
         except CheckpointError:
             self.close()
             raise
+        own = language_names(self.directory, self._slices)
+        self.kept = {name: part for name, part in self._slices.items() if name not in own}
+        self.stored = {name: stored for stored, name in own.items()}
+        self._slices = {name: self._slices[stored] for name, stored in self.stored.items()}
 
     def _open(self, file: Path) -> None:
         try:
@@ -128,6 +145,15 @@ class HfCheckpoint(contextlib.ExitStack):
         dtype: str = self._slices[name].get_dtype()
         return dtype
 
+    def use_stored_names(self) -> None:
+        """Read the language model under its stored names, and the tower, too."""
+        self._slices = {self.stored[name]: part for name, part in self._slices.items()} | self.kept
+
+    def kept_nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor in ``kept``."""
+        bits = re.search(r"\d+", self.kept[name].get_dtype())
+        return math.prod(self.kept[name].get_shape()) * (int(bits[0]) // 8 if bits else 1)
+
     def read(self, name: str, axis: int, start: int, length: int) -> Tensor:
         """Read ``length`` entries from ``start`` along ``axis`` (0 or 1), in the file's type. Reads nothing else.
 
@@ -154,6 +180,27 @@ class HfCheckpoint(contextlib.ExitStack):
     def read_whole(self, name: str) -> Tensor:
         """Read a tensor of any type and number of axes, with any values."""
         values: Tensor = self._slices[name][...]
+        return values
+
+
+class _Matrix:
+    """One expert's matrix, read from a stack like a stored tensor."""
+
+    def __init__(self, stack: Any, part: StackPart) -> None:
+        self._stack, self._part = stack, part
+
+    def get_shape(self) -> list[int]:
+        return [self._part.rows, self._stack.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        dtype: str = self._stack.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the rows of a slice, the columns of ``[:, slice]``, or everything for an ellipsis."""
+        part, (rows, *columns) = self._part, index if isinstance(index, tuple) else (index,)
+        start, stop, _ = (slice(None) if rows is ... else rows).indices(part.rows)
+        values: Tensor = self._stack[(part.expert, slice(part.start + start, part.start + stop), *columns)]
         return values
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.hugging_face.tower import as_stored
 from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
@@ -291,7 +292,7 @@ class TrainerBase(TrainerBackend):
 
     def export_weights(self) -> WeightExport:
         self.settle_weights()
-        return self.state.export_weights(self._bucket_bytes)
+        return as_stored(self.state.export_weights(self._bucket_bytes), self.config.model.path)
 
     def export_hf(self, directory: Path) -> None:
         with self._settled("writing the Hugging Face model"):

@@ -134,7 +134,7 @@ class _Rank:
         return sum(nbytes for label, nbytes in self._trace.labelled.items() if label not in (GATHERED, GRADIENTS))
 
     def _loss(self, pack: PackedTrajectory) -> Tensor:
-        batch = model_input(pack, torch.device("cpu"), self._groups.context)
+        batch = model_input(pack, torch.device("cpu"), self._groups.context, recurs=self._model.recurs)
         self._model.teachers.add_planned(batch.responses)
         scored = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses)
         return torch.stack(batch.whole(scored)).sum()

@@ -72,7 +72,7 @@ class MegatronFamily:
 def family_of(dimensions: ModelDimensions) -> MegatronFamily:
     """Return Megatron's side of a model's family. Raises ``CheckpointError`` if the family is not registered."""
     known = FAMILIES.get(dimensions.family)
-    if known is None:
+    if known is None or not known.megatron:
         reason = dimensions.attention.unsupported or f"model family {dimensions.family} is not registered"
         raise CheckpointError(
             f"{reason}, so there is no conversion to Megatron",

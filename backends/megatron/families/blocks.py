@@ -33,8 +33,9 @@ NORMS = (
 )
 
 
-def _qkv(kind: str, *width: str) -> Rule:
-    rows = {"q": "query", "k": "key_value", "v": "key_value"}
+def qkv(kind: str, *width: str, query: str = "query") -> Rule:
+    """Return the rule of the fused projection's weight or bias; ``query`` is the size of the queries' one."""
+    rows = {"q": query, "k": "key_value", "v": "key_value"}
     sources = (hf(f"self_attn.{letter}_proj.{kind}", size, *width) for letter, size in rows.items())
     return layer_rule(f"self_attention.linear_qkv.{kind}", GroupedQkv(), *sources)
 
@@ -49,11 +50,11 @@ def gated_mlp(megatron: str, hugging_face: str, width: str) -> tuple[Rule, Rule]
     )
 
 
-ATTENTION = (
-    _qkv("weight", "hidden"),
-    layer_rule("self_attention.linear_proj.weight", Split(axis=1), hf("self_attn.o_proj.weight", "hidden", "query")),
+PROJECTION = layer_rule(
+    "self_attention.linear_proj.weight", Split(axis=1), hf("self_attn.o_proj.weight", "hidden", "query")
 )
-QKV_BIAS = (_qkv("bias"),)
+ATTENTION = (qkv("weight", "hidden"), PROJECTION)
+QKV_BIAS = (qkv("bias"),)
 QK_NORM = (
     layer_rule("self_attention.q_layernorm.weight", Replicated(), hf("self_attn.q_norm.weight", "head")),
     layer_rule("self_attention.k_layernorm.weight", Replicated(), hf("self_attn.k_norm.weight", "head")),
@@ -66,11 +67,19 @@ _EXPERTS = (
 )
 _ROUTER_BIAS = (layer_rule("mlp.router.expert_bias", Replicated(), hf("mlp.gate.e_score_correction_bias", "experts")),)
 _SHARED_EXPERTS = gated_mlp("mlp.shared_experts.", "mlp.shared_experts.", "shared_ffn")
+_GATED_SHARED_EXPERT = (
+    *gated_mlp("mlp.shared_experts.", "mlp.shared_expert.", "shared_ffn"),
+    layer_rule(
+        "mlp.shared_experts.gate_weight", Replicated(), HfTensor("mlp.shared_expert_gate.weight", (1, "hidden"))
+    ),
+)
 
 
 def feed_forward(dimensions: ModelDimensions) -> tuple[Rule, ...]:
     """Return the rules of dense layers, and of layers with experts."""
     biases = _ROUTER_BIAS if dimensions.moe_sigmoid else ()
-    shared = _SHARED_EXPERTS if dimensions.moe_shared_ffn_hidden_size else ()
+    shared: tuple[Rule, ...] = _SHARED_EXPERTS if dimensions.moe_shared_ffn_hidden_size else ()
+    if dimensions.moe_shared_gate:
+        shared = _GATED_SHARED_EXPERT
     dense = range(dimensions.num_layers - len(dimensions.expert_layers))
     return (*in_layers(_MLP, dense), *in_layers((*_EXPERTS, *biases, *shared), dimensions.expert_layers))

@@ -36,6 +36,7 @@ def _named_sizes(dimensions: ModelDimensions) -> dict[str, int]:
     return dimensions.attention.sizes(dimensions) | {
         "hidden": dimensions.hidden_size,
         "query": dimensions.num_heads * dimensions.head_dim,
+        "gated_query": 2 * dimensions.num_heads * dimensions.head_dim,
         "key_value": dimensions.num_kv_heads * dimensions.head_dim,
         "head": dimensions.head_dim,
         "ffn": dimensions.ffn_hidden_size,

@@ -112,6 +112,7 @@ class GateUp(Transform):
 
 class GroupedQkv(Transform):
     """Query, key and value interleaved by query group: each group holds its query heads, one key, one value head.
+    Gates of outputs are among the queries.
 
     Ranks hold equal parts: whole groups or, if there are more ranks than groups, an equal number of one group's rows.
     This applies to weights and biases, because heads are counted in rows.
@@ -122,7 +123,7 @@ class GroupedQkv(Transform):
         if dimensions.num_kv_heads % tp.size:
             return tuple(_rows_of_one_group(sources))
         groups = dimensions.num_kv_heads // tp.size
-        queries = dimensions.num_heads // dimensions.num_kv_heads
+        queries = sources.shapes[0][0] // sources.shapes[1][0]  # and their gates, if there are some
         heads = ((0, queries), (queries, 1), (queries + 1, 1))
         pieces = []
         for source, (first, count) in enumerate(heads):
@@ -147,6 +148,29 @@ def _rows_of_one_group(sources: Sources) -> Iterator[Piece]:
             view = _rows(start - begin, stop - start)
             yield Piece(source, 0, group * rows + start - first, stop - start, view)
         first += rows
+
+
+class ByHead(Transform):
+    """Rows by key head of a gated delta net: each head has its part of every section, one after the other.
+
+    A section is a range of rows of a source, with equal parts for all heads.
+    """
+
+    def __init__(self, *sections: tuple[int, str]) -> None:
+        """Take each section's source and the name of its size. Sections of one source follow one another."""
+        self._sections = sections
+
+    def pieces(self, sources: Sources, shard: Shape) -> tuple[Piece, ...]:
+        sizes, tp = sources.dimensions.attention.sizes(sources.dimensions), sources.tp
+        heads = sizes["linear_key_heads"] // tp.size
+        starts, first, pieces = [0] * len(sources.shapes), 0, []
+        for source, name in self._sections:
+            length, rows = sizes[name] // tp.size, sizes[name] // tp.size // heads
+            view = _head_rows(heads, first, rows)
+            pieces.append(Piece(source, 0, starts[source] + tp.rank * length, length, view))
+            starts[source] += sizes[name]
+            first += rows
+        return tuple(pieces)
 
 
 class Vocabulary(Transform):
@@ -194,6 +218,11 @@ class Rows(Transform):
 
 def _rows(start: int, length: int) -> View:
     return lambda tensor: tensor.narrow(0, start, length)
+
+
+def _head_rows(heads: int, first: int, count: int) -> View:
+    """View (rows, ...) of a fused tensor as (heads, count, ...): rows ``first`` to ``first + count`` of each head."""
+    return lambda tensor: tensor.view(heads, -1, *tensor.shape[1:]).narrow(1, first, count)
 
 
 def _group_heads(groups: int, head_dim: int, first: int, count: int) -> View:

@@ -32,7 +32,7 @@ class MegatronConverter(HuggingFaceConverter):
     def to_checkpoint(self, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
         return to_megatron(self._base, self.trainer, output, options, report)
 
-    def open_checkpoint(self, checkpoint: Path) -> TensorSource:
+    def _open(self, checkpoint: Path) -> TensorSource:
         return MegatronSource(self.model, self.trainer, checkpoint)
 
 

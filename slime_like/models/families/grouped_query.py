@@ -4,7 +4,7 @@ from typing import Any
 
 from slime_like.models import config_json
 from slime_like.models.config_json import UnsupportedError, count, flag
-from slime_like.models.dimensions import Family
+from slime_like.models.dimensions import Attention, Family
 
 _WINDOW = 4096
 """Mistral's window if config.json has none, as in transformers; null means no window."""
@@ -18,9 +18,8 @@ def _llama(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mistral(raw: dict[str, Any]) -> dict[str, Any]:
-    if raw.get("sliding_window", _WINDOW):
-        raise UnsupportedError(config_json.SLIDES)
-    return config_json.decoder(raw, qkv_bias=flag(raw, "attention_bias"))
+    attention = Attention(windows=config_json.windows({"sliding_window": _WINDOW, **raw}))
+    return config_json.decoder(raw, attention=attention, qkv_bias=flag(raw, "attention_bias"))
 
 
 def _qwen2(raw: dict[str, Any]) -> dict[str, Any]:

@@ -185,7 +185,7 @@ class ExperienceBatcher:
             return lengths
         model = self._dimensions
         attention = model.num_heads * (model.head_dim + model.value_dim) // 2
-        return training_flops(lengths, attention, model.active_parameters, model.num_layers)
+        return training_flops(lengths, attention, model.active_parameters, model.attention_layers)
 
     @cached_property
     def _dimensions(self) -> ModelDimensions:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -15,11 +16,12 @@ from backends.megatron.families import family_of
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
-from slime_like.models.weight_files import weight_file_problems
+from slime_like.models.weight_files import header_shapes, stack_parts, weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.support.rejections import Rejects
+from tests.unit.backends.models import dimensions
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -43,6 +45,43 @@ def test_rules_expect_the_tensors_that_transformers_writes(family: str, tmp_path
     model = ModelDimensions.from_checkpoint(tmp_path)
     written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert family_of(model).hf_shapes(model) == written
+
+
+def test_experts_in_stacks_are_read_as_matrices(tmp_path: Path) -> None:
+    """transformers' module keeps them in the same stacks. It computes the same from both files."""
+    make_tiny_model(tmp_path, "qwen3_5_moe_text")
+    file = tmp_path / "model.safetensors"
+    matrices, shapes = load_file(file), header_shapes(tmp_path)
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        logits = model(torch.arange(9)[None]).logits
+        experts = {name: value for name, value in model.state_dict().items() if ".experts." in name}
+        save_file({name: value for name, value in matrices.items() if ".experts." not in name} | experts, file)
+        assert torch.equal(
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(torch.arange(9)[None]).logits, logits
+        )
+    assert len(experts) == 6 and header_shapes(tmp_path) == shapes
+    with HfCheckpoint(tmp_path) as checkpoint:
+        assert checkpoint.shapes() == shapes
+        for name, value in matrices.items():
+            assert torch.equal(checkpoint.read(name, 0, 1, 2), value[1:3]) and torch.equal(
+                checkpoint.read_whole(name), value
+            )
+            if value.ndim == 2:
+                assert torch.equal(checkpoint.read(name, 1, 3, 5), value[:, 3:8])
+
+
+@pytest.mark.parametrize(
+    ("family", "stacks"),
+    [("qwen3_5_moe_text", {"gate_up_proj": (4, 24, 32), "down_proj": (4, 16, 24)}),
+     ("other", {"gate_up_proj": (4, 32, 24), "down_proj": (4, 24, 16)})],
+)  # fmt: skip
+def test_transposed_stacks_and_other_familys_stay_stacks(
+    family: str, stacks: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = dimensions(family=family)
+    monkeypatch.setattr(ModelDimensions, "from_checkpoint", lambda directory: known)
+    assert not stack_parts(tmp_path, {f"model.layers.0.mlp.experts.{name}": shape for name, shape in stacks.items()})
 
 
 CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {

@@ -17,12 +17,22 @@ from slime_like.models.dimensions import ModelDimensions
 from tests.unit.backends.models import MOONLIGHT
 from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
+# The published sizes are transformers' defaults; fewer experts take less time.
+_HYBRID = [
+    kind(architectures=[architecture]).to_dict() | {"num_experts": 3, "num_experts_per_tok": 2}
+    for kind, architecture in (
+        (transformers.Qwen3NextConfig, "Qwen3NextForCausalLM"),
+        (transformers.Qwen3_5TextConfig, "Qwen3_5ForCausalLM"),
+        (transformers.Qwen3_5MoeTextConfig, "Qwen3_5MoeForCausalLM"),
+    )
+]
 
-@pytest.mark.parametrize("config", [DEEPSEEK_V3, MOONLIGHT], ids=["DeepSeek-V3", "Moonlight-16B-A3B"])
+
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, MOONLIGHT, *_HYBRID], ids=lambda config: config["architectures"][0])
 def test_the_rules_match_what_transformers_would_write_at_published_sizes(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | config))
     model = ModelDimensions.from_checkpoint(tmp_path)
     with torch.device("meta"):
         module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))

@@ -13,6 +13,7 @@ from torch import Tensor
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import (
+    ByHead,
     GateUp,
     GroupedQkv,
     Replicated,
@@ -24,16 +25,19 @@ from backends.megatron.families.transforms import (
     Vocabulary,
 )
 from slime_like.errors import CheckpointError
-from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.dimensions import Attention, ModelDimensions
+from slime_like.models.linear_attention import LinearAttention
 from tests.support.rejections import Rejects
 from tests.unit.backends.models import PUBLISHED, dimensions
 
 SMALL = dimensions()
 
 
-def _shard(transform: Transform, sources: Sequence[Tensor], tp: TensorRank, rows: int = 0) -> Tensor:
+def _shard(
+    transform: Transform, sources: Sequence[Tensor], tp: TensorRank, rows: int = 0, of: ModelDimensions = SMALL
+) -> Tensor:
     """Fill one rank's Megatron tensor piece by piece. ``rows``: padded number of rows of a vocabulary shard."""
-    parts = Sources([tuple(source.shape) for source in sources], tp, SMALL)
+    parts = Sources([tuple(source.shape) for source in sources], tp, of)
     shape = transform.shard_shape(parts, (rows,))
     target = torch.full(shape, -1.0)
     for piece in transform.pieces(parts, shape):
@@ -65,6 +69,28 @@ def test_qkv_is_interleaved_by_query_group(size: int, width: tuple[int, ...]) ->
     assert (fused if not width else fused[:, 0]).tolist() == order
     if width:  # rows stay whole
         assert torch.equal(fused - fused[:, :1], sources[0][:1].expand(48, -1) - sources[0][0, 0])
+
+
+def _heads_of(*sources: Tensor, sections: tuple[tuple[int, str], ...], size: int) -> list[float]:
+    """Return the first elements of the rows of all ranks' shards, for two key heads with one key row each."""
+    linear = LinearAttention((0,), num_key_heads=2, num_value_heads=4, key_dim=1, value_dim=2, conv_width=3)
+    hybrid = dimensions(attention=Attention(linear=linear))
+    ranks = [TensorRank(rank, size) for rank in range(size)]
+    return torch.cat([_shard(ByHead(*sections), sources, rank, of=hybrid) for rank in ranks])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gated_delta_net_has_the_rows_of_each_key_head_together(size: int) -> None:
+    """From queries, keys and values one after the other, and from checkpoints that order them by head already."""
+    mixed, gates, steps, decays = (_numbered(100 * n, rows, 3) for n, rows in enumerate((12, 8, 4, 4)))
+    sections = ((0, "linear_key"), (0, "linear_key"), (0, "linear_value"))
+    sections += ((1, "linear_value"), (2, "linear_heads"), (3, "linear_heads"))
+    first = [0, 2, *range(4, 8), *range(100, 104), 200, 201, 300, 301]
+    second = [1, 3, *range(8, 12), *range(104, 108), 202, 203, 302, 303]
+    assert _heads_of(mixed, gates, steps, decays, sections=sections, size=size) == first + second
+    fused, others = _numbered(0, 20, 3), _numbered(100, 8, 3)
+    by_head = [*range(10), *range(100, 104), *range(10, 20), *range(104, 108)]
+    assert _heads_of(fused, others, sections=((0, "linear_qkvz"), (1, "linear_ba")), size=size) == by_head
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -169,7 +169,7 @@ def test_common_values_must_be_an_object(stored: Path, rejects: Rejects) -> None
 
 def test_weights_must_be_floating_point_numbers(tmp_path: Path, rejects: Rejects) -> None:
     class Forged(FsdpConverter):
-        def open_checkpoint(self, checkpoint: Path) -> Any:
+        def _open(self, checkpoint: Path) -> Any:
             return SimpleNamespace(tensors={"a": TensorInfo("bool", (1,))}, groups=[["a"]])
 
     config = RunConfig.model_validate({"run_dir": tmp_path, "steps": 1, "model": {"path": tmp_path}})

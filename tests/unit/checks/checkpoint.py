@@ -28,6 +28,20 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+LINEAR: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 128,
+}
 DEEPSEEK_V3: dict[str, Any] = json.loads((Path(__file__).parent / "deepseek_v3.json").read_text(encoding="utf-8"))
 """The published ``config.json`` without its quantization settings."""
 

@@ -28,7 +28,15 @@ from slime_like.errors import ConfigError, Problem
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.families.deepseek_v3 import LatentAttention
 from tests.support.rejections import Rejects
-from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, sound_flags, write_checkpoint, write_weights
+from tests.unit.checks.checkpoint import (
+    DEEPSEEK_V3,
+    EXPERTS,
+    GPT_OSS,
+    LINEAR,
+    sound_flags,
+    write_checkpoint,
+    write_weights,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -457,6 +465,9 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (EXPERTS, {"tensor": 2}, "tensor"),
     (DEEPSEEK_V3, {"tensor": 8, "sequence": True, "pipeline": 4, "expert": 8}, ""),
     (DEEPSEEK_V3 | {"kv_lora_rank": 500}, {"tensor": 8, "sequence": True, "expert": 8}, "tensor"),
+    (LINEAR, {"tensor": 2, "context": 2}, ""),
+    (LINEAR, {"tensor": 8}, "tensor"),
+    (LINEAR, {"tensor": 2, "context": 4}, "context"),
     (DEEPSEEK_V3 | {"moe_intermediate_size": 1028}, {"tensor": 8, "sequence": True, "expert": 8}, "tensor"),
 ]
 
@@ -509,7 +520,9 @@ FOREIGN: list[dict[str, Any]] = [
     {"architectures": ["GraniteForCausalLM"]},
     {"hidden_act": "gelu"},
     {"use_sliding_window": True, "sliding_window": 1280},
-    {"architectures": ["MistralForCausalLM"]},
+    {"architectures": ["MistralForCausalLM"], "sliding_window": 100},
+    {"architectures": ["Gemma3ForCausalLM"]},
+    GPT_OSS,
     {**EXPERTS, "mlp_only_layers": [0]},
     {**EXPERTS, "decoder_sparse_step": 2},
     {"attention_bias": True},
@@ -526,10 +539,34 @@ def test_fsdp_has_more_families(changes: dict[str, Any], flags: list[str], rejec
 
 
 def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: Rejects, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "model", use_sliding_window=True, sliding_window=200)
+    write_checkpoint(tmp_path / "model", hidden_act="gelu", attention_chunk_size=200)
     with rejects(ConfigError, "model.family") as caught:
         require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1", *RATE]))
     assert len(caught.value.problems) == 4
+
+
+def test_windows_and_sinks_need_the_all_gather(flags: list[str], rejected: Rejected, tmp_path: Path) -> None:
+    two, package = ["--trainer.parallel.context", "2"], ["--trainer.attention", "ring_flash_attn"]
+    longest = load_config(None, flags).max_model_len
+    for width, rejects_them in ((longest - 1, True), (longest, False)):
+        write_checkpoint(tmp_path / "model", architectures=["MistralForCausalLM"], sliding_window=width)
+        found = [
+            [problem.code for problem in check(load_config(None, [*flags, *more]))]
+            for more in ([], [*FSDP, "--trainer.share_prefixes", "tree"], [*FSDP, *two, *package])
+        ]
+        assert [("model.family" in codes) for codes in found] == [rejects_them] * 3
+        assert check(load_config(None, [*flags, *FSDP, *two])) == []
+    write_checkpoint(tmp_path / "model", **GPT_OSS | {"sliding_window": None})
+    assert rejected([*flags, *FSDP, *two, *package], "model.family").field == "trainer.attention"
+    assert check(load_config(None, [*flags, *FSDP, "--trainer.share_prefixes", "tree"])) == []
+
+
+def test_states_do_not_branch(flags: list[str], rejected: Rejected, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", **LINEAR)
+    for backend in ([], FSDP):
+        assert check(load_config(None, [*flags, *backend])) == []
+        problem = rejected([*flags, *backend, "--trainer.share_prefixes", "tree"], "model.family")
+        assert problem.field == "trainer.share_prefixes"
 
 
 def test_sigmoid_routers_have_biases_that_move(flags: list[str], tmp_path: Path) -> None:

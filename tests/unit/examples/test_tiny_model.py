@@ -14,8 +14,10 @@ from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
 
+_HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *_HYBRID])
 def test_families(family: str, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, family)
     dimensions = ModelDimensions.from_checkpoint(tmp_path)
@@ -29,6 +31,32 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert logits.shape == (1, 12, dimensions.vocab_size) and logits.isfinite().all()
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert tensor.unique().numel() > tensor.numel() // 2, name  # so a conversion that loses a norm is detected
+
+
+@pytest.mark.parametrize("family", _HYBRID)
+def test_sizes_of_linear_attention(family: str, tmp_path: Path, rejects: Rejects) -> None:
+    make_tiny_model(tmp_path, family)
+    dimensions = ModelDimensions.from_checkpoint(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert dimensions.num_parameters == sum(tensor.numel() for tensor in stored.values())
+    assert dimensions.attention.linear is not None
+    assert [f"model.layers.{layer}.linear_attn.A_log" in stored for layer in range(3)] == [True, False, True]
+    assert dimensions.attention.linear.layers == (0, 2) and dimensions.attention_layers == 1
+    assert (dimensions.rotary_dim, dimensions.attention.output_gate, dimensions.zero_centered_norms) == (8, True, True)
+    assert dimensions.moe_shared_gate == ("model.layers.0.mlp.shared_expert_gate.weight" in stored)
+    norms = (float(stored[f"model.{name}.weight"].mean()) for name in ("norm", "layers.0.linear_attn.norm"))
+    assert [round(mean) for mean in norms] == [0, 1]
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    # Published ones describe their layers by an interval, and have a fraction beside, not inside, rope_scaling.
+    published = {name: value for name, value in config.items() if name not in ("layer_types", "rope_parameters")}
+    file.write_text(json.dumps({**published, "full_attention_interval": 3, "partial_rotary_factor": 0.5}))
+    read = ModelDimensions.from_checkpoint(tmp_path)
+    assert read.attention.linear is not None and read.attention.linear.layers == (0, 1) and read.rotary_dim == 16
+    for change in ({"partial_rotary_factor": 2.0}, {"linear_num_key_heads": 3}):
+        file.write_text(json.dumps({**config, "rope_parameters": None, **change}))
+        with rejects(ConfigError, "config"):
+            ModelDimensions.from_checkpoint(tmp_path)
 
 
 def test_seed_and_overrides(tmp_path: Path, rejects: Rejects) -> None:

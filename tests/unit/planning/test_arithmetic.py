@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import save_file
 
 from slime_like.config import LoraConfig, RunConfig
@@ -78,7 +79,9 @@ def test_bundled_models_have_the_published_number_of_parameters(name: str) -> No
     assert ModelDimensions.from_checkpoint(MODELS / name).num_parameters == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v3_direct"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v3_direct", "qwen3_next", "qwen3_5_text"]
+)
 def test_parameters_match_the_stored_tensors(family: str, tmp_path: Path) -> None:
     model = save_checkpoint(family, tmp_path)
     stored = sum(math.prod(shape) for shape in header_shapes(model).values())
@@ -96,6 +99,22 @@ def test_engines() -> None:
     assert engine.longest_sequences == engine.kv_tokens // 2048
     four_heads = plan_engine(planned_run(model={"path": MODELS / "Qwen3-30B-A3B"}, rollout={"tensor": 8}))
     assert four_heads.kv_bytes_per_token == 2 * 48 * 1 * 128 * 2
+
+
+def test_an_engine_of_qwen3_next_keeps_states(tmp_path: Path) -> None:
+    """12 of 48 layers have 2 KV heads of 256. The others have 32 states of 128 x 128 in float32, and convolve 8,192
+    channels over 4 tokens. Four GPUs share them."""
+    settings = transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"]).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    run = planned_run(model={"path": tmp_path}, rollout={"tensor": 4}, cluster={"gpu": "h200-141gb"})
+    engine, states = plan_engine(run), 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2) // 4
+    assert engine.kv_bytes_per_token == 12 * 2 * 256 * 2
+    assert engine.state_tokens == math.ceil(states / engine.kv_bytes_per_token)
+    length = run.config.max_model_len
+    assert engine.longest_sequences == engine.kv_bytes // (length * 12 * 2 * 256 * 2 + states) > 500
+    found, without = (predict_generation(run, each) for each in (engine, replace(engine, state_tokens=0)))
+    moved = found.sequences / found.waves * 2 * states  # read and written
+    assert found.cache - without.cache == pytest.approx(moved / (4800e9 * 0.6), rel=1e-3)
 
 
 def test_engines_with_8_bit_matrices() -> None:

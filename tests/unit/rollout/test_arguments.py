@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from rollout.arguments import check_arguments
 from rollout.ranks import StoreQueue, results
 from rollout.sglang import arguments as sglang
+from rollout.sglang.engine import SglangEngine
 from rollout.vllm import arguments
 from slime_like.checks.engine_arguments import CHANGES, OWNED, _vllm_arguments, engine_problems
 from slime_like.config import RunConfig
@@ -22,8 +23,10 @@ from slime_like.config.reading.load import load_config
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.transports.broadcast_group import serve_store
 from tests.support.rejections import Rejects
+from tests.unit.checks.checkpoint import LINEAR, write_checkpoint
 
 RECIPES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -162,6 +165,22 @@ def test_arguments_for_one_engine(engine: str, expected: dict[str, Any]) -> None
     assert RolloutConfig(engine=engine, engine_args=given).own_engine_args == expected
     with pytest.raises(ValidationError):
         RolloutConfig(engine_args={"vllm": 3})
+
+
+def test_recurrent_layers_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects) -> None:
+    monkeypatch.setattr(arguments, "on_cpu", lambda: True)
+    models = [write_checkpoint(tmp_path / name, **changes) for name, changes in (("m", {}), ("n", LINEAR))]
+    configs = [
+        RunConfig(run_dir=tmp_path, model={"path": model, "dtype": dtype})
+        for model, dtype in zip((*models, models[1]), ("float32", "bfloat16", "float32"), strict=True)
+    ]
+    cached = [arguments._owned(config, 0).get("enable_prefix_caching", True) for config in configs[:2]]
+    assert cached == [True, False]
+    with rejects(EngineError, "model-not-servable"):
+        arguments._owned(configs[2], 0)
+    dimensions = [ModelDimensions.from_checkpoint(model) for model in models]
+    assert [SglangEngine.refusal(each, on_cuda=False) is None for each in dimensions] == [True, False]
+    assert SglangEngine.refusal(dimensions[1], on_cuda=True) is None
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])

@@ -1,0 +1,36 @@
+"""A checkpoint with a vision tower around its trained language model: stored names, and the tower as it came."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from backends.common.hugging_face.conversion import in_files
+from backends.common.hugging_face.files import HfCheckpoint
+from slime_like.interfaces import Manifest, WeightBucket, WeightExport
+from slime_like.models.tower import has_tower
+
+
+def stored_names(directory: Path) -> dict[str, str]:
+    """Map the language model's names to those in the checkpoint's files, which engines load, too."""
+    with HfCheckpoint(directory) as checkpoint:
+        return checkpoint.stored
+
+
+def renamed(buckets: Iterable[WeightBucket], names: Mapping[str, str]) -> Iterator[WeightBucket]:
+    return (WeightBucket([(names[name], tensor) for name, tensor in bucket.tensors]) for bucket in buckets)
+
+
+def as_stored(export: WeightExport, directory: Path) -> WeightExport:
+    """Return an export of the language model under the stored names of the checkpoint in ``directory``."""
+    if not has_tower(directory):
+        return export
+    names, manifest = stored_names(directory), export.manifest
+    if manifest is not None:
+        manifest = Manifest({names[name]: info for name, info in manifest.tensors.items()}, manifest.updates)
+    return WeightExport(manifest, renamed(export.buckets, names))
+
+
+def kept_buckets(directory: Path, max_bytes: int) -> Iterator[WeightBucket]:
+    """Yield the tensors that are not the language model's, bit for bit, at most ``max_bytes`` at a time."""
+    with HfCheckpoint(directory) as checkpoint:
+        for names in in_files(sorted(checkpoint.kept), checkpoint.kept_nbytes, max_bytes):
+            yield WeightBucket([(name, checkpoint.kept[name][...]) for name in names])

@@ -1,0 +1,104 @@
+"""Checkpoints of a language model with a vision tower. Only the language model is trained, on text.
+
+Its settings and tensors are read under the names of the language model's own checkpoint. A checkpoint stores them under
+other names, which differ between publishers and between versions of transformers.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slime_like.models.config_json import read_object
+
+_LANGUAGE_MODELS = {
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "glm4v_moe": ("glm4_moe", "Glm4MoeForCausalLM"),
+    "mistral3": ("mistral", "MistralForCausalLM"),
+    "qwen2_vl": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_vl": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3_vl": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_5": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+}
+"""By model type: type and architecture of a language model that computes the same on text. Multimodal rotary embedding
+is plain rotary embedding there, because a text token has the same position on all axes."""
+
+_TIED = frozenset({"gemma3", "mistral3"})
+"""Model types that tie embeddings unless ``config.json`` says otherwise."""
+
+_SHARED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
+"""Settings of the whole model that the language model's may leave out."""
+
+_INNER = re.compile(r"(model\.language_model|language_model\.model|model)\.(?=(embed_tokens|layers|norm)\.)")
+_HEAD = re.compile(r"(language_model\.)?(?=lm_head\.)")
+
+_KEY_MAPPING = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+"""For ``from_pretrained`` of transformers: the same names as ``language_names``."""
+
+
+def language_settings(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the ``config.json`` of the language model alone, or ``None`` if ``raw`` has no tower."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in _LANGUAGE_MODELS:
+        return None
+    own = raw.get("text_config")
+    # Some publishers' files have the language model's settings beside the tower's.
+    text = dict(own) if isinstance(own, dict) else {key: raw[key] for key in raw if key != "vision_config"}
+    text = {key: raw[key] for key in _SHARED if key in raw} | text
+    ties = [each["tie_word_embeddings"] for each in (raw, text) if each.get("tie_word_embeddings") is not None]
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(text.get(key), dict):
+            text[key] = _plain_rotary(text[key])
+    model_type, architecture = _LANGUAGE_MODELS[kind]
+    text |= {"model_type": model_type, "architectures": [architecture]}
+    return {**text, "tie_word_embeddings": any(ties) if ties else kind in _TIED}
+
+
+def _plain_rotary(given: dict[str, Any]) -> dict[str, Any]:
+    plain = {key: "default" if value == "mrope" else value for key, value in given.items()}
+    return {key: value for key, value in plain.items() if not key.startswith("mrope_")}
+
+
+def has_tower(directory: Path) -> bool:
+    """Return whether a directory's ``config.json`` is of a model with a tower."""
+    file = directory / "config.json"
+    return file.is_file() and language_settings(read_object(file)) is not None
+
+
+def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:
+    """Map the stored names of the language model's tensors to the names in its own checkpoint.
+
+    Without a tower, these are all tensors, and they keep their names. The others belong to the tower or to layers for
+    multi-token prediction.
+    """
+    if not has_tower(directory):
+        return {name: name for name in stored}
+    return {name: own for name in stored if (own := _own_name(name))}
+
+
+def _own_name(name: str) -> str | None:
+    if _HEAD.match(name):
+        return _HEAD.sub("", name, count=1)
+    return _INNER.sub("model.", name, count=1) if _INNER.match(name) else None
+
+
+def transformers_config(directory: Path, trust_remote_code: bool = False) -> Any:
+    """Return transformers' configuration of a checkpoint, or of its language model if it has a tower."""
+    from transformers import AutoConfig
+
+    file = directory / "config.json"
+    settings = language_settings(read_object(file)) if file.is_file() else None
+    if settings is None:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    return AutoConfig.for_model(**settings)
+
+
+def loading_options(directory: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return the options with which ``AutoModelForCausalLM.from_pretrained`` reads a checkpoint's language model."""
+    config = transformers_config(directory, trust_remote_code)
+    return {"config": config, "key_mapping": _KEY_MAPPING if has_tower(directory) else None}

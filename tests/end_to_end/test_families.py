@@ -1,0 +1,57 @@
+"""Whole runs of model families that the other tests don't run: killed, resumed, exported, and loaded again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slime_like.examples.tiny_model import make_tiny_model
+from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
+from tests.parallel.towers import give_tower, is_language, tensors_of
+from tests.support.processes import Command, succeed
+
+FSDP = ["--trainer.backend", "fsdp", "--trainer.parallel.context", "2"]
+MEGATRON = ["--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true"]
+RUNS = {"qwen3_5_text": FSDP, "qwen3_5_moe_text": FSDP, "qwen3_next": MEGATRON, "qwen3": FSDP}
+TOWERS = {"qwen3": "qwen3_vl"}
+"""Families that get a tower, and the model types of the whole models."""
+STEPS = 4
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("family", RUNS)
+def test_a_run_is_killed_resumed_and_exported(family: str, tiny: Tiny, tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", family, seed=1)
+    if family in TOWERS:
+        give_tower(tmp_path / "model", TOWERS[family])
+    model = Tiny(tmp_path / "model", tiny.data)
+
+    def flags(name: str) -> list[str]:
+        run = ["--steps", str(STEPS), "--checkpoint.every", "2", "--rollout.engine", "transformers"]
+        run += ["--algorithm.kl.coef", "0.01", "--trainer.optimizer.lr", "1e-3"]
+        return model.rl_flags(tmp_path / name, *run, *RUNS[family])
+
+    succeed(flags("whole"), tmp_path / "log")
+    with Command(flags("killed"), tmp_path / "first") as command:
+        command.wait_for("checkpoint of step 2", timeout_s=120)
+        command.kill()
+        assert command.finish(timeout_s=30).code == -9
+    succeed(flags("killed"), tmp_path / "second")
+    whole = {row["step"]: row for row in steps_of(tmp_path / "whole")}
+    resumed = {row["step"]: row for row in steps_of(tmp_path / "killed")}
+    assert set(whole) == set(resumed) == set(range(1, STEPS + 1))
+    for step, row in resumed.items():
+        assert row["weights/probe_gap"] < 1e-4 and row["train_actor_training/engine_gap_max"] < 1e-4
+        for name in ("loss", "grad_norm", "entropy"):
+            key = f"train_actor_training/{name}"
+            assert row[key] == pytest.approx(whole[step][key], abs=1e-6)
+    before, *after = (tensors_of(tmp_path / name) for name in ("model", "whole/hf", "killed/hf"))
+    assert all(exported.keys() == before.keys() for exported in after)
+    for name, weight in before.items():
+        assert torch.equal(after[0][name], after[1][name]), name
+        assert torch.equal(after[0][name], weight) != is_language(name), name
+    if family not in TOWERS:
+        _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "killed/hf", output_loading_info=True)
+        assert not any(loading.values())

@@ -1,0 +1,112 @@
+"""Megatron's gated delta net computes transformers' layer, on a pack as on every sequence alone.
+
+``test_parity`` compares whole models in every layout; here sequences also end around the ends of chunks.
+"""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from backends.common.linear_attention import Boundaries, Recurrence
+from backends.megatron.attention import PackedLayout
+from backends.megatron.families.gated_delta import GatedDeltaNet
+from backends.megatron.parallel import alone_as
+from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.config import RunConfig, TrainerConfig
+from slime_like.interfaces import RankPlacement
+from slime_like.trajectory import PackedTrajectory
+from tests.parallel.parity import check_everything, run_case
+from tests.parallel.ranks import run_ranks
+from tests.parallel.steps import running
+from tests.parallel.test_fsdp_hybrid import hybrid_case
+from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
+
+LENGTHS = (3, 64, 1, 130, 65, 2, 63)
+SIZES: dict[str, int] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def _ours(hidden: int) -> GatedDeltaNet:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=hidden, num_attention_heads=2, layernorm_epsilon=1e-6, use_cpu_initialization=True,
+        perform_initialization=False, layernorm_zero_centered_gamma=True, **SIZES,
+    )  # fmt: skip
+    return GatedDeltaNet(config, layer_number=1, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _weights(theirs: Any) -> dict[str, Tensor]:
+    """Return the layer's tensors with the rows of each of the two key heads together."""
+    given = {name: value.float() for name, value in theirs.state_dict().items()}
+    q, k, v = (x.chunk(2) for x in given["conv1d.weight"].split([16, 16, 24]))
+    fused = {"conv_weight": torch.cat([q[0], k[0], v[0], q[1], k[1], v[1]]), "norm_weight": given.pop("norm.weight")}
+    if "in_proj_qkvz.weight" in given:
+        both = [given.pop(f"in_proj_{name}.weight").chunk(2) for name in ("qkvz", "ba")]
+    else:
+        q, k, v = (x.chunk(2) for x in given.pop("in_proj_qkv.weight").split([16, 16, 24]))
+        both = [q, k, v, *(given.pop(f"in_proj_{name}.weight").chunk(2) for name in "zba")]
+    fused["in_proj.weight"] = torch.cat([part[head] for head in (0, 1) for part in both])
+    return {name: value for name, value in given.items() if name != "conv1d.weight"} | fused
+
+
+@pytest.mark.parametrize("kind", [Qwen3NextGatedDeltaNet, Qwen3_5GatedDeltaNet])
+def test_the_layer_is_transformers(kind: Any) -> None:
+    settings = Qwen3NextConfig if kind is Qwen3NextGatedDeltaNet else Qwen3_5TextConfig
+    torch.manual_seed(0)
+    theirs = kind(settings(hidden_size=16, num_hidden_layers=2, **SIZES), 0).double()
+    torch.nn.init.normal_(theirs.norm.weight, 1.0, 0.2)
+    hidden = torch.randn(sum(LENGTHS), 1, 16, dtype=torch.float64)
+    expected = torch.cat([theirs(part.transpose(0, 1)) for part in hidden.split(LENGTHS)], dim=1).transpose(0, 1)
+    same = torch.arange(sum(LENGTHS))
+    bounds = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
+    layout = PackedLayout(recurrence=Recurrence(Boundaries.of(bounds), same, same, None))
+    with alone_as(TrainerConfig(), 0):
+        assert parallel_state.get_tensor_model_parallel_world_size() == 1
+        ours = _ours(16)
+        ours.load_state_dict(_weights(theirs))
+        found, _ = ours(hidden.float(), packed_seq_params=layout)
+        grad = torch.randn(found.shape, dtype=torch.float64)
+        found.backward(grad.float())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    expected.backward(grad)
+    gradients = {name: value.grad for name, value in theirs.named_parameters()}
+    theirs.load_state_dict(gradients)
+    wanted = _weights(theirs)
+    for name, value in ours.named_parameters():
+        assert value.grad is not None
+        error = float((value.grad - wanted[name]).norm() / wanted[name].norm())
+        assert error < 5e-5, f"{name}: {error:.2e}"
+
+
+def test_a_pack_around_the_ends_of_chunks_computes_the_reference(tmp_path: Path) -> None:
+    case = hybrid_case("qwen3_5_text", tmp_path / "case")
+    check_everything(case, run_case(case, {"tensor": 2, "sequence": True, "context": 2}, tmp_path))
+
+
+def test_a_neighbor_changes_no_bit(tmp_path: Path) -> None:
+    model, lengths = save_checkpoint("qwen3_next", tmp_path / "model", layers=2), [(9, 56), (40, 23), (2, 70)]
+    first, second = (scored_sequences(lengths, seed) for seed in (0, 1))
+    packs = [pack_sequences([first[0], other[1], first[2]]) for other in (first, second)]
+    config = tiny_config(model, tmp_path, dtype="bfloat16")
+    ((one, other),) = run_ranks(_logprobs, 1, tmp_path / "ranks", config, packs)
+    assert torch.equal(one[:56], other[:56]) and torch.equal(one[-70:], other[-70:])
+    assert not torch.equal(one, other)
+
+
+def _logprobs(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory]) -> list[Tensor]:
+    with running(placement, config, scores=True) as trainer:
+        return [scored["old_logprobs"] for scored in trainer.score(packs)]

@@ -1,0 +1,122 @@
+"""Attention with sinks and sliding windows agrees with the softmax written out in float64, alone and over ranks."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.common.attention.choice import AnyAttention, choose_attention
+from backends.common.attention.kernels import CudaFlash, Pairing, Saved, Segments
+from backends.common.attention.packed_attention import LocalAttention
+from slime_like.algorithms.context import ContextShard
+from slime_like.errors import TrainerError
+from slime_like.interfaces import RankPlacement
+from tests.parallel.dense import assert_near, boundaries, relative_error
+from tests.parallel.ranks import run_ranks
+from tests.parallel.ring_steps import zigzag_rows
+
+HEADS, GROUPS, WIDTH, SCALE, WINDOW = 4, 2, 16, 0.3, 5
+LENGTHS = [12, 28, 4, 20]  # multiples of four, as a ring of two needs; the middle of 64 is inside the third
+
+
+def _problem() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return queries, keys and values, the output's gradient, and sinks, one of which takes nearly everything."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (
+        torch.randn(sum(LENGTHS), heads, WIDTH, generator=generator) for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    )
+    return [q, k, v], grad, torch.tensor([0.5, -2.0, 6.0, -40.0])
+
+
+def _written_out(window: int | None, has_sinks: bool) -> list[Tensor]:
+    """Return output and gradients of queries, keys, values and sinks."""
+    inputs, grad, sinks = _problem()
+    leaves = [x.double().requires_grad_() for x in (*inputs, sinks)]
+    q, k, v, sink = leaves
+    outs = []
+    for start, end in pairwise(boundaries(LENGTHS).tolist()):
+        keys, values = (x[start:end].repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * SCALE
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (distance >= 0) & (distance < (window or end))
+        weights = scores.masked_fill(~seen, 0.0).exp() * seen
+        total = weights.sum(-1, keepdim=True) + (sink.exp()[:, None, None] if has_sinks else 0.0)
+        outs.append(torch.einsum("hqk,khd->qhd", weights / total, values))
+    out = torch.cat(outs)
+    gradients = torch.autograd.grad(out, leaves, grad.double(), allow_unused=True)
+    return [out.detach(), *gradients[: 4 if has_sinks else 3]]
+
+
+def _attended(attention: AnyAttention, rows: Tensor | slice, window: int | None, has_sinks: bool) -> list[Tensor]:
+    inputs, grad, sinks = _problem()
+    leaves = [x[rows].clone().requires_grad_() for x in inputs]
+    given = [sinks.requires_grad_()] if has_sinks else []
+    out = attention.attend(*leaves, SCALE, window, *given)
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, *given], grad[rows])]
+
+
+CASES = [(None, True), (WINDOW, False), (WINDOW, True), (1, True), (28, True), (27, False)]
+
+
+@pytest.mark.parametrize(("window", "has_sinks"), CASES)
+def test_one_rank_computes_the_softmax(window: int | None, has_sinks: bool) -> None:
+    attention = LocalAttention(Segments.of(boundaries(LENGTHS)))
+    assert_near(_attended(attention, slice(None), window, has_sinks), _written_out(window, has_sinks), 2e-6)
+
+
+def _of_ranks(placement: RankPlacement) -> tuple[list[list[Tensor]], list[list[Tensor]], list[str]]:
+    """Return the all-gather's results, the ring's with sinks only, and the codes of errors."""
+    rank = placement.rank
+    address = f"tcp://{placement.master_address}:{placement.master_port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    half, group = sum(LENGTHS) // 2, dist.group.WORLD
+    assert group is not None
+    rows = torch.zeros(half, dtype=torch.int64)
+    shard = ContextShard(
+        tokens=rows, position_ids=rows, source=rows, cu_seqlens=boundaries(LENGTHS), response_index=rows,
+        cu_seqlens_padded=boundaries(LENGTHS), max_seqlen_padded=max(LENGTHS), parents=None, response_slot=rows,
+        num_responses=half, layout="contiguous", cp_size=2, cp_rank=rank,
+    )  # fmt: skip
+    gather, ring_attention = (choose_attention(name, shard, group) for name in ("allgather", "ring"))
+    mine, zigzag = slice(rank * half, rank * half + half), zigzag_rows(LENGTHS, 2, rank)
+    gathered = [_attended(gather, mine, *case) for case in CASES]
+    ring = [_attended(ring_attention, zigzag, window, True) for window in (None, 28)]
+    codes = []
+    try:
+        _attended(ring_attention, zigzag, WINDOW, False)
+    except TrainerError as error:
+        codes.append(error.code)
+    return gathered, ring, codes
+
+
+def test_context_ranks_compute_the_softmax(tmp_path: Path) -> None:
+    """The border of the ranks is inside a sequence; a window reaches over it. Sinks' gradients are sums over ranks."""
+    results = run_ranks(_of_ranks, 2, tmp_path)
+    for index, case in enumerate(CASES):
+        parts = [gathered[index] for gathered, _, _ in results]
+        found = [torch.cat(each) for each in zip(*(part[:4] for part in parts), strict=True)]
+        found += [parts[0][4] + parts[1][4]] if case[1] else []
+        assert_near(found, _written_out(*case), 2e-6)
+    order = torch.cat([zigzag_rows(LENGTHS, 2, rank) for rank in (0, 1)])
+    for index in (0, 1):
+        expected = _written_out(None, True)
+        for place in range(4):
+            found_rows = torch.cat([ring[index][place] for _, ring, _ in results])
+            assert relative_error(found_rows, expected[place][order]) < 2e-6
+        assert relative_error(sum(ring[index][4] for _, ring, _ in results), expected[4]) < 2e-6
+    assert [codes for *_, codes in results] == [["attention-not-shared"]] * 2
+
+
+def test_cuda_kernel_takes_a_window() -> None:
+    """On torch's meta device: the operators accept these arguments."""
+    host = Segments.of(boundaries([7, 1, 12]))
+    segments = Segments(host.host, host.device.to("meta"), host.longest)
+    q = torch.empty(20, HEADS, WIDTH, dtype=torch.bfloat16, device="meta")
+    k, v = (torch.empty(20, GROUPS, WIDTH, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    pairing = Pairing(segments, segments, True, SCALE, WINDOW)
+    out, lse = CudaFlash().forward(q, k, v, pairing)
+    assert out.shape == q.shape
+    assert [x.shape for x in CudaFlash().backward(q, Saved(q, k, v, out, lse), pairing)] == [q.shape, k.shape, v.shape]

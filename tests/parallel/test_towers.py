@@ -1,0 +1,177 @@
+"""A language model with a tower trains like transformers' whole model on text, and the tower stays as it came."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from backends.megatron.offline.converter import MegatronConverter
+from slime_like.config import RunConfig
+from slime_like.conversion.compare import compare_sources
+from slime_like.errors import CheckpointError
+from slime_like.interfaces import RankPlacement
+from slime_like.interfaces.conversion import ConversionOptions
+from slime_like.models.dimensions import ModelDimensions, keeps_type
+from slime_like.models.tower import language_settings
+from slime_like.models.weight_files import weight_file_problems
+from slime_like.trajectory import PackedTrajectory
+from slime_like.weights.expected_tensors import expected_tensors
+from tests.parallel.assembly import stacked_experts
+from tests.parallel.parity import (
+    BALANCE,
+    GRADIENT_BOUND,
+    MASKED,
+    OPTIMIZER,
+    PACKS,
+    STEPS,
+    Case,
+    Settings,
+    check_changes,
+    check_gradients,
+    check_loss,
+    check_scores,
+    check_tensors,
+    check_updates,
+    parity_config,
+    samples_with_loss,
+)
+from tests.parallel.ranks import run_each
+from tests.parallel.reference import adamw_steps
+from tests.parallel.steps import RankResult, exported_from, running, same_bits, take_step, train_rank
+from tests.parallel.tiny import scored_sequences, tiny_config
+from tests.parallel.towers import KINDS, WholeReference, is_language, save_tower, tensors_of, tower_of
+from tests.support.rejections import Rejects
+
+
+def _case(kind: str, directory: Path) -> Case:
+    sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
+    checkpoint, algorithm = save_tower(kind, directory), {"moe_aux_loss_coef": BALANCE.get(f"{kind}_text", 0.0)}
+    reference = WholeReference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
+    initial = {name: each.detach().clone() for name, each in reference.trained().items()}
+    denominator = samples_with_loss(sequences)
+    expected = reference.step(sequences, denominator)
+    lr, eps = OPTIMIZER["lr"], OPTIMIZER["eps"]
+    updated = adamw_steps(reference, sequences, denominator, STEPS, OPTIMIZER["clip_grad"], lr, eps)
+    if kind == "glm4v_moe":
+        expected.balance = 0.0  # not requested
+    return Case(checkpoint, sequences, expected, algorithm, updated, initial)
+
+
+def _run(
+    placement: RankPlacement,
+    config: RunConfig,
+    packs: list[PackedTrajectory],
+    denominator: float,
+    directory: Path | None = None,
+) -> RankResult | dict[str, Tensor]:
+    """Train, or take a step and export; return the weights that engines would get."""
+    if directory is None:
+        return train_rank(placement, config, packs, denominator, STEPS)
+    with running(placement, config) as trainer:
+        take_step(trainer, packs[:1], denominator, last=True)
+        trainer.export_hf(directory)
+        return exported_from(trainer)
+
+
+MEGATRON = ("qwen2_5_vl", "mistral3", "qwen3_vl", "qwen3_5_moe")
+LAYOUTS: dict[str, Settings] = {"fsdp": {"backend": "fsdp", "data": 2}, "megatron": {"tensor": 2, "sequence": True}}
+RUNS = [(kind, layout) for kind, layout in product(KINDS, LAYOUTS) if layout == "fsdp" or kind in MEGATRON[2:]]
+Trained = tuple[Case, list[RankResult], dict[str, Tensor], Path]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Trained]:
+    """Run every kind in every layout, in one fork of two ranks."""
+    root = tmp_path_factory.mktemp("towers")
+    cases = {kind: _case(kind, root / kind) for kind in KINDS}
+    configs = [
+        parity_config(cases[kind].checkpoint, root, LAYOUTS[layout], **cases[kind].algorithm) for kind, layout in RUNS
+    ]
+    tasks = [
+        (config, cases[kind].packs(), cases[kind].denominator) for config, (kind, _) in zip(configs, RUNS, strict=True)
+    ]
+    exported = [root / f"{kind}-{layout}" for kind, layout in RUNS]
+    results = run_each(
+        _run, 2, root / "ranks", [*tasks, *((*task, path) for task, path in zip(tasks, exported, strict=True))]
+    )
+    return {
+        key: (cases[key[0]], list(results[index]), results[index + len(RUNS)][0], exported[index])
+        for index, key in enumerate(RUNS)
+    }
+
+
+@pytest.mark.parametrize(("kind", "layout"), RUNS)
+def test_training_computes_what_the_whole_model_computes(kind: str, layout: str, trained: Any) -> None:
+    case, results, *_ = trained[kind, layout]
+    check_scores(case, results)
+    check_loss(case, results)
+    if layout == "megatron":
+        check_gradients(case, results)
+        check_updates(case, results)
+        return
+    for result in results:
+        check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
+        check_changes(case, result.weights)
+
+
+@pytest.mark.parametrize(("kind", "layout"), RUNS)
+def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, layout: str, trained: Any) -> None:
+    case, _, sent, exported = trained[kind, layout]
+    source = case.checkpoint
+    same_bits(tower_of(exported), tower_of(source))
+    before, after = tensors_of(source), tensors_of(exported)
+    assert after.keys() == before.keys()
+    stored = stacked_experts(sent) if kind == "qwen3_5_moe" else sent
+    assert stored.keys() == set(filter(is_language, before))
+    same_bits({name: after[name] for name in stored}, stored)
+    unchanged = {name for name in stored if torch.equal(stored[name], before[name])}
+    assert unchanged == set(filter(keeps_type, before))
+    assert {name: tuple(tensor.shape) for name, tensor in sent.items()} == expected_tensors(source)
+    assert _config(exported) == _config(source)
+    _, problems = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
+    assert not any(problems.values())
+
+
+@pytest.mark.parametrize("kind", MEGATRON)
+def test_it_is_converted_to_megatron_and_back(kind: str, trained: Any, tmp_path: Path, rejects: Rejects) -> None:
+    """The tower comes from the directory that was converted. Stacks of experts become matrices."""
+    source = trained[kind, "fsdp"][0].checkpoint
+    options = ConversionOptions("auto", 40_000, 1, allow_nan=False)
+
+    def converter(path: Path) -> MegatronConverter:
+        config = tiny_config(path, tmp_path, {"pipeline": 2})
+        return MegatronConverter(config.model, config.trainer)
+
+    converter(source).to_checkpoint(tmp_path / "meg", options, lambda *_: None)
+    with rejects(CheckpointError, "no-tower"):
+        converter(tmp_path / "meg" / "model").open_checkpoint(tmp_path / "meg" / "trainer")
+    converter(source).to_hugging_face(tmp_path / "meg" / "trainer", tmp_path / "hf", options, lambda *_: None)
+    found = tensors_of(tmp_path / "hf")
+    same_bits(stacked_experts(found) if kind == "qwen3_5_moe" else found, tensors_of(source))
+    _, problems = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(problems.values())
+    sides = converter(source).open_checkpoint(tmp_path / "meg" / "trainer"), converter(source).open_hugging_face(source)
+    assert compare_sources(*sides, 1, lambda *_: None) == []
+    assert not weight_file_problems(tmp_path / "hf", ModelDimensions.from_checkpoint(source))
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return found
+
+
+def test_the_settings_of_a_language_model_are_those_of_its_publisher() -> None:
+    """Multimodal rotary embedding becomes plain, and either place may tie the embeddings."""
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    flat = {"model_type": "qwen2_5_vl", "vision_config": {}, "rope_scaling": rope, "tie_word_embeddings": True}
+    found = language_settings(flat)
+    assert found is not None and found["rope_scaling"] == {"type": "default"}
+    assert (found["model_type"], found["tie_word_embeddings"]) == ("qwen2", True)
+    inner = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}}
+    assert (language_settings(inner) or {})["tie_word_embeddings"] is True
+    assert language_settings({"model_type": "qwen2"}) is None
