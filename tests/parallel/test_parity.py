@@ -113,6 +113,7 @@ def test_layout_computes_the_reference(layout: str, cases: Any, tmp_path: Path) 
         ("qwen3_5_text", "pp2-interleaved"),
         pytest.param("qwen3_5_text", "tp2-cp2-dp2", marks=pytest.mark.acceptance),
         pytest.param("qwen3_5_text", "cp2-allgather", marks=pytest.mark.acceptance),
+        pytest.param("qwen3_next", "cp2-ring-flash-attn", marks=pytest.mark.acceptance),
         pytest.param("qwen3_5_text", "block-recompute", marks=pytest.mark.acceptance),
         pytest.param("qwen3_5_moe_text", "tp2-sp", marks=pytest.mark.acceptance),
     ],
