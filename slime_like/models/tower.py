@@ -33,7 +33,7 @@ _SHARED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype
 _INNER = re.compile(r"(model\.language_model|language_model\.model|model)\.(?=(embed_tokens|layers|norm)\.)")
 _HEAD = re.compile(r"(language_model\.)?(?=lm_head\.)")
 
-KEY_MAPPING = {
+_KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -96,3 +96,9 @@ def transformers_config(directory: Path, trust_remote_code: bool = False) -> Any
     if settings is None:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     return AutoConfig.for_model(**settings)
+
+
+def loading_options(directory: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return the options with which ``AutoModelForCausalLM.from_pretrained`` reads a checkpoint's language model."""
+    config = transformers_config(directory, trust_remote_code)
+    return {"config": config, "key_mapping": _KEY_MAPPING if has_tower(directory) else None}

@@ -197,7 +197,7 @@ def _workings(plan: Plan) -> Iterator[str]:
         )
     for role in config.roles.with_workers if plan.references else ():
         size = counted(role.parallel.world_size, "GPU")
-        yield f"{role.name}s: {counted(role.workers, 'worker')} of {size}, scoring during generation"
+        yield f"{role.name}: {counted(role.workers, 'worker')} of {size}, scoring during generation"
     if plan.step is not None:
         yield (
             f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, "

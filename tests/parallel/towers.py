@@ -21,18 +21,18 @@ INNER = ("language_model.model.", "language_model.lm_head.", "")
 
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 KINDS: dict[str, tuple[str, tuple[str, str, str], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
         PLAIN,
-        {"rope_parameters": _MROPE},
+        {"num_attention_heads": 2, "rope_parameters": _MROPE},
         {**_QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
     ),
     "qwen3_vl": (
         "Qwen3VLConfig",
         NEW,
-        {"head_dim": 32, "rope_parameters": {**_MROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+        {"head_dim": 32, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         {**_QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
     "qwen3_5_moe": (  # experts in stacks
@@ -63,6 +63,7 @@ def save_tower(kind: str, directory: Path, layers: int = 2, seed: int = 0) -> Pa
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
     directory.mkdir(parents=True, exist_ok=True)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     tensors = {_stored(name, form): tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(
@@ -75,7 +76,7 @@ def save_tower(kind: str, directory: Path, layers: int = 2, seed: int = 0) -> Pa
         written = json.loads(file.read_text())
         flat = written.pop("text_config") | {"model_type": kind}
         rope = flat.pop("rope_parameters")
-        flat |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+        flat |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
         file.write_text(json.dumps(flat | written))
     return directory
 

@@ -11,7 +11,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch import Tensor
 
 from backends.common.process.rendezvous import communicators
-from backends.common.step.teacher import planned_teacher
+from backends.common.step.teacher import Teachers
 from backends.common.step.trace import Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.megatron.attention import Attention, context_layout_of
@@ -76,7 +76,7 @@ class _Rank:
         )
         for chunk in self._chunks if role.name == POLICY else ():
             if chunk.post_process:
-                chunk.teacher = planned_teacher(config.distillation, len(chunk.output_weight()), self._dtype)
+                chunk.teachers = Teachers.planned(config.distillation, len(chunk.output_weight()), self._dtype)
         self._wrapped = wrap_for_data_parallel(config.trainer.optimizer, self._chunks)
         self._optimizer = Optimizer(config.trainer.optimizer, config.total_updates, self._wrapped)
         self._communication = Communication(self._wrapped)
@@ -123,7 +123,7 @@ class _Rank:
             forward_bytes=max(chunk.forward_only for found in per_pack for chunk in found),
             update_bytes=update_bytes,
             communication_bytes=standing,
-            teacher_bytes=sum(chunk.teacher.weight.nbytes for chunk in self._chunks if chunk.teacher is not None),
+            teacher_bytes=sum(chunk.teachers.nbytes for chunk in self._chunks),
             host_frozen_bytes=sum(held["trained_bytes" if one else "parameter_bytes"] for one in same),
             host_activation_bytes=peak.in_flight * max(chunk.host_bytes for chunk in passes),
         )

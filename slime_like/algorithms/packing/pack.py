@@ -28,6 +28,7 @@ _PLAIN = {
     "answer": "answers",
     "finish_reason": "finish_reasons",
     "temperature": "sequence_temperatures",
+    "source": "sources",
 }
 
 

@@ -100,6 +100,8 @@ RATE = ["--trainer.router_bias_rate", "0.001"]
 SHORT = {
     "COMMAND": "AGENT --rollout.agent.command [sh]",
     "AGENT": "--reward.functions '[{name: agent}]'",
+    "TAUGHT": "--data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}]' --distillation.coef 1 "
+    "--distillation.teachers.a TMP/none",
     "AHEAD": "--rollout.max_staleness 1 --algorithm.importance.correction truncate",
 }
 
@@ -199,6 +201,9 @@ fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
 fields-conflict critic.lam --critic.lam 1
+fields-conflict algorithm.advantage --algorithm.loss sft --algorithm.advantage gae
+fields-conflict evaluation.files --algorithm.loss sft --evaluation.files TMP/train.jsonl
+fields-conflict algorithm.whiten --algorithm.loss sft --algorithm.whiten true
 algorithm.options algorithm.advantage.gamma --algorithm.advantage '{name: gae, gamma: -1}'
 algorithm.options algorithm.advantage.lam --algorithm.advantage '{name: gae, lam: 2}'
 reference.model critic.path --algorithm.advantage gae --critic.path TMP/none
@@ -211,6 +216,11 @@ fields-conflict algorithm.loss --algorithm.loss sft --distillation.coef 1 --dist
 fields-conflict rollout.stream --rollout.stream true --distillation.coef 1 --distillation.path TMP/none
 fields-conflict distillation.mode --distillation.coef 1 --distillation.path TMP/none --distillation.mode exact --rollout.top_k 9
 reference.model distillation.path --distillation.coef 1 --distillation.path TMP/none
+fields-conflict distillation.teachers TAUGHT --distillation.path TMP/none
+fields-conflict rollout.stream TAUGHT --distillation.mode exact --rollout.stream true
+fields-conflict distillation.teachers TAUGHT --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: b, files: [TMP/train.jsonl]}]'
+fields-conflict distillation.teachers TAUGHT --distillation.teachers.b TMP/none
+reference.model distillation.teachers.a TAUGHT
 fields-conflict sync.transport --sync.transport directory
 fields-conflict sync.directory --sync.directory TMP/buckets
 fields-conflict sync.transport --sync.transport nccl --cluster.placement colocated --trainer.parallel.data 2
@@ -383,6 +393,15 @@ def test_a_reference_with_another_vocabulary_is_rejected(tmp_path: Path, flags: 
     flags += ["--algorithm.kl.coef", "0.1", "--reference.path", str(tmp_path / "other")]
     rejected(flags, "reference.model")
     assert check(load_config(None, [*flags, "--algorithm.kl.coef", "0"])) == []
+
+
+def test_each_teacher_must_have_the_policys_vocabulary(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
+    write_checkpoint(tmp_path / "other", vocab_size=301)
+    sources = [f"{{name: {name}, files: [{tmp_path}/train.jsonl]}}" for name in "ab"]
+    flags += ["--data.train", "[]", "--data.mixture", f"[{', '.join(sources)}]", "--distillation.coef", "1"]
+    for name, directory in (("a", "model"), ("b", "other")):
+        flags += [f"--distillation.teachers.{name}", str(tmp_path / directory)]
+    assert rejected(flags, "reference.model").field == "distillation.teachers.b"
 
 
 def test_a_teacher_with_other_token_ids_is_rejected(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
