@@ -14,7 +14,7 @@ from tests.support.processes import Command, succeed
 
 FSDP = ["--trainer.backend", "fsdp", "--trainer.parallel.context", "2"]
 MEGATRON = ["--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true"]
-RUNS = {"qwen3_5_text": FSDP, "qwen3_5_moe_text": FSDP, "qwen3_next": MEGATRON}
+RUNS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "gemma3_text"), FSDP) | {"qwen3_next": MEGATRON}
 STEPS = 4
 
 
