@@ -15,9 +15,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from slime_like.config import AlgorithmConfig
 from slime_like.trajectory import ScoredTrajectory
 
-SIGMOID = ("deepseek_v3", "glm4_moe")
-"""Types of models whose routers' scores are sigmoids."""
-
 
 @dataclass
 class ReferenceStep:

@@ -30,7 +30,7 @@ from tests.parallel.parity import (
     parity_config,
     samples_with_loss,
 )
-from tests.parallel.reference import SIGMOID, Reference, ReferenceStep, adamw_steps
+from tests.parallel.reference import Reference, ReferenceStep, adamw_steps
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
 from tests.parallel.steps import RankResult, balanced, exported_gradients, rank_tensors, running, train_windows
 from tests.parallel.tiny import save_checkpoint, scored_sequences
@@ -81,7 +81,7 @@ class RoutedReference(Reference):
                 differs = set(route.tolist()) != set(own[token].tolist())
                 self.tallies[-1][token] = (differing + differs, known + 1)
                 chosen[token] = route
-        if self.model.config.model_type in SIGMOID:
+        if hasattr(self._gates[0], "e_score_correction_bias"):
             scores = logits.sigmoid().gather(1, chosen)
             weights = scores / scores.sum(1, keepdim=True) * self.model.config.routed_scaling_factor
         else:
@@ -92,7 +92,7 @@ class RoutedReference(Reference):
     def _balance(self) -> Tensor | float:
         total: Tensor | float = 0.0
         for logits, chosen in self._routed:
-            sigmoid = self.model.config.model_type in SIGMOID
+            sigmoid = hasattr(self._gates[0], "e_score_correction_bias")
             scores = logits.sigmoid() if sigmoid else logits.exp()
             share = (scores / scores.sum(1, keepdim=True)).mean(0)
             load = torch.bincount(chosen.flatten(), minlength=logits.shape[1]) / chosen.numel()
