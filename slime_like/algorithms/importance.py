@@ -73,9 +73,6 @@ def importance_weights(
     Raises:
         ValueError: an unknown correction or level, shapes that differ, a mask that isn't bool, missing
             ``response_lens``, or a custom correction that doesn't return weights of 0 or more and bools.
-
-    Example:
-        >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
     """
     require_bool_mask(loss_mask)
     require_alike(loss_mask=loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
