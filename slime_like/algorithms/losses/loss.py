@@ -12,14 +12,12 @@ from torch import Tensor
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND, bounded_exp, log_ratio
 from slime_like.algorithms.importance import (
     Correction,
-    ImportanceWeights,
     configured_weights,
     find_correction,
     off_policy_sequence_mask,
 )
-from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
+from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kept_sequences, kl_estimate
 from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
-from slime_like.algorithms.losses.rejection import kept_sequences
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.segments import spread_over_tokens
@@ -157,7 +155,8 @@ class Loss:
         mask = inputs.loss_mask & spread_over_tokens(kept, lengths, inputs.loss_mask.numel())
         return replace(inputs, loss_mask=mask).cleaned(), before - mask.sum()
 
-    def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
+    def _correction(self, inputs: LossInputs) -> tuple[Tensor, Tensor] | None:
+        """Return the result of ``importance_weights``, if there is a correction."""
         if self._correct is None:
             return None
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
@@ -165,9 +164,9 @@ class Loss:
             self._config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens, self._correct
         )
 
-    def _corrected(self, per_token: Tensor, correction: ImportanceWeights | None, inputs: LossInputs) -> Tensor:
+    def _corrected(self, per_token: Tensor, correction: tuple[Tensor, Tensor] | None, inputs: LossInputs) -> Tensor:
         if correction is not None:
-            per_token = per_token * correction.weights
+            per_token = per_token * correction[0]
         threshold = self._config.off_policy_mask
         if threshold is None:
             return per_token
@@ -220,7 +219,7 @@ def _figures(
     policy: Tensor,
     kl: Tensor | None,
     terms: PolicyTerms,
-    correction: ImportanceWeights | None,
+    correction: tuple[Tensor, Tensor] | None,
 ) -> LossSums:
     sums = LossSums.zeros(loss.device)
     sums.loss = loss.detach().double()
@@ -242,9 +241,10 @@ def _figures(
     if terms.clipped is not None:
         sums.clipped = _token_sum(terms.clipped, inputs)
     if correction is not None:
-        sums.importance_weight = _token_sum(correction.weights, inputs)
-        sums.importance_clipped = _token_sum(correction.changed, inputs)
-        sums.squared_weight = _token_sum(correction.weights.square(), inputs)
+        weights, changed = correction
+        sums.importance_weight = _token_sum(weights, inputs)
+        sums.importance_clipped = _token_sum(changed, inputs)
+        sums.squared_weight = _token_sum(weights.square(), inputs)
     _gaps(sums, inputs)
     return sums
 
