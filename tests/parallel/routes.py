@@ -53,7 +53,7 @@ class RoutedReference(Reference):
         super().__init__(checkpoint, algorithm)
         self._given: Tensor | None = None
         self.tallies: list[dict[int, tuple[int, int]]] = []
-        gates = [module for name, module in self.model.named_modules() if name.endswith("mlp.gate")]
+        gates = [module for name, module in self.model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
         for index, gate in enumerate(gates):
             gate.register_forward_hook(partial(self._replace, index))
 
