@@ -157,7 +157,6 @@ def sigmoid_experts(raw: dict[str, Any]) -> dict[str, Any]:
         "moe_groups": groups,
         "moe_top_groups": top_groups,
         "moe_scaling": number(raw, "routed_scaling_factor"),
-        "draft_layers": count(raw, "num_nextn_predict_layers", 0, least=0),
     }
 
 
@@ -192,7 +191,6 @@ def any_model(raw: dict[str, Any]) -> dict[str, Any]:
         "num_experts": experts,
         "moe_top_k": count(given, "num_experts_per_tok", 1) if experts else 0,
         "moe_ffn_hidden_size": count(given, "moe_intermediate_size", shape["ffn_hidden_size"]) if experts else 0,
-        "draft_layers": count(raw, "num_nextn_predict_layers", 0, least=0),
     }
 
 

@@ -1,5 +1,6 @@
 """Make tiny Hugging Face checkpoints of every family, and scored sequences for them, from seeds."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,3 +277,16 @@ def edited_weights(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     tensors = load_file(file)
     yield tensors
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def with_drafts(directory: Path) -> dict[str, torch.Tensor]:
+    """Add a layer for multi-token prediction to a one-file model; return its tensors."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    names = ("eh_proj", "enorm", "mlp.gate", "mlp.experts.0.gate_proj", "shared_head.head")
+    prefix = f"model.layers.{config['num_hidden_layers']}"
+    drafts = {f"{prefix}.{name}.weight": torch.randn(6, 4).bfloat16() for name in names}
+    with edited_weights(directory) as tensors:
+        tensors |= drafts
+    return drafts

@@ -27,6 +27,7 @@ from slime_like.data.dump import dump_path
 from slime_like.errors import ConfigError, Problem
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.families.deepseek_v3 import LatentAttention
+from slime_like.models.tower import language_names
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import (
     DEEPSEEK_V3,
@@ -501,7 +502,8 @@ def test_the_published_configuration_of_deepseek_v3(tmp_path: Path) -> None:
     assert found.expert_layers == range(3, 61) and found.moe_shared_ffn_hidden_size == 2048
     assert found.rope_scaling is not None and found.rope_scaling["mscale_all_dim"] == 1.0
     assert found.active_parameters / 1e9 == pytest.approx(37.0, abs=1.0)  # its paper says 37 billion
-    assert found.is_draft("model.layers.61.eh_proj.weight") and not found.is_draft("model.layers.60.mlp.gate.weight")
+    last, draft = "model.layers.60.mlp.gate.weight", "model.layers.61.eh_proj.weight"
+    assert language_names(tmp_path, [last, draft, "mtp.norm.weight"]) == {last: last}
 
 
 @pytest.mark.parametrize(("model", "layout", "axis"), LAYOUTS, ids=[str(case[1]) for case in LAYOUTS])
