@@ -156,7 +156,6 @@ class Loss:
         return replace(inputs, loss_mask=mask).cleaned(), before - mask.sum()
 
     def _correction(self, inputs: LossInputs) -> tuple[Tensor, Tensor] | None:
-        """Return the result of ``importance_weights``, if there is a correction."""
         if self._correct is None:
             return None
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
@@ -208,7 +207,6 @@ def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
 
 
 def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
-    """Sum over loss-carrying tokens."""
     return (torch.where(inputs.loss_mask, per_token, 0.0) * inputs.token_weights).sum()
 
 
