@@ -20,9 +20,7 @@ from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
 from slime_like.plugins.resolve import resolve, resolve_callable
 
 if TYPE_CHECKING:
-    from slime_like.config.algorithm import (  # needs pydantic, which this layer doesn't
-        ImportanceConfig,
-    )
+    from slime_like.config.algorithm import ImportanceConfig  # needs pydantic, which this layer doesn't
 
 Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
 """Function from (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True if a weight isn't the ratio."""
