@@ -130,7 +130,6 @@ def _responses(packed: PackedTrajectory, place: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
-    """Return the pack indices of the local tokens."""
     if packed.segment_lengths is None:
         return place
     padding = torch.arange(packed.actual_total_tokens, packed.packed_seq_len + 1, device=place.device)
@@ -139,7 +138,6 @@ def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
 
 
 def _parents(packed: PackedTrajectory, segments: int) -> Tensor | None:
-    """Return the parents of all segments; padding has none."""
     if packed.segment_parents is None:
         return None
     return torch.nn.functional.pad(packed.segment_parents, (0, segments - len(packed.segment_parents)), value=-1)

@@ -15,18 +15,12 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.segments import (
-    masked_segment_mean,
-    masked_segment_sum,
-    spread_over_tokens,
-)
+from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
 from slime_like.plugins.resolve import resolve, resolve_callable
 
 if TYPE_CHECKING:
-    from slime_like.config.algorithm import (  # needs pydantic, which this layer doesn't
-        ImportanceConfig,
-    )
+    from slime_like.config.algorithm import ImportanceConfig  # needs pydantic, which this layer doesn't
 
 Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
 """Function from (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True if a weight isn't the ratio."""
@@ -93,17 +87,8 @@ def configured_weights(
     correction: Correction | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call ``importance_weights`` with the settings in ``config``, or with ``correction`` instead of its correction."""
-    return importance_weights(
-        old_logprobs,
-        behaviour_logprobs,
-        loss_mask,
-        response_lens,
-        correction or config.correction,
-        config.level,
-        config.low,
-        config.high,
-        config.veto,
-    )
+    given, chosen = (old_logprobs, behaviour_logprobs, loss_mask, response_lens), correction or config.correction
+    return importance_weights(*given, chosen, config.level, config.low, config.high, config.veto)
 
 
 def mean_weight(weights: Tensor, loss_mask: Tensor, token_weights: Tensor) -> float:

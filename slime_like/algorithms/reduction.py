@@ -212,9 +212,7 @@ class _Rows(NamedTuple):
 
 
 def _checked(
-    loss_token_counts: Sequence[int] | Tensor,
-    group_ids: Sequence[int] | Tensor,
-    rollout_ids: RolloutIds | None,
+    loss_token_counts: Sequence[int] | Tensor, group_ids: Sequence[int] | Tensor, rollout_ids: RolloutIds | None
 ) -> _Rows:
     if len(loss_token_counts) != len(group_ids):
         raise ValueError(

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND, bounded_exp, log_ratio
-from slime_like.algorithms.importance import (
-    Correction,
-    configured_weights,
-    find_correction,
-    off_policy_sequence_mask,
-)
+from slime_like.algorithms.importance import Correction, configured_weights, find_correction, off_policy_sequence_mask
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kept_sequences, kl_estimate
 from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
@@ -156,7 +151,6 @@ class Loss:
         return replace(inputs, loss_mask=mask).cleaned(), before - mask.sum()
 
     def _correction(self, inputs: LossInputs) -> tuple[Tensor, Tensor] | None:
-        """Return the result of ``importance_weights``, if there is a correction."""
         if self._correct is None:
             return None
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
@@ -173,14 +167,8 @@ class Loss:
         sampled = inputs.behaviour_logprobs if inputs.behaviour_logprobs is not None else inputs.old_logprobs
         if sampled is None:
             raise ValueError("off_policy_mask needs behaviour_logprobs or old_logprobs; the micro-batch has neither")
-        keep = off_policy_sequence_mask(
-            inputs.logprobs,
-            sampled,
-            required(inputs, "advantages"),
-            inputs.loss_mask,
-            required(inputs, "response_lens"),
-            threshold,
-        )
+        advantages, lengths = required(inputs, "advantages"), required(inputs, "response_lens")
+        keep = off_policy_sequence_mask(inputs.logprobs, sampled, advantages, inputs.loss_mask, lengths, threshold)
         return torch.where(keep, per_token, 0.0)
 
     def _kl(self, inputs: LossInputs) -> Tensor | None:
@@ -208,7 +196,6 @@ def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
 
 
 def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
-    """Sum over loss-carrying tokens."""
     return (torch.where(inputs.loss_mask, per_token, 0.0) * inputs.token_weights).sum()
 
 
@@ -251,14 +238,9 @@ def _figures(
 
 def _bounded(inputs: LossInputs) -> Tensor:
     """Return (R,) bool, True if one of the token's logprobs or log ratios is outside the bounds."""
-    current, old, engine, reference = (
-        inputs.logprobs.detach(),
-        inputs.old_logprobs,
-        inputs.behaviour_logprobs,
-        inputs.ref_logprobs,
-    )
+    current, old = inputs.logprobs.detach(), inputs.old_logprobs
     found = current.abs() >= LOGPROB_BOUND
-    for one, other in ((current, old), (engine, old), (current, reference)):
+    for one, other in ((current, old), (inputs.behaviour_logprobs, old), (current, inputs.ref_logprobs)):
         if one is not None and other is not None:
             found |= (one - other).abs() > LOG_RATIO_BOUND
     return found

@@ -223,7 +223,6 @@ def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list
 
 
 def _support_totals(packed: PackedTrajectory) -> list[int]:
-    """Return the number of support ids of each sequence."""
     if packed.support_sizes is None:
         return [0] * packed.num_sequences
     return [int(sizes.sum()) for sizes in packed.support_sizes.split(packed.response_lens.tolist())]

@@ -33,7 +33,6 @@ def show(run: RunData, console: Console) -> None:
 
 
 def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a row has in the columns that are worth reading."""
     for column in ("step", *reading_order(list(row))):
         value = row.get(column)
         if value not in (None, ""):

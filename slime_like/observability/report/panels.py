@@ -163,7 +163,6 @@ _SPECS = (
 
 
 def panels(run: RunData) -> list[Panel]:
-    """Return the panels with data."""
     drawn: list[Panel] = []
     steps = [record["step"] for record in current_records(run.records)]
     for spec in _specs(run):
@@ -185,7 +184,6 @@ def phase_picture(run: RunData) -> PhasePicture | None:
 
 
 def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
-    """Return name and values of the step time and of every metric in ``drawn``."""
     shown = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
     return [(name, values) for name in shown if (values := run.series(name)[1])]
 
