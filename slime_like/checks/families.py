@@ -53,21 +53,13 @@ def _not_in_megatron(config: RunConfig, dimensions: ModelDimensions) -> str | No
         return dimensions.attention.unsupported
     if not FAMILIES[dimensions.family].megatron:
         return f"{config.model.path} is a model of type {dimensions.family}"
-    if _slides(config, dimensions):
-        return f"layers of {config.model.path} have a sliding window of {dimensions.attention.window} tokens"
     return None
-
-
-def _slides(config: RunConfig, dimensions: ModelDimensions) -> bool:
-    """Return whether sequences may be longer than a sliding window."""
-    window = dimensions.attention.window
-    return window is not None and (config.supervised or config.max_model_len > window)
 
 
 def _window_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
     """Yield what excludes windows that are narrower than sequences, and sinks."""
     trainer, window = config.trainer, dimensions.attention.window
-    slides = _slides(config, dimensions)
+    slides = window is not None and (config.supervised or config.max_model_len > window)
     if slides and trainer.share_prefixes:
         yield (
             f"trainer.share_prefixes={trainer.share_prefixes}: layers of {config.model.path} have a sliding window of "
