@@ -83,7 +83,11 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
         judge.use({name: right})
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma3_text"])
+GLM_4_5 = pytest.param("glm4_moe", marks=pytest.mark.acceptance)
+KINDS = ["qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma3_text", GLM_4_5]
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
     """Qwen2 has a tied head and biases (``test_tensor_parallel.py`` tests it with vLLM and SGLang).
 
@@ -156,8 +160,8 @@ def test_moved_biases_reach_the_routers(kind: str, family: str, tmp_path: Path) 
 
 
 @pytest.mark.acceptance
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
-def test_vllm_serves_windows_and_sinks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "glm4_moe"])
+def test_vllm_serves_other_attention(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts with experts on a CPU, but cannot update them, so only Gemma 3 is updated."""
     monkeypatch.setattr(VllmEngine, "refusal", lambda *_, **__: None)
     references = tiny_pair(family, tmp_path)

@@ -88,6 +88,7 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_SCALING}),
+    "mistral": ("MistralConfig", {"sliding_window": 7, "pad_token_id": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {
