@@ -78,10 +78,11 @@ def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:
     """
     if not has_tower(directory):
         return {name: name for name in stored}
-    return {name: own for name in stored if (own := _own_name(name))}
+    return {name: own for name in stored if (own := own_name(name))}
 
 
-def _own_name(name: str) -> str | None:
+def own_name(name: str) -> str | None:
+    """Return the name that a stored tensor has in the language model's own checkpoint; ``None`` if it has none."""
     if _HEAD.match(name):
         return _HEAD.sub("", name, count=1)
     return _INNER.sub("model.", name, count=1) if _INNER.match(name) else None

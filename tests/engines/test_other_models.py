@@ -1,5 +1,6 @@
 """Engines with other models than the conformance tests, before and after an update."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.engines.harness import (
 )
 from tests.parallel.tiny import edited_weights
 
+TORCHVISION = find_spec("torchvision") is not None
 LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16, twice the values measured at temperature 0.7. Another model differs by 1.3 on average."""
 

@@ -22,7 +22,7 @@ from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.tower import has_tower, language_settings
 from slime_like.models.weight_files import INDEX, StackPart, stack_parts, stored_shapes
 from slime_like.system.disk import refusal, replace_directory, sync
-from slime_like.weights.adapter import ADAPTER_FILE, module_ends
+from slime_like.weights.adapter import ADAPTER_FILE, module_ends, with_tower
 
 SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
@@ -56,10 +56,9 @@ def write_hf_directory(
         CheckpointError: the disk rejected a write, or ``directory`` is not a checkpoint. Nothing is left behind.
     """
     directory, source_dir = Path(directory), Path(source_dir)
-    # An adapter, and a value model, are of the language model alone.
-    has_more = lora is None and VALUE_HEAD not in expected and has_tower(source_dir)
-    if has_more:
-        names = stored_names(source_dir)
+    whole = has_tower(source_dir) and VALUE_HEAD not in expected  # a value model is of the language model alone
+    if whole:
+        names = stored_names(source_dir) if lora is None else {name: with_tower(name) for name in expected}
         buckets, expected = renamed(buckets, names), [names[name] for name in expected]
     if lora is None and any(source_dir.glob("*.safetensors")):
         shapes = stored_shapes(source_dir)
@@ -73,7 +72,7 @@ def write_hf_directory(
     try:
         together(lambda: _prepare(partial, directory, source_dir) if first else None, what, device)
         together(lambda: _write_files(buckets, partial, f"stage-{stage:04d}"), what, device)
-        kept = kept_buckets(source_dir, SHARD_BYTES) if has_more and first else ()
+        kept = kept_buckets(source_dir, SHARD_BYTES) if whole and first and lora is None else ()
         together(lambda: _write_files(kept, partial, "stage-tower"), what, device)
         together(lambda: _finish(partial, *final) if first else None, what, device)
     except CheckpointError:
@@ -197,6 +196,8 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
     targets = module_ends(factors) if ALL_LINEAR in lora.targets else sorted(lora.targets)
     named = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
     sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    if has_tower(base):  # whose modules may have the same names
+        sizes["exclude_modules"] = "(?!.*language_model).*"
     (directory / ADAPTER_CONFIG).write_text(json.dumps({**named, **sizes}, indent=2) + "\n", encoding="utf-8")
 
 
