@@ -1,6 +1,7 @@
 """Engines with other models than the conformance tests, before and after an update."""
 
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from tests.engines.harness import (
 )
 from tests.parallel.tiny import edited_weights
 
-TORCHVISION = find_spec("torchvision") is not None
 LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16, twice the values measured at temperature 0.7. Another model differs by 1.3 on average."""
 
@@ -84,17 +84,29 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
         judge.use({name: right})
 
 
-@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text"])
-def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
+TOWERS = ("qwen2_5_vl", "qwen3_vl")
+UPDATED = [*product(["transformers"], ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", *TOWERS))]
+ABSENT = [
+    pytest.mark.acceptance,
+    pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM imports torchvision"),
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), [*UPDATED, *(pytest.param("vllm", each, marks=ABSENT) for each in TOWERS)])
+def test_an_update_reaches_every_kind_of_tensor(kind: str, family: str, tmp_path: Path) -> None:
     """Qwen2 has a tied head and biases (``test_tensor_parallel.py`` tests it with vLLM and SGLang).
 
-    DeepSeek-V3 has fused experts, and router biases, which are buffers; the others have gated delta nets.
+    DeepSeek-V3 has fused experts, and router biases, which are buffers; the others have gated delta nets, or a tower that is not
+    served.
     """
-    references = tiny_pair(family, tmp_path)
+    if family in TOWERS:
+        references = [Reference(save_tower(family, tmp_path / str(seed), seed=seed)) for seed in (0, 1)]
+    else:
+        references = tiny_pair(family, tmp_path)
     assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")
-    prompt = [7 + 3 * i % 240 for i in range(40)]
+    prompt = [7 + 3 * i % 140 for i in range(40)]
     config = run_config(references[0].directory, tmp_path / "run")
-    with started(TransformersEngine(config, 0), references) as engine:
+    with started(ENGINES[kind](config, 0), references) as engine:
         for which in (0, 1, 0):
             if which != engine.current:
                 receipt, sent = engine.run(engine.load(which))

@@ -195,8 +195,8 @@ class _Group:
     def of(cls, source: TensorSource, names: Sequence[str], wanted: torch.dtype | None = None) -> Self:
         """Describe tensors that ``source`` reads together, written in the type ``wanted`` unless they keep theirs."""
         stored: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
-        keeps = wanted is None or keeps_type(names[0])
-        return cls({name: source.tensors[name].shape for name in names}, stored if keeps else wanted)
+        dtype = stored if wanted is None or keeps_type(names[0]) else wanted
+        return cls({name: source.tensors[name].shape for name in names}, dtype)
 
     @property
     def nbytes(self) -> int:

@@ -197,7 +197,7 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
     named = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
     sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
     if has_tower(base):  # whose modules may have the same names
-        sizes["exclude_modules"] = "(?!.*language_model).*"
+        named["exclude_modules"] = "(?!.*language_model).*"
     (directory / ADAPTER_CONFIG).write_text(json.dumps({**named, **sizes}, indent=2) + "\n", encoding="utf-8")
 
 
