@@ -24,6 +24,7 @@ from tests.engines.harness import (
     tiny_pair,
 )
 from tests.parallel.tiny import edited_weights
+from tests.parallel.towers import save_tower
 
 LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16, twice the values measured at temperature 0.7. Another model differs by 1.3 on average."""
@@ -85,19 +86,17 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
 
 
 TOWERS = ("qwen2_5_vl", "qwen3_vl")
-UPDATED = [*product(["transformers"], ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", *TOWERS))]
-ABSENT = [
-    pytest.mark.acceptance,
-    pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM imports torchvision"),
-]
+UPDATED: list[Any] = [*product(["transformers"], ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", *TOWERS))]
+NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers import torchvision")
+UPDATED += [pytest.param("vllm", each, marks=[pytest.mark.acceptance, NO_TORCHVISION]) for each in TOWERS]
 
 
-@pytest.mark.parametrize(("kind", "family"), [*UPDATED, *(pytest.param("vllm", each, marks=ABSENT) for each in TOWERS)])
+@pytest.mark.parametrize(("kind", "family"), UPDATED)
 def test_an_update_reaches_every_kind_of_tensor(kind: str, family: str, tmp_path: Path) -> None:
     """Qwen2 has a tied head and biases (``test_tensor_parallel.py`` tests it with vLLM and SGLang).
 
-    DeepSeek-V3 has fused experts, and router biases, which are buffers; the others have gated delta nets, or a tower that is not
-    served.
+    DeepSeek-V3 has fused experts, and router biases, which are buffers; the others have gated delta nets, or a
+    tower that is not served.
     """
     if family in TOWERS:
         references = [Reference(save_tower(family, tmp_path / str(seed), seed=seed)) for seed in (0, 1)]
@@ -105,7 +104,7 @@ def test_an_update_reaches_every_kind_of_tensor(kind: str, family: str, tmp_path
         references = tiny_pair(family, tmp_path)
     assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")
     prompt = [7 + 3 * i % 140 for i in range(40)]
-    config = run_config(references[0].directory, tmp_path / "run")
+    config = run_config(references[0].directory, tmp_path / "run", max_new_tokens=64)
     with started(ENGINES[kind](config, 0), references) as engine:
         for which in (0, 1, 0):
             if which != engine.current:
