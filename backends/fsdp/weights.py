@@ -17,7 +17,7 @@ from backends.fsdp.parallel import joined, rows_of_rank, shard_of
 from slime_like.interfaces import Manifest, WeightBucket
 from slime_like.interfaces.conversion import TensorInfo
 from slime_like.interfaces.weights import MODEL, dtype_name
-from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
+from slime_like.models.dimensions import EMBEDDING, HEADS
 
 
 def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
@@ -49,8 +49,8 @@ def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) 
 def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
     checkpoint = (ValueModel if model.values else HfCheckpoint)(directory)
     expected = checkpoint_shapes(model)
-    dimensions, tied = ModelDimensions.from_checkpoint(directory, model.values), model.tied_names()
-    checkpoint.require(expected, tied | {name for name in checkpoint.shapes() if dimensions.is_draft(name)})
+    tied = model.tied_names()
+    checkpoint.require(expected, tied)
     if dist.get_rank() == 0 and EMBEDDING in expected:  # only this rank reads more than its part
         checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)
     return checkpoint

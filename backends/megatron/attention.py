@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
@@ -110,6 +111,7 @@ class PackedCoreAttention(torch.nn.Module):
 
     Attributes:
         rotates: queries and keys arrive without rotary embedding.
+        window: keys that a query sees at most, its own included; ``None``: all earlier ones.
     """
 
     rotates: ClassVar[bool] = True
@@ -125,6 +127,8 @@ class PackedCoreAttention(torch.nn.Module):
         **unused: Any,
     ) -> None:
         super().__init__()
+        windows = (config.window_size, config.window_attn_skip_freq)
+        self.window = config.window_size[0] + 1 if is_layer_window_attention(*windows, layer_number) else None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
     def forward(
@@ -142,7 +146,7 @@ class PackedCoreAttention(torch.nn.Module):
         if self.rotates:
             query, key = layout.rotated(query, key)
         assert layout.attention is not None
-        out = layout.attention.attend(query, key, value, self.scale)
+        out = layout.attention.attend(query, key, value, self.scale, self.window)
         return out.reshape(out.shape[0], -1)
 
 

@@ -145,10 +145,11 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             use_onednn()
             keep_freed_memory()
         arguments = self._config.rollout.own_engine_args
+        attention = "eager" if self._dimensions.attention.sinks else GROUPED_SDPA
         model = AutoModelForCausalLM.from_pretrained(
             self._config.model.path,
             dtype=getattr(torch, self._config.model.dtype),
-            attn_implementation=arguments.get("attn_implementation", GROUPED_SDPA),
+            attn_implementation=arguments.get("attn_implementation", attention),
             trust_remote_code=self._config.model.trust_remote_code,
             **loading_options(self._config.model.path, self._config.model.trust_remote_code),
         )
@@ -162,8 +163,6 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
                 who=str(self._config.model.path),
                 remedy=f"use rollout.engine=vllm, because the transformers engine supports only {known}",
             )
-        if not model._supports_sdpa:  # the model's attention has more than the registered one computes, such as sinks
-            model.set_attn_implementation("eager")
         self.model = model.eval().requires_grad_(False)
         self._move(_device())
         routers = Routers(model, self._dimensions.expert_layers) if self._records_routes else None

@@ -28,7 +28,10 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         )
     yield from _window_problems(config, dimensions)
     if config.trainer.backend == "megatron":
-        if reason := _not_in_megatron(config, dimensions):
+        reason = dimensions.attention.unsupported
+        if reason is None and not FAMILIES[dimensions.family].megatron:
+            reason = f"{config.model.path} is a model of type {dimensions.family}"
+        if reason is not None:
             yield (
                 f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "
                 "Hugging Face's model"
@@ -45,17 +48,6 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         )
     if coefficient > 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"
-
-
-def _not_in_megatron(config: RunConfig, dimensions: ModelDimensions) -> str | None:
-    """Return why Megatron cannot train the model, as the beginning of a sentence."""
-    if dimensions.attention.unsupported is not None:
-        return dimensions.attention.unsupported
-    if not FAMILIES[dimensions.family].megatron:
-        return f"{config.model.path} is a model of type {dimensions.family}"
-    if _slides(config, dimensions):
-        return f"layers of {config.model.path} have a sliding window of {dimensions.attention.window} tokens"
-    return None
 
 
 def _slides(config: RunConfig, dimensions: ModelDimensions) -> bool:

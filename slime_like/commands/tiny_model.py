@@ -26,11 +26,11 @@ def _run(arguments: argparse.Namespace, _: list[str]) -> int:
     make_tiny_model(out, family=arguments.family, seed=seed)
     make_arithmetic_data(out / "data", seed=seed)
     make_calculator_data(out / "data" / "calculator", seed=seed)
-    print(f"model: {out}\ndata:  {out / 'data'}\ntrain: {shlex.join(_first_training(out))}")
+    print(f"model: {out}\ndata:  {out / 'data'}\ntrain: {shlex.join(_first_training(out, arguments.family))}")
     return 0
 
 
-def _first_training(out: Path) -> list[str]:
+def _first_training(out: Path, family: str) -> list[str]:
     """Return a command that trains on demonstrations, because an untrained model would get no rewards.
 
     It names no recipe, so it works in every directory.
@@ -42,7 +42,7 @@ def _first_training(out: Path) -> list[str]:
         "data.max_prompt_tokens": "48",
         "trainer.optimizer.lr": "0.002",
         "run_dir": str(out / "run"),
-    }
+    } | ({} if FAMILIES[family].megatron else {"trainer.backend": "fsdp"})
     return ["slime-like", "train", *(word for name, value in flags.items() for word in (f"--{name}", value))]
 
 

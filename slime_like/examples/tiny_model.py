@@ -55,9 +55,9 @@ def make_tiny_model(directory: Path, family: str = "qwen3", seed: int = 0, **ove
 
     Args:
         family: llama (with llama3 rope scaling), mistral, qwen2 (biases, tied embeddings), qwen3, qwen3_moe,
-            deepseek_v3 (latent attention with YaRN, one dense layer, shared experts, routers with a bias), gpt_oss
-            (sinks, windows, experts with biases), gemma3_text (windows, tied embeddings), or qwen3_next, qwen3_5_text,
-            qwen3_5_moe_text (gated delta nets in every other layer).
+            deepseek_v3 (latent attention with YaRN, one dense layer, shared experts, routers with a bias), glm4_moe
+            (the same feed-forward layers), gpt_oss (sinks, windows, experts with biases), gemma3_text (windows, tied
+            embeddings), or qwen3_next, qwen3_5_text, qwen3_5_moe_text (gated delta nets in every other layer).
         overrides: fields of the family's transformers configuration, e.g. ``num_hidden_layers=4``,
             ``tie_word_embeddings=True`` or ``dtype="bfloat16"`` (float32 by default).
 

@@ -129,6 +129,37 @@ def decoder(raw: dict[str, Any], **features: Any) -> dict[str, Any]:
     return {**_sizes(raw), **_rotary(raw), **features}
 
 
+def sigmoid_experts(raw: dict[str, Any]) -> dict[str, Any]:
+    """Read experts after leading dense layers, beside shared experts, chosen by DeepSeek-V3's routers."""
+    layers, experts = count(raw, "num_hidden_layers"), count(raw, "n_routed_experts")
+    top_k, dense = count(raw, "num_experts_per_tok"), count(raw, "first_k_dense_replace", least=0)
+    groups, top_groups = count(raw, "n_group"), count(raw, "topk_group")
+    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+        if raw.get(key, only) != only:
+            raise UnsupportedError(f"{key}={raw[key]} is not {only}")
+    if dense >= layers:
+        raise UnsupportedError(f"first_k_dense_replace={dense} leaves no layer of {layers} with experts")
+    if top_k < 2 or (groups > 1 and top_k // top_groups != 2):
+        raise UnsupportedError(
+            f"num_experts_per_tok={top_k} is not two experts for each of topk_group={top_groups} groups, which "
+            "Megatron needs to rank groups by their best two experts, like DeepSeek-V3"
+        )
+    if experts % groups:
+        raise ValueError(f"n_group={groups} does not divide n_routed_experts={experts}")
+    ffn = count(raw, "moe_intermediate_size")
+    return {
+        "dense_layers": dense,
+        "num_experts": experts,
+        "moe_top_k": top_k,
+        "moe_ffn_hidden_size": ffn,
+        "moe_shared_ffn_hidden_size": ffn * count(raw, "n_shared_experts"),
+        "moe_sigmoid": True,
+        "moe_groups": groups,
+        "moe_top_groups": top_groups,
+        "moe_scaling": number(raw, "routed_scaling_factor"),
+    }
+
+
 def require_unbiased_output(raw: dict[str, Any]) -> None:
     """Reject ``attention_bias`` of a family in which it also gives the output projection a bias."""
     if flag(raw, "attention_bias"):
@@ -160,7 +191,6 @@ def any_model(raw: dict[str, Any]) -> dict[str, Any]:
         "num_experts": experts,
         "moe_top_k": count(given, "num_experts_per_tok", 1) if experts else 0,
         "moe_ffn_hidden_size": count(given, "moe_intermediate_size", shape["ffn_hidden_size"]) if experts else 0,
-        "draft_layers": count(raw, "num_nextn_predict_layers", 0, least=0),
     }
 
 

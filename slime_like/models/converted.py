@@ -18,6 +18,9 @@ from slime_like.system.words import from_here
 WEIGHTS, MODEL, DESCRIPTION = "trainer", "model", "conversion.json"
 """Megatron's files, the rest of the Hugging Face directory, and the description of the source."""
 
+KEPT = "kept"
+"""Number of tensors that only the source has."""
+
 CONVERT_AGAIN = "convert the model again"
 
 _FORMAT = 2
@@ -33,6 +36,12 @@ def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
     files = {f"{MODEL}/{file.name}": whole_file(file) for file in sorted((checkpoint / MODEL).iterdir())}
     content = {"format": _FORMAT, **facts, _FILES: files}
     (checkpoint / DESCRIPTION).write_bytes(_text(content | {_OWN: zlib.crc32(_text(content))}))
+
+
+def leaves_out(model: Path) -> bool:
+    """Return whether ``model`` is a converted checkpoint's, and its source has tensors beside the language model's."""
+    file = model.parent / DESCRIPTION
+    return model.name == MODEL and file.is_file() and bool(json.loads(file.read_bytes()).get(KEPT))
 
 
 def is_converted(checkpoint: Path) -> bool:

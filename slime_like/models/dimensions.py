@@ -28,7 +28,6 @@ VALUE_HEAD = "score.weight"
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _CLASSIFIER = re.compile("For(Sequence|Token)Classification$")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,6 @@ class ModelDimensions:
         moe_groups, moe_top_groups: experts are chosen from the best groups only.
         moe_bias: routers and experts have biases.
         moe_scaling: factor of the chosen experts' weights.
-        draft_layers: layers for multi-token prediction that may be stored after the model's layers, and are not read.
         tower: the checkpoint also has a vision tower, which is kept as it is.
         values: a linear map from hidden states to one number, ``VALUE_HEAD``, takes the place of the logits.
         counted: parameters in total, and in the matrix products that one token goes through. Planning counts them on
@@ -226,7 +224,6 @@ class ModelDimensions:
     moe_top_groups: int = 1
     moe_bias: bool = False
     moe_scaling: float = 1.0
-    draft_layers: int = 0
     tower: bool = False
     values: bool = False
     counted: tuple[int, int] | None = None
@@ -267,17 +264,10 @@ class ModelDimensions:
         layers = self.attention.matrices(self) + self.mlp_parameters(self.moe_top_k)
         return layers + self.hidden_size * (1 if self.values else self.vocab_size)
 
-    def is_draft(self, name: str) -> bool:
-        """Return whether the Hugging Face tensor belongs to a layer for multi-token prediction."""
-        if name.startswith("mtp."):
-            return True
-        found = _LAYER.match(name)
-        return found is not None and 0 <= int(found[1]) - self.num_layers < self.draft_layers
-
     def is_ignored(self, name: str) -> bool:
         """Return whether some checkpoints store this Hugging Face tensor without it being a weight of this model."""
         tied_head = self.tied_embeddings and name in HEADS
-        return tied_head or name.endswith("rotary_emb.inv_freq") or self.is_draft(name)
+        return tied_head or name.endswith("rotary_emb.inv_freq")
 
     @property
     def num_parameters(self) -> int:

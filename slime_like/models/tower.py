@@ -31,6 +31,7 @@ _SHARED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype
 """Settings of the whole model that the language model's may leave out."""
 
 _INNER = re.compile(r"(model\.language_model|language_model\.model|model)\.(?=(embed_tokens|layers|norm)\.)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD = re.compile(r"(language_model\.)?(?=lm_head\.)")
 
 _KEY_MAPPING = {
@@ -73,12 +74,21 @@ def has_tower(directory: Path) -> bool:
 def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:
     """Map the stored names of the language model's tensors to the names in its own checkpoint.
 
-    Without a tower, these are all tensors, and they keep their names. The others belong to the tower or to layers for
-    multi-token prediction.
+    Without a tower, they keep their names. The other tensors belong to the tower or to layers for multi-token
+    prediction, which follow the model's own.
     """
-    if not has_tower(directory):
-        return {name: name for name in stored}
-    return {name: own for name in stored if (own := own_name(name))}
+    file = directory / "config.json"
+    raw = read_object(file) if file.is_file() else {}
+    settings = language_settings(raw)
+    own = {name: name if settings is None else own_name(name) for name in stored}
+    first, drafts = (((settings or raw).get(key)) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    later = range(first, first + drafts) if isinstance(first, int) and isinstance(drafts, int) else range(0)
+
+    def is_draft(name: str) -> bool:
+        layer = _LAYER.match(name)
+        return name.startswith("mtp.") or (layer is not None and int(layer[1]) in later)
+
+    return {name: ours for name, ours in own.items() if ours is not None and not is_draft(ours)}
 
 
 def own_name(name: str) -> str | None:

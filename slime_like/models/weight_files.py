@@ -52,7 +52,7 @@ def weight_file_problems(directory: Path, dimensions: ModelDimensions) -> list[s
         if missing:
             return [f"{file} is missing, though {INDEX} lists it; {_AGAIN}" for file in missing]
         stored = (name for file in files for name in _shapes(file))
-        names = [name for name in language_names(directory, stored).values() if not dimensions.is_draft(name)]
+        names = language_names(directory, stored).values()
     except WeightFilesError as error:
         return [str(error)]
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found}

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from rollout.transformers.engine import TransformersEngine
+from rollout.vllm.engine import VllmEngine
 from slime_like.examples.tiny_model import VOCAB_SIZE, byte_tokenizer, make_tiny_model, write_random_weights
 from slime_like.models.dimensions import keeps_type
 from tests.engines.conftest import ENGINES
@@ -86,7 +87,8 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
 
 
 TOWERS = ("qwen2_5_vl", "qwen3_vl")
-UPDATED: list[Any] = [*product(["transformers"], ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", *TOWERS))]
+FAMILIES = ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma3_text")
+UPDATED: list[Any] = [*product(["transformers"], (*FAMILIES, *TOWERS))]
 NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers import torchvision")
 UPDATED += [pytest.param("vllm", each, marks=[pytest.mark.acceptance, NO_TORCHVISION]) for each in TOWERS]
 
@@ -95,14 +97,15 @@ UPDATED += [pytest.param("vllm", each, marks=[pytest.mark.acceptance, NO_TORCHVI
 def test_an_update_reaches_every_kind_of_tensor(kind: str, family: str, tmp_path: Path) -> None:
     """Qwen2 has a tied head and biases (``test_tensor_parallel.py`` tests it with vLLM and SGLang).
 
-    DeepSeek-V3 has fused experts, and router biases, which are buffers; the others have gated delta nets, or a
-    tower that is not served.
+    DeepSeek-V3 has fused experts, and router biases, which are buffers. The prompt is longer than the windows of
+    gpt-oss, which has sinks and biases of experts, and of Gemma 3. The others have gated delta nets, or a tower that
+    is not served.
     """
     if family in TOWERS:
         references = [Reference(save_tower(family, tmp_path / str(seed), seed=seed)) for seed in (0, 1)]
     else:
         references = tiny_pair(family, tmp_path)
-    assert ("lm_head.weight" in references[0].weights) == (family != "qwen2")
+    assert ("lm_head.weight" in references[0].weights) == (family not in ("qwen2", "gemma3_text"))
     prompt = [7 + 3 * i % 140 for i in range(40)]
     config = run_config(references[0].directory, tmp_path / "run", max_new_tokens=64)
     with started(ENGINES[kind](config, 0), references) as engine:
@@ -164,3 +167,23 @@ def test_moved_biases_reach_the_routers(kind: str, family: str, tmp_path: Path) 
             check_gaps(engine.reference, found, ours)
             check_logprobs(engine.reference, prompt, generation)
             assert np.abs(other - ours).max() > 0.1
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+def test_vllm_serves_windows_and_sinks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts with experts on a CPU, but cannot update them, so only Gemma 3 is updated."""
+    monkeypatch.setattr(VllmEngine, "refusal", lambda *_, **__: None)
+    references = tiny_pair(family, tmp_path)
+    prompt = [7 + 3 * i % 240 for i in range(40)]
+    config = run_config(references[0].directory, tmp_path / "run")
+    with started(VllmEngine(config, 0), references) as engine:
+        for which in (0, 1) if family == "gemma3_text" else (0,):
+            if which:
+                receipt, sent = engine.run(engine.load(which))
+                assert receipt.checksums == sent
+            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, ignore_eos=True)
+            assert generation.prompt_logprobs is not None
+            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
+            check_gaps(engine.reference, generation.prompt_logprobs, expected)
+            check_logprobs(engine.reference, prompt, generation)

@@ -5,6 +5,7 @@ for it must then fail, and the earlier comparisons must not: a crash is no proof
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from backends.common import linear_attention
+from backends.common.attention.packed_attention import PackedAttention, Scores
 from backends.common.attention.prefixes import PrefixAttention
 from backends.common.linear_attention import Boundaries, Recurrence
 from backends.fsdp import micro_batch, optimizer, trainer
@@ -109,6 +111,39 @@ def the_norm_is_the_ranks_own() -> None:
     optimizer.Optimizer.gradient_norm = norm  # type: ignore[method-assign]
 
 
+def sinks_are_left_out() -> None:
+    """They stay parameters, but have no share of any softmax."""
+    correct = PackedAttention.attend
+
+    def attend(self: PackedAttention, *inputs: Any) -> Tensor:
+        return correct(self, *inputs[:-1], inputs[-1] - 1e4)
+
+    PackedAttention.attend = attend  # type: ignore[method-assign]
+
+
+def windows_are_one_key_wider() -> None:
+    """As by a window that doesn't count a query's own key."""
+    correct = Scores.within
+
+    def within(self: Scores, longest: int) -> int | None:
+        window = correct(self, longest)
+        return None if window is None else window + 1
+
+    Scores.within = within  # type: ignore[method-assign]
+
+
+def windows_end_where_the_rank_begins() -> None:
+    correct = PrefixAttention._windowed
+
+    def windowed(self: PrefixAttention, scores: Scores) -> Any:
+        if (found := correct(self, scores)) is None:
+            return None
+        pairing, rows = found
+        return replace(pairing, k=self.local), slice(rows.start, rows.start)
+
+    PrefixAttention._windowed = windowed  # type: ignore[method-assign]
+
+
 def the_convolution_sees_the_sequence_before() -> None:
     correct = linear_attention.causal_conv
 
@@ -145,6 +180,9 @@ MUTATIONS = [
     Mutation(only_the_last_micro_batch_is_summed, "qwen3", {"context": 2}, "gradients"),
     Mutation(gradients_are_not_synchronised, "qwen3", {"data": 2}, "gradients"),
     Mutation(the_norm_is_the_ranks_own, "qwen3", {"data": 2}, "norm"),
+    Mutation(sinks_are_left_out, "gpt_oss", {}, "scores"),
+    Mutation(windows_are_one_key_wider, "gpt_oss", {}, "scores"),
+    Mutation(windows_end_where_the_rank_begins, "gpt_oss", {"context": 2}, "scores"),
     Mutation(the_convolution_sees_the_sequence_before, "qwen3_5_text", {}, "scores"),
     Mutation(a_pack_has_one_state, "qwen3_5_text", {}, "scores"),
     Mutation(states_begin_where_the_rank_begins, "qwen3_5_text", {"context": 2}, "scores"),

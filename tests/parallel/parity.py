@@ -38,11 +38,11 @@ TAIL = 5  # padding at the end of the first pack
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 4.0}
 ALGORITHM = {"kl": {"coef": 0.05}, "entropy_coef": 0.01, "reduction": "samples"}
 BALANCE = dict.fromkeys(
-    ("qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v3_direct", "qwen3_next", "qwen3_5_moe_text"), 0.2
+    ("qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v3_direct", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"), 0.2
 )
 """Coefficient of the routers' balancing loss, chosen to make up about half of their gradients."""
 
-RATES = {"deepseek_v3": 0.02, "deepseek_v3_direct": 0.02}
+RATES = dict.fromkeys(("deepseek_v3", "deepseek_v3_direct", "glm4_moe"), 0.02)
 """Moves of routers' biases, as large as their differences."""
 
 Settings = dict[str, Any]

@@ -53,7 +53,7 @@ class RoutedReference(Reference):
         super().__init__(checkpoint, algorithm)
         self._given: Tensor | None = None
         self.tallies: list[dict[int, tuple[int, int]]] = []
-        gates = [module for name, module in self.model.named_modules() if name.endswith("mlp.gate")]
+        gates = [module for name, module in self.model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
         for index, gate in enumerate(gates):
             gate.register_forward_hook(partial(self._replace, index))
 
@@ -81,7 +81,7 @@ class RoutedReference(Reference):
                 differs = set(route.tolist()) != set(own[token].tolist())
                 self.tallies[-1][token] = (differing + differs, known + 1)
                 chosen[token] = route
-        if self.model.config.model_type == "deepseek_v3":
+        if hasattr(self._gates[0], "e_score_correction_bias"):
             scores = logits.sigmoid().gather(1, chosen)
             weights = scores / scores.sum(1, keepdim=True) * self.model.config.routed_scaling_factor
         else:
@@ -92,7 +92,7 @@ class RoutedReference(Reference):
     def _balance(self) -> Tensor | float:
         total: Tensor | float = 0.0
         for logits, chosen in self._routed:
-            sigmoid = self.model.config.model_type == "deepseek_v3"
+            sigmoid = hasattr(self._gates[0], "e_score_correction_bias")
             scores = logits.sigmoid() if sigmoid else logits.exp()
             share = (scores / scores.sum(1, keepdim=True)).mean(0)
             load = torch.bincount(chosen.flatten(), minlength=logits.shape[1]) / chosen.numel()

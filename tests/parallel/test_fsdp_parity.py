@@ -38,6 +38,7 @@ LAYOUTS: dict[str, Settings] = {"single": {}, "dp2-cp2": {"data": 2, "context": 
 VARIANTS: dict[str, tuple[str, Settings]] = {
     "dp2": ("qwen3_moe", {"data": 2}),
     "cp2": ("deepseek_v3", {"context": 2}),
+    "cp2-partly-rotary": ("glm4_moe", {"context": 2}),
     "dp2-full-recompute": ("qwen3_moe", {"data": 2, "recompute": "full"}),
     "cp2-block-recompute": ("deepseek_v3", {"context": 2, "recompute": 1}),
     "dp2-sharded-gradients": ("qwen3", {"data": 2, "fsdp": {"accumulate": "sharded"}}),

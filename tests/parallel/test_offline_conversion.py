@@ -33,11 +33,12 @@ from slime_like.models.weight_files import weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
-from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
+from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config, with_drafts
+from tests.support.rejections import Rejects
 from tests.unit.backends.models import PUBLISHED
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
-EXPERTS = ("qwen3_moe", "deepseek_v3", "qwen3_next")
+EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next")
 OPTIONS = ConversionOptions(dtype="auto", max_file_bytes=200_000, workers=2, allow_nan=False)
 ONE_BY_ONE = replace(OPTIONS, workers=1, max_file_bytes=100_000)
 
@@ -159,19 +160,30 @@ def test_a_routers_bias_keeps_its_type(tmp_path: Path) -> None:
         assert kinds[True] == torch.float32 and kinds[False] != torch.float32
 
 
-def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
-    """A published checkpoint stores them after its layers. The output has none, and its configuration says so."""
-    _model(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
-    with edited_weights(tmp_path / "hf") as stored:
-        tensors = dict(stored)
-        stored["model.layers.4.eh_proj.weight"] = torch.zeros(2, 4)
-        stored["model.layers.4.mlp.gate.weight"] = torch.zeros(8, 2)
-    dimensions = ModelDimensions.from_checkpoint(tmp_path / "hf")
-    assert weight_file_problems(tmp_path / "hf", dimensions) == []
-    assert expected_tensors(tmp_path / "hf").keys() == tensors.keys()
-    _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2, "sequence": True})
-    same_bits(_read_back(tmp_path / "meg"), tensors)
-    assert json.loads((tmp_path / "meg" / "model" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path, rejects: Rejects) -> None:
+    """A published checkpoint stores them after its layers. They come from the directory that was converted."""
+    source = _model(tmp_path, "deepseek_v3")
+    own = load_file(source / "model.safetensors").keys()
+    drafts = with_drafts(source)
+    assert weight_file_problems(source, ModelDimensions.from_checkpoint(source)) == []
+    assert expected_tensors(source).keys() == own
+    _to_megatron(source, tmp_path / "meg", {"tensor": 2, "sequence": True})
+    with rejects(CheckpointError, "no-tower"):
+        _to_hf(tmp_path / "meg", tmp_path / "back")
+    options = replace(OPTIONS, dtype="float16")
+    _converter(source).to_hugging_face(tmp_path / "meg" / "trainer", tmp_path / "back", options, _silent)
+    written = _written(tmp_path / "back")
+    same_bits({name: written[name] for name in drafts}, drafts)
+    assert written.keys() == own | drafts.keys()
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_layers_for_multi_token_prediction_that_are_not_stored_are_not_named(tmp_path: Path) -> None:
+    """transformers leaves them out but keeps their number."""
+    source = _model(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    _to_megatron(source, tmp_path / "meg")
+    _to_hf(tmp_path / "meg", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def _load_both_ways(placement: RankPlacement, configs: list[RunConfig], converted: list[Path]) -> list[list[str]]:
@@ -200,12 +212,12 @@ def test_megatron_loads_converted_checkpoints(
     """The ranks have another layout, and the model's dtype."""
     families = ("qwen2", *EXPERTS)
     for family in families:
-        make_tiny_model(tmp_path / family, family, **DIVISIBLE)
+        _model(tmp_path / family, family)
         sequence = {"sequence": True} if family in EXPERTS and "tensor" in written_as else {}
-        _to_megatron(tmp_path / family, tmp_path / f"{family}-meg", {**written_as, **sequence})
-    configs = [_config(tmp_path / family, read_as) for family in families]
+        _to_megatron(tmp_path / family / "hf", tmp_path / f"{family}-meg", {**written_as, **sequence})
+    configs = [_config(tmp_path / family / "hf", read_as) for family in families]
     converted = [tmp_path / f"{family}-meg" for family in families]
-    assert run_ranks(_load_both_ways, 2, tmp_path / "ranks", configs, converted) == [[[], [], []]] * 2
+    assert run_ranks(_load_both_ways, 2, tmp_path / "ranks", configs, converted) == [[[]] * len(families)] * 2
 
 
 # --------------------------------------------------------------------------------------------------------- completeness

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from backends.megatron.offline.converter import MegatronConverter
+from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.checks.model_directories import factor_problems, lora_problems
 from slime_like.config import RunConfig
 from slime_like.config.lora import LoraConfig
@@ -46,7 +47,7 @@ from tests.parallel.parity import (
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.reference import adamw_steps
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, same_bits, take_step, train_rank
-from tests.parallel.tiny import scored_sequences, tiny_config
+from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config, with_drafts
 from tests.parallel.towers import KINDS, WholeReference, is_language, own_name, save_tower, tensors_of, tower_of
 from tests.support.rejections import Rejects
 
@@ -81,7 +82,7 @@ def _run(
         return exported_from(trainer)
 
 
-MEGATRON = ("qwen2_5_vl", "mistral3", "qwen3_vl", "qwen3_5_moe")
+MEGATRON = ("qwen2_5_vl", "mistral3", "qwen3_vl", "glm4v_moe", "qwen3_5_moe")
 LAYOUTS: dict[str, Settings] = {"fsdp": {"backend": "fsdp", "data": 2}, "megatron": {"tensor": 2, "sequence": True}}
 RUNS = [(kind, layout) for kind, layout in product(KINDS, LAYOUTS) if layout == "fsdp" or kind in MEGATRON[2:]]
 Trained = tuple[Case, list[RankResult], dict[str, Tensor], Path]
@@ -183,6 +184,25 @@ def test_it_is_converted_to_megatron_and_back(kind: str, trained: Any, tmp_path:
     sides = converter(source).open_checkpoint(tmp_path / "meg" / "trainer"), converter(source).open_hugging_face(source)
     assert compare_sources(*sides, 1, lambda *_: None) == []
     assert not weight_file_problems(tmp_path / "hf", ModelDimensions.from_checkpoint(source))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_for_multi_token_prediction_stay_as_they_came(layout: str, tmp_path: Path) -> None:
+    sequences = scored_sequences([pair for pack in PACKS[:1] for pair in pack])
+    sources = {family: save_checkpoint(family, tmp_path / family, layers=2) for family in ("glm4_moe", "deepseek_v3")}
+    before = {family: tensors_of(source) for family, source in sources.items()}
+    drafts = {family: with_drafts(source) for family, source in sources.items()}
+    tasks = [
+        (parity_config(source, tmp_path, LAYOUTS[layout]), [pack_sequences(sequences)], 4.0, tmp_path / f"{family}-out")
+        for family, source in sources.items()
+    ]
+    for family, (sent, _) in zip(sources, run_each(_run, 2, tmp_path / "ranks", tasks), strict=True):
+        after = tensors_of(tmp_path / f"{family}-out")
+        assert after.keys() == before[family].keys() | drafts[family].keys()
+        same_bits({name: after[name] for name in drafts[family]}, drafts[family])
+        same_bits({name: after[name] for name in before[family]}, sent)
+        assert not torch.equal(after["model.norm.weight"], before[family]["model.norm.weight"])
+        assert _config(tmp_path / f"{family}-out") == _config(sources[family])
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Make tiny Hugging Face checkpoints of every family, and scored sequences for them, from seeds."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,7 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"head_dim": 32, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rope_parameters": LLAMA3_SCALING}),
+    "mistral": ("MistralConfig", {"sliding_window": 7, "pad_token_id": None}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {
@@ -96,6 +98,22 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
             "norm_topk_prob": True,
+        },
+    ),
+    "glm4_moe": (  # a head's rotary part, biases and norms of heads, experts in one group
+        "Glm4MoeConfig",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "num_mtp_layers": 0,
+            "pad_token_id": None,
         },
     ),
     "gpt_oss": (  # windows narrower than most sequences, and a scaled table that keeps no whole dimension
@@ -159,17 +177,6 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
             "mlp_only_layers": [1],
             "shared_expert_intermediate_size": 32,
-        },
-    ),
-    "glm4_moe": (  # sigmoid routers with a bias
-        "Glm4MoeConfig",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "moe_intermediate_size": 48,
-            "first_k_dense_replace": 1,
         },
     ),
 }
@@ -271,3 +278,16 @@ def edited_weights(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     tensors = load_file(file)
     yield tensors
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def with_drafts(directory: Path) -> dict[str, torch.Tensor]:
+    """Add a layer for multi-token prediction to a one-file model; return its tensors."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    names = ("eh_proj", "enorm", "mlp.gate", "mlp.experts.0.gate_proj", "shared_head.head")
+    prefix = f"model.layers.{config['num_hidden_layers']}"
+    drafts = {f"{prefix}.{name}.weight": torch.randn(6, 4).bfloat16() for name in names}
+    with edited_weights(directory) as tensors:
+        tensors |= drafts
+    return drafts

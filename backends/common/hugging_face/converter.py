@@ -24,6 +24,7 @@ from backends.common.hugging_face.conversion import (
 )
 from backends.common.hugging_face.directory import copy_companions, file_name, write_adapter_settings, write_index
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
+from backends.common.hugging_face.tower import kept_names
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import (
@@ -34,6 +35,7 @@ from slime_like.interfaces.conversion import (
     TensorInfo,
     TensorSource,
 )
+from slime_like.models.converted import leaves_out
 from slime_like.models.dimensions import keeps_type
 from slime_like.models.tower import has_tower
 from slime_like.system.threads import Tracker
@@ -61,16 +63,17 @@ class HuggingFaceConverter(Converter):
         """Open the language model, or its factors if ``model.lora`` is set."""
 
     def _whole(self, source: TensorSource) -> TensorSource:
-        if not has_tower(path := self.model.path):
-            return source
-        if not any(path.glob("*.safetensors")):
+        path = self.model.path
+        if kept_names(path):
+            return _Whole(path, source)
+        if has_tower(path) or leaves_out(path):
             raise CheckpointError(
-                "the model has a vision tower, whose tensors are not here",
+                "the model has a vision tower or layers for multi-token prediction, whose tensors are not here",
                 code="no-tower",
                 who=str(path),
-                remedy="give the Hugging Face directory with it as --model.path",
+                remedy="give the Hugging Face directory with them as --model.path",
             )
-        return _Whole(path, source)
+        return source
 
     def to_hugging_face(
         self, checkpoint: Path, output: Path, options: ConversionOptions, report: Report
@@ -84,8 +87,8 @@ class HuggingFaceConverter(Converter):
         for group in groups:
             if group.dtype not in DTYPES.values():
                 raise damaged(checkpoint, f"{next(iter(group.shapes))} has type {group.dtype}, which no weight has")
-        tower = [_Group.of(source, [name]) for name in source.tower] if isinstance(source, _Whole) else []
-        jobs = _jobs([*groups, *tower], sys.maxsize if is_adapter else options.max_file_bytes)
+        kept = [_Group.of(source, [name]) for name in source.kept] if isinstance(source, _Whole) else []
+        jobs = _jobs([*groups, *kept], sys.maxsize if is_adapter else options.max_file_bytes)
         if is_adapter:
             jobs = [replace(job, name=ADAPTER_FILE) for job in jobs]
         request = {
@@ -115,7 +118,7 @@ class HuggingFaceSource:
     """The safetensors files of a directory, for any model.
 
     Args:
-        whole: a language model has its stored names, and its tower is there.
+        whole: a language model has its stored names, and the rest of the model is there.
     """
 
     def __init__(self, directory: Path, whole: bool = False) -> None:
@@ -136,7 +139,7 @@ class HuggingFaceSource:
 
 
 class _Whole(HuggingFaceSource):
-    """A language model's tensors under their stored names, and the tower of the model that it was made from.
+    """A language model's tensors under their stored names, and the rest of the model that it was made from.
 
     Factors get the names that they have in an adapter of the whole model.
     """
@@ -144,11 +147,12 @@ class _Whole(HuggingFaceSource):
     def __init__(self, model: Path, language: TensorSource) -> None:
         super().__init__(model, whole=True)
         stored, self._language = self._checkpoint.stored, language
-        self._stored = {name: stored.get(name) or with_tower(name) for name in language.tensors}
+        of_factors = with_tower if has_tower(model) else str
+        self._stored = {name: stored.get(name) or of_factors(name) for name in language.tensors}
         self._own = {name: own for own, name in self._stored.items()}
-        self.tower = sorted(self._checkpoint.kept) if language.tensors.keys() <= stored.keys() else []
-        tower = {name: self.tensors[name] for name in self.tower}
-        self.tensors = {self._stored[name]: info for name, info in language.tensors.items()} | tower
+        self.kept = sorted(self._checkpoint.kept) if language.tensors.keys() <= stored.keys() else []
+        kept = {name: self.tensors[name] for name in self.kept}
+        self.tensors = {self._stored[name]: info for name, info in language.tensors.items()} | kept
 
     @property
     def groups(self) -> list[list[str]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from backends.common.hugging_face.tower import kept_buckets, renamed, stored_names
+from backends.common.hugging_face.tower import kept_buckets, kept_names, renamed, stored_names
 from backends.common.process.agreement import listed, together
 from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
@@ -56,9 +56,10 @@ def write_hf_directory(
         CheckpointError: the disk rejected a write, or ``directory`` is not a checkpoint. Nothing is left behind.
     """
     directory, source_dir = Path(directory), Path(source_dir)
-    whole = has_tower(source_dir) and VALUE_HEAD not in expected  # a value model is of the language model alone
-    if whole:
-        names = stored_names(source_dir) if lora is None else {name: with_tower(name) for name in expected}
+    # An adapter, and a value model, are of the language model alone.
+    is_whole = lora is None and VALUE_HEAD not in expected
+    if has_tower(source_dir) and VALUE_HEAD not in expected:
+        names = stored_names(source_dir) if is_whole else {name: with_tower(name) for name in expected}
         buckets, expected = renamed(buckets, names), [names[name] for name in expected]
     if lora is None and any(source_dir.glob("*.safetensors")):
         shapes = stored_shapes(source_dir)
@@ -72,8 +73,8 @@ def write_hf_directory(
     try:
         together(lambda: _prepare(partial, directory, source_dir) if first else None, what, device)
         together(lambda: _write_files(buckets, partial, f"stage-{stage:04d}"), what, device)
-        kept = kept_buckets(source_dir, SHARD_BYTES) if whole and first and lora is None else ()
-        together(lambda: _write_files(kept, partial, "stage-tower"), what, device)
+        kept = kept_buckets(source_dir, SHARD_BYTES) if is_whole and first else ()
+        together(lambda: _write_files(kept, partial, "stage-kept"), what, device)
         together(lambda: _finish(partial, *final) if first else None, what, device)
     except CheckpointError:
         if first:
@@ -215,10 +216,9 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total: int) -> N
 
 def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype, values: bool = False) -> None:
     """Copy configuration and tokenizer. The copied configuration names the weights' type, but neither quantization nor
-    layers that are not written.
+    layers for multi-token prediction that are not stored.
 
-    Layers for multi-token prediction, which some models store after their other layers, are never read. Weights
-    converted back to 16 bits often come with a ``config.json`` that still names 8.
+    Weights converted back to 16 bits often come with a ``config.json`` that still names 8.
     """
     patterns = ("config.json", "generation_config.json", "*processor_config.json", "*.py")
     named = (file for pattern in patterns for file in source_dir.glob(pattern))
@@ -234,7 +234,7 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype, values:
         if settings is config or settings.keys() & {"dtype", "torch_dtype"}:
             settings["dtype" if "dtype" in settings else "torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop(_QUANTISATION, None)
-    if _DRAFT_LAYERS in config:
+    if _DRAFT_LAYERS in config and (values or not kept_names(source_dir)):
         config[_DRAFT_LAYERS] = 0
     if values:
         family = re.sub("For[A-Z][A-Za-z]*$|LMHeadModel$", "", config["architectures"][0])

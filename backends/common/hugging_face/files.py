@@ -36,7 +36,7 @@ class HfCheckpoint(contextlib.ExitStack):
 
     Attributes:
         stored: their names in the files.
-        kept: the tower's tensors, by their names in the files.
+        kept: tensors of the tower, and of layers for multi-token prediction, by their names in the files.
 
     Raises:
         CheckpointError: no safetensors file, a listed one missing, one damaged or cut off, or a tensor stored twice.
@@ -51,6 +51,9 @@ class HfCheckpoint(contextlib.ExitStack):
         try:
             for file in _weight_files(self.directory):
                 self._open(file)
+            own = language_names(self.directory, self._slices)
+            self.kept = {name: part for name, part in self._slices.items() if name not in own}
+            self._slices = {name: self._slices[name] for name in own}
             parts = stack_parts(self.directory, self.shapes())
             matrices = {name: _Matrix(self._slices[part.stack], part) for name, part in parts.items()}
             for stack in {part.stack for part in parts.values()}:
@@ -60,7 +63,6 @@ class HfCheckpoint(contextlib.ExitStack):
             self.close()
             raise
         own = language_names(self.directory, self._slices)
-        self.kept = {name: part for name, part in self._slices.items() if name not in own}
         self.stored = {name: stored for stored, name in own.items()}
         self._slices = {name: self._slices[stored] for name, stored in self.stored.items()}
 

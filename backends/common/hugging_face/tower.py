@@ -1,4 +1,4 @@
-"""A checkpoint with a vision tower around its trained language model: stored names, and the tower as it came."""
+"""A checkpoint with more than its trained language model: stored names, and the rest as it came."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,8 +30,18 @@ def as_stored(export: WeightExport, model: ModelConfig) -> WeightExport:
     return WeightExport(manifest, renamed(export.buckets, names))
 
 
+def kept_names(directory: Path) -> list[str]:
+    """Return the names of stored tensors that are not the language model's; none without weights."""
+    if not any(directory.glob("*.safetensors")):
+        return []
+    with HfCheckpoint(directory) as checkpoint:
+        return sorted(checkpoint.kept)
+
+
 def kept_buckets(directory: Path, max_bytes: int) -> Iterator[WeightBucket]:
-    """Yield the tensors that are not the language model's, bit for bit, at most ``max_bytes`` at a time."""
+    """Yield these tensors, bit for bit, at most ``max_bytes`` at a time."""
+    if not kept_names(directory):
+        return
     with HfCheckpoint(directory) as checkpoint:
         for names in in_files(sorted(checkpoint.kept), checkpoint.kept_nbytes, max_bytes):
             yield WeightBucket([(name, checkpoint.kept[name][...]) for name in names])

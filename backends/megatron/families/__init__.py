@@ -36,7 +36,9 @@ class MegatronFamily:
 
     def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
         """Return this family's Megatron settings. They override the common ones."""
-        return {"qk_layernorm": dimensions.qk_norm, "add_qkv_bias": dimensions.qkv_bias}
+        window, kinds = dimensions.attention.window, [each is not None for each in dimensions.attention.windows]
+        windows = {} if window is None else {"window_size": (window - 1, 0), "window_attn_skip_freq": kinds}
+        return {"qk_layernorm": dimensions.qk_norm, "add_qkv_bias": dimensions.qkv_bias, **windows}
 
     def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
         """Return the attention of the model's layer with index ``layer``, made from Megatron's local ``attention``."""

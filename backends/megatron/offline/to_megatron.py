@@ -28,7 +28,7 @@ from backends.megatron.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report
-from slime_like.models.converted import MODEL, WEIGHTS, write_description
+from slime_like.models.converted import KEPT, MODEL, WEIGHTS, write_description
 from slime_like.models.dimensions import ModelDimensions, keeps_type
 from slime_like.system.threads import Tracker
 
@@ -143,6 +143,7 @@ def _convert(parallel: ParallelConfig, work: _ToMegatron, jobs: Sequence[_Job], 
             "source": str(work.source.resolve()),
             "dtype": str(dtype).removeprefix("torch."),
             "parallel": parallel.model_dump(),
+            KEPT: len(work.checkpoint.kept),
         }
         write_description(partial.path, facts)
         partial.commit()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.models import config_json
-from slime_like.models.config_json import UnsupportedError, count, flag, number
+from slime_like.models.config_json import UnsupportedError, count, flag
 from slime_like.models.dimensions import Attention, Family, ModelDimensions
 
 
@@ -69,23 +69,8 @@ class LatentAttention(Attention):
 
 
 def _read(raw: dict[str, Any]) -> dict[str, Any]:
-    layers, experts = count(raw, "num_hidden_layers"), count(raw, "n_routed_experts")
-    top_k, dense = count(raw, "num_experts_per_tok"), count(raw, "first_k_dense_replace", least=0)
-    groups, top_groups = count(raw, "n_group"), count(raw, "topk_group")
-    for key, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
-        if raw.get(key, only) != only:
-            raise UnsupportedError(f"{key}={raw[key]} is not {only}")
     if flag(raw, "attention_bias"):
         raise UnsupportedError("its latent attention has biases (attention_bias=true)")
-    if dense >= layers:
-        raise UnsupportedError(f"first_k_dense_replace={dense} leaves no layer of {layers} with experts")
-    if top_k < 2 or (groups > 1 and top_k // top_groups != 2):
-        raise UnsupportedError(
-            f"num_experts_per_tok={top_k} is not two experts for each of topk_group={top_groups} groups, which "
-            "Megatron needs to rank groups by their best two experts, like DeepSeek-V3"
-        )
-    if experts % groups:
-        raise ValueError(f"n_group={groups} does not divide n_routed_experts={experts}")
     attention = LatentAttention(
         query_rank=None if raw.get("q_lora_rank") is None else count(raw, "q_lora_rank"),
         kv_rank=count(raw, "kv_lora_rank"),
@@ -94,22 +79,12 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
         value_dim=count(raw, "v_head_dim"),
         interleaved=flag(raw, "rope_interleave", default=True),
     )
-    ffn = count(raw, "moe_intermediate_size")
     return config_json.decoder(
         raw,
         attention=attention,
         head_dim=attention.nope_dim + attention.rope_dim,
         num_kv_heads=count(raw, "num_attention_heads"),
-        dense_layers=dense,
-        num_experts=experts,
-        moe_top_k=top_k,
-        moe_ffn_hidden_size=ffn,
-        moe_shared_ffn_hidden_size=ffn * count(raw, "n_shared_experts"),
-        moe_sigmoid=True,
-        moe_groups=groups,
-        moe_top_groups=top_groups,
-        moe_scaling=number(raw, "routed_scaling_factor"),
-        draft_layers=count(raw, "num_nextn_predict_layers", 0, least=0),
+        **config_json.sigmoid_experts(raw),
     )
 
 

@@ -38,5 +38,5 @@ GEMMA3 = Family(
     "Gemma3ForCausalLM",
     _read,
     megatron="",
-    tiny={"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    tiny={"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
 )

@@ -40,7 +40,7 @@ GPT_OSS = Family(
     _read,
     megatron="",
     tiny={
-        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": 16,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": 8,
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "truncate": False, "original_max_position_embeddings": 128,

@@ -46,6 +46,16 @@ def _qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _glm4_moe(raw: dict[str, Any]) -> dict[str, Any]:
+    return config_json.decoder(
+        raw,
+        attention=Attention(rotary_fraction=config_json.rotary_fraction(raw, default=0.5)),
+        qkv_bias=flag(raw, "attention_bias"),
+        qk_norm=flag(raw, "use_qk_norm"),
+        **config_json.sigmoid_experts(raw),
+    )
+
+
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
@@ -66,3 +76,12 @@ QWEN3_MOE = Family(
     _qwen3_moe,
     tiny={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
 )
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    _glm4_moe,
+    tiny={
+        "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1, "n_routed_experts": 8,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 48, "routed_scaling_factor": 2.5, "num_mtp_layers": 0,
+    },
+)  # fmt: skip

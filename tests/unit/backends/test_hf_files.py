@@ -21,7 +21,17 @@ from slime_like.weights.expected_tensors import expected_tensors
 from tests.support.rejections import Rejects
 from tests.unit.backends.models import dimensions
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)
 UP = "model.layers.1.mlp.up_proj.weight"
 
 

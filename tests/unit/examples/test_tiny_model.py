@@ -14,6 +14,7 @@ from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
 
+SCALING = {"rope_type": "linear", "factor": 8.0}
 _HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -57,6 +58,41 @@ def test_sizes_of_linear_attention(family: str, tmp_path: Path, rejects: Rejects
         file.write_text(json.dumps({**config, "rope_parameters": None, **change}))
         with rejects(ConfigError, "config"):
             ModelDimensions.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+def test_windows_and_biases(family: str, tmp_path: Path, rejects: Rejects) -> None:
+    make_tiny_model(tmp_path, family, num_hidden_layers=4)
+    dimensions, stored = ModelDimensions.from_checkpoint(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert dimensions.num_parameters == sum(tensor.numel() for tensor in stored.values())
+    assert dimensions.attention.windows == (8, None, 8, None)
+    has_sinks = family == "gpt_oss"
+    assert (dimensions.attention.sinks, dimensions.attention.output_bias, dimensions.moe_bias) == (has_sinks,) * 3
+    assert dimensions.post_norms == dimensions.tied_embeddings == dimensions.zero_centered_norms == (not has_sinks)
+    assert dimensions.rope_theta == (150_000.0 if has_sinks else 1_000_000.0)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    # Published ones name no kinds of layers, and Gemma's first sizes had a scaling whose factor their context includes.
+    older = {name: value for name, value in config.items() if name not in ("layer_types", "tie_word_embeddings")}
+    older |= {} if has_sinks else {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": SCALING}
+    file.write_text(json.dumps(older))
+    read = ModelDimensions.from_checkpoint(tmp_path)
+    assert read.attention == dimensions.attention and read.max_position_embeddings == 1024
+    assert read.tied_embeddings == dimensions.tied_embeddings
+    assert has_sinks or (read.rope_theta, read.rope_scaling) == (5e5, SCALING)
+    wrong: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}} if has_sinks else {"sliding_window": 0}
+    file.write_text(json.dumps(config | wrong))
+    with rejects(ConfigError, "config"):
+        ModelDimensions.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"swiglu_limit": 6.0}, {"attn_logit_softcapping": 50.0}], ids=str)
+def test_other_activations_and_scores_have_no_formulas(change: dict[str, float], tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "gpt_oss" if "swiglu_limit" in change else "gemma3_text")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    reason = ModelDimensions.from_checkpoint(tmp_path).attention.unsupported
+    assert reason is not None and f"{next(iter(change))}={next(iter(change.values()))}" in reason
 
 
 def test_seed_and_overrides(tmp_path: Path, rejects: Rejects) -> None:
