@@ -1,8 +1,10 @@
 """Checks of a model's architecture that need only its sizes, not torch."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from slime_like.config.run import RunConfig
+from slime_like.config.trainer import TrainerConfig
 from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
 
 
@@ -26,7 +28,9 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
             f"trainer.share_prefixes={config.trainer.share_prefixes}: layers with linear attention keep one state per "
             "sequence, which cannot branch; set it to false"
         )
-    yield from _window_problems(config, dimensions)
+    window = dimensions.attention.window
+    slides = window is not None and (config.supervised or config.max_model_len > window)
+    yield from _window_problems(config.trainer, config.model.path, dimensions, slides)
     if config.trainer.backend == "megatron":
         reason = dimensions.attention.unsupported
         if reason is None and not FAMILIES[dimensions.family].megatron:
@@ -50,19 +54,12 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"
 
 
-def _slides(config: RunConfig, dimensions: ModelDimensions) -> bool:
-    """Return whether sequences may be longer than a sliding window."""
+def _window_problems(trainer: TrainerConfig, path: Path, dimensions: ModelDimensions, slides: bool) -> Iterator[str]:
+    """Yield conflicts with sinks, and with windows if sequences may be longer (``slides``)."""
     window = dimensions.attention.window
-    return window is not None and (config.supervised or config.max_model_len > window)
-
-
-def _window_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """Yield what excludes windows that are narrower than sequences, and sinks."""
-    trainer, window = config.trainer, dimensions.attention.window
-    slides = _slides(config, dimensions)
     if slides and trainer.share_prefixes:
         yield (
-            f"trainer.share_prefixes={trainer.share_prefixes}: layers of {config.model.path} have a sliding window of "
+            f"trainer.share_prefixes={trainer.share_prefixes}: layers of {path} have a sliding window of "
             f"{window} tokens, which shared prefixes do not support; set it to false"
         )
     context, attention = trainer.parallel.context, trainer.attention

@@ -89,6 +89,7 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
 TOWERS = ("qwen2_5_vl", "qwen3_vl")
 FAMILIES = ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma3_text")
 UPDATED: list[Any] = [*product(["transformers"], (*FAMILIES, *TOWERS))]
+UPDATED += [pytest.param("transformers", "glm4_moe", marks=pytest.mark.acceptance)]
 NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers import torchvision")
 UPDATED += [pytest.param("vllm", each, marks=[pytest.mark.acceptance, NO_TORCHVISION]) for each in TOWERS]
 
@@ -170,8 +171,8 @@ def test_moved_biases_reach_the_routers(kind: str, family: str, tmp_path: Path) 
 
 
 @pytest.mark.acceptance
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
-def test_vllm_serves_windows_and_sinks(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "glm4_moe"])
+def test_vllm_serves_other_attention(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts with experts on a CPU, but cannot update them, so only Gemma 3 is updated."""
     monkeypatch.setattr(VllmEngine, "refusal", lambda *_, **__: None)
     references = tiny_pair(family, tmp_path)

@@ -27,7 +27,7 @@ from tests.parallel.tiny import scored_sequences
 
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LENGTHS = [[(1, 1), (1, 2), (40, 23), (2, 62), (9, 56)], [(70, 75), (3, 30)]]
-LAYOUTS: dict[str, Settings] = {"recomputed": {"data": 2, "recompute": "full"}, "cp2": {"context": 2}}
+LAYOUTS: dict[str, Settings] = {"recomputed": {"recompute": "full"}, "cp2": {"context": 2}}
 
 
 @dataclass

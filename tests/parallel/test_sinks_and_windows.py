@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from torch import Tensor
 from backends.common.attention.choice import AnyAttention, choose_attention
 from backends.common.attention.kernels import CudaFlash, Pairing, Saved, Segments
 from backends.common.attention.packed_attention import LocalAttention
+from backends.common.attention.prefixes import PrefixAttention
 from slime_like.algorithms.context import ContextShard
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from tests.parallel.dense import assert_near, boundaries, relative_error
 from tests.parallel.ranks import run_ranks
 from tests.parallel.ring_steps import zigzag_rows
+from tests.support.rejections import Rejects
 
 HEADS, GROUPS, WIDTH, SCALE, WINDOW = 4, 2, 16, 0.3, 5
 LENGTHS = [12, 28, 4, 20]  # multiples of four, as a ring of two needs; the middle of 64 is inside the third
@@ -84,11 +88,11 @@ def _of_ranks(placement: RankPlacement) -> tuple[list[list[Tensor]], list[list[T
     mine, zigzag = slice(rank * half, rank * half + half), zigzag_rows(LENGTHS, 2, rank)
     gathered = [_attended(gather, mine, *case) for case in CASES]
     ring = [_attended(ring_attention, zigzag, window, True) for window in (None, 28)]
-    codes = []
-    try:
-        _attended(ring_attention, zigzag, WINDOW, False)
-    except TrainerError as error:
-        codes.append(error.code)
+    package, codes = choose_attention("ring_flash_attn", shard, group), []
+    for attention, case in ((ring_attention, (WINDOW, False)), (package, (WINDOW, False)), (package, (None, True))):
+        with pytest.raises(TrainerError) as caught:
+            _attended(attention, zigzag, *case)
+        codes.append(caught.value.code)
     return gathered, ring, codes
 
 
@@ -107,7 +111,21 @@ def test_context_ranks_compute_the_softmax(tmp_path: Path) -> None:
             found_rows = torch.cat([ring[index][place] for _, ring, _ in results])
             assert relative_error(found_rows, expected[place][order]) < 2e-6
         assert relative_error(sum(ring[index][4] for _, ring, _ in results), expected[4]) < 2e-6
-    assert [codes for *_, codes in results] == [["attention-not-shared"]] * 2
+    assert [codes for *_, codes in results] == [["attention-not-shared"] * 3] * 2
+
+
+@pytest.mark.parametrize("window", [31, 32])
+def test_shared_prefixes_exclude_windows_shorter_than_a_whole_sequence(window: int, rejects: Rejects) -> None:
+    """The longest sequence has 32 tokens in three segments, the longest segment 28."""
+    group: Any = SimpleNamespace(size=lambda: 1)
+    cu_seqlens, parents = boundaries([2, 2, 28, 4, 28]), torch.tensor([-1, 0, 1, -1, 3])
+    attention = PrefixAttention.of(cu_seqlens, parents, range(sum(LENGTHS)), group)
+    if window == 32:
+        found, everything = (_attended(attention, slice(None), each, False) for each in (window, None))
+        assert all(torch.equal(one, other) for one, other in zip(found, everything, strict=True))
+        return
+    with rejects(TrainerError, "prefixes-not-supported"):
+        _attended(attention, slice(None), window, False)
 
 
 def test_cuda_kernel_takes_a_window() -> None:

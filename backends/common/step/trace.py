@@ -185,7 +185,7 @@ class Trace(TorchDispatchMode):
             args, given = tree_map_only(Tensor, _shape_of, (args, given))
         out = func(*args, **given)
         before = self.counted.matmul_flops
-        if not _count_flops(func._overloadpacket, args, inputs, out, self.counted):
+        if not _count_flops(func._overloadpacket, args, given, inputs, out, self.counted):
             self._count_bytes(func, inputs, out)
         if self._label == HEAD:
             self.counted.head_flops += self.counted.matmul_flops - before
@@ -268,7 +268,9 @@ _PICKS = frozenset({_aten.embedding, _aten.index_select, _aten.gather, _aten.ind
 """Operators that read no more than they return."""
 
 
-def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Any, counted: Counted) -> bool:
+def _count_flops(
+    operator: Any, args: tuple[Any, ...], given: dict[str, Any], inputs: list[Tensor], out: Any, counted: Counted
+) -> bool:
     """Count matrix products and attention; return whether the operator is one of them."""
     if operator in _MATMULS:  # 2 m n k for each product of the batch; the factors are the last two of ``args``
         counted.matmul_flops += 2.0 * math.prod(out.shape) * _tensors(args)[-2].shape[-1]
@@ -277,17 +279,24 @@ def _count_flops(operator: Any, args: tuple[Any, ...], inputs: list[Tensor], out
     elif operator in _ATTENTION:
         products, place, boundaries, mask = _ATTENTION[operator]
         query, key = inputs[place : place + 2]
+        causal, window = len(args) > mask and args[mask], given.get("window_size_left")
         if boundaries is None:  # (batch, heads, length, D)
-            pairs = query.numel() * key.shape[2]
+            pairs = query.numel() * key.shape[2] * (0.5 if causal else 1.0)
         else:  # (T, heads, D)
             spans = (pairwise(ends.tolist()) for ends in inputs[boundaries : boundaries + 2])
-            lengths = ((q_end - q) * (k_end - k) for (q, q_end), (k, k_end) in zip(*spans, strict=True))
-            pairs = sum(lengths) * query.shape[1] * query.shape[2]
-        causal = len(args) > mask and args[mask]
-        counted.attention_flops += products * 2.0 * pairs * (0.5 if causal else 1.0)
+            lengths = ((q_end - q, k_end - k) for (q, q_end), (k, k_end) in zip(*spans, strict=True))
+            pairs = sum(_pairs(*each, causal, window) for each in lengths) * query.shape[1] * query.shape[2]
+        counted.attention_flops += products * 2.0 * pairs
     else:
         return False
     return True
+
+
+def _pairs(queries: int, keys: int, causal: bool, window: int | None) -> float:
+    """Return the number of keys that a segment's queries see in all. ``window``: further keys on a query's left."""
+    most = keys if window is None else window + 1
+    before, after = (min(end, most) * (end - min(end, most) / 2) for end in (keys - queries, keys))
+    return after - before if causal else queries * keys
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

@@ -80,15 +80,19 @@ def test_bytes_of_other_kernels() -> None:
     assert trace.counted.head_flops == 2 * 10 * 4 * 4
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_of_segments(causal: bool) -> None:
-    """Forward has two products; a causal mask halves them."""
+@pytest.mark.parametrize(
+    ("causal", "window", "pairs"),
+    [(False, None, 6 * 6 + 4 * 4), (True, None, (6 * 6 + 4 * 4) / 2), (True, 2, 3 * (6 - 1.5) + 3 * (4 - 1.5))],
+)
+def test_attention_of_segments(causal: bool, window: int | None, pairs: float) -> None:
+    """Forward has two products; a causal mask halves them, and a window of three keys leaves a band."""
     q = torch.empty(10, 4, 16, device=META, dtype=torch.bfloat16)
     boundaries = torch.tensor([0, 6, 10], dtype=torch.int32)
     with Trace() as trace:
-        torch.ops.aten._flash_attention_forward(q, q, q, boundaries, boundaries, 6, 6, 0.0, causal, False)
-    whole = 2 * 2 * (6 * 6 + 4 * 4) * 4 * 16
-    assert trace.counted.attention_flops == (whole / 2 if causal else whole)
+        torch.ops.aten._flash_attention_forward(
+            q, q, q, boundaries, boundaries, 6, 6, 0.0, causal, False, window_size_left=window
+        )
+    assert trace.counted.attention_flops == 2 * 2 * pairs * 4 * 16
 
 
 def test_messages_by_group() -> None:
