@@ -21,7 +21,7 @@ from slime_like.models.weight_files import (
     weight_file_problems,
 )
 from slime_like.system.words import from_here
-from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets
+from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets, without_tower
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -73,7 +73,7 @@ def factor_problems(model: ModelConfig) -> Iterator[str]:
     with suppress(WeightFilesError):  # another check reports it
         expected = factor_shapes(lora, model_shapes(model.path))
         try:
-            found = {name.replace(".default.", "."): shape for name, shape in header_shapes(lora.path).items()}
+            found = {without_tower(name): shape for name, shape in header_shapes(lora.path).items()}
         except WeightFilesError as error:
             yield f"model.lora.path: {error}"
             return

@@ -80,7 +80,7 @@ def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:
     file = directory / "config.json"
     raw = read_object(file) if file.is_file() else {}
     settings = language_settings(raw)
-    own = {name: name if settings is None else _own_name(name) for name in stored}
+    own = {name: name if settings is None else own_name(name) for name in stored}
     first, drafts = (((settings or raw).get(key)) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     later = range(first, first + drafts) if isinstance(first, int) and isinstance(drafts, int) else range(0)
 
@@ -91,7 +91,8 @@ def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:
     return {name: ours for name, ours in own.items() if ours is not None and not is_draft(ours)}
 
 
-def _own_name(name: str) -> str | None:
+def own_name(name: str) -> str | None:
+    """Return the name that a stored tensor has in the language model's own checkpoint; ``None`` if it has none."""
     if _HEAD.match(name):
         return _HEAD.sub("", name, count=1)
     return _INNER.sub("model.", name, count=1) if _INNER.match(name) else None

@@ -15,8 +15,7 @@ from tests.support.processes import Command, succeed
 FSDP = ["--trainer.backend", "fsdp", "--trainer.parallel.context", "2"]
 MEGATRON = ["--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true"]
 RUNS = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "gpt_oss", "gemma3_text", "qwen3"), FSDP)
-RUNS["qwen3_next"] = MEGATRON
-RUNS["glm4_moe"] = [*MEGATRON, "--trainer.router_bias_rate", "1e-3"]
+RUNS |= {"qwen3_next": MEGATRON, "glm4_moe": [*MEGATRON, "--trainer.router_bias_rate", "1e-3"]}
 TOWERS = {"qwen3": "qwen3_vl"}
 """Families that get a tower, and the model types of the whole models."""
 STEPS = 4

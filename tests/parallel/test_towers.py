@@ -7,18 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from backends.megatron.offline.converter import MegatronConverter
 from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.checks.model_directories import factor_problems, lora_problems
 from slime_like.config import RunConfig
+from slime_like.config.lora import LoraConfig
 from slime_like.conversion.compare import compare_sources
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions
 from slime_like.models.dimensions import ModelDimensions, keeps_type
-from slime_like.models.tower import language_settings
+from slime_like.models.tower import language_names, language_settings
 from slime_like.models.weight_files import weight_file_problems
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.expected_tensors import expected_tensors
@@ -41,11 +44,11 @@ from tests.parallel.parity import (
     parity_config,
     samples_with_loss,
 )
-from tests.parallel.ranks import run_each
+from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.reference import adamw_steps
-from tests.parallel.steps import RankResult, exported_from, running, same_bits, take_step, train_rank
+from tests.parallel.steps import RankResult, assert_close, exported_from, running, same_bits, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config, with_drafts
-from tests.parallel.towers import KINDS, WholeReference, is_language, save_tower, tensors_of, tower_of
+from tests.parallel.towers import KINDS, WholeReference, is_language, own_name, save_tower, tensors_of, tower_of
 from tests.support.rejections import Rejects
 
 
@@ -79,7 +82,7 @@ def _run(
         return exported_from(trainer)
 
 
-MEGATRON = ("qwen2_5_vl", "mistral3", "qwen3_vl", "qwen3_5_moe")
+MEGATRON = ("qwen2_5_vl", "mistral3", "qwen3_vl", "glm4v_moe", "qwen3_5_moe")
 LAYOUTS: dict[str, Settings] = {"fsdp": {"backend": "fsdp", "data": 2}, "megatron": {"tensor": 2, "sequence": True}}
 RUNS = [(kind, layout) for kind, layout in product(KINDS, LAYOUTS) if layout == "fsdp" or kind in MEGATRON[2:]]
 Trained = tuple[Case, list[RankResult], dict[str, Tensor], Path]
@@ -136,6 +139,28 @@ def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, l
     assert _config(exported) == _config(source)
     _, problems = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not any(problems.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_adapter_is_of_the_whole_model(layout: str, trained: Any, tmp_path: Path) -> None:
+    """PEFT adds it to the whole model, which then has the weights that engines get. Training continues from it."""
+    case = trained["gemma3", "fsdp"][0] if layout == "fsdp" else trained["qwen3_vl", "megatron"][0]
+    config = parity_config(case.checkpoint, tmp_path, LAYOUTS[layout])
+    model = {"path": case.checkpoint, "dtype": "float32", "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}
+    config = RunConfig.model_validate({**config.model_dump(), "model": model})
+    merged = run_ranks(_run, 2, tmp_path / "ranks", config, case.packs(), case.denominator, tmp_path / "adapter")[0]
+    whole = AutoModelForImageTextToText.from_pretrained(case.checkpoint)
+    found = PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload()
+    names = language_names(case.checkpoint, merged)
+    expected = {names[name]: tensor for name, tensor in merged.items()}
+    assert_close({own_name(name): each for name, each in found.named_parameters() if is_language(name)}, expected, 1e-6)
+    before = tensors_of(case.checkpoint)
+    assert {name.split(".")[-2] for name in merged if not torch.equal(merged[name], before[name])} == {
+        "q_proj",
+        "down_proj",
+    }
+    again = config.model.model_copy(update={"lora": LoraConfig(path=tmp_path / "adapter")})
+    assert not [*lora_problems(again), *factor_problems(again)]
 
 
 @pytest.mark.parametrize("kind", MEGATRON)

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.parallel.reference import Reference
-from tests.parallel.tiny import _HYBRID, _HYBRID_EXPERTS, OTHERS, SIZES
+from tests.parallel.tiny import _HYBRID, _HYBRID_EXPERTS, _KNOWN, SIZES
 
 NEW = ("model.language_model.", "lm_head.", "model.")
 """Prefixes of the decoder, of its head, and of everything else."""
@@ -64,8 +64,9 @@ KINDS: dict[str, tuple[str, tuple[str, str, str], dict[str, Any], dict[str, Any]
         "Glm4vMoeConfig",
         NEW,
         {
-            **OTHERS["glm4_moe"][1],
-            "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+            **_KNOWN["glm4_moe"][1],
+            "use_qk_norm": False,
+            "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
         },
         {**_QWEN_VISION, "out_hidden_size": 64, "image_size": 16},
     ),

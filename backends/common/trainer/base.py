@@ -292,7 +292,7 @@ class TrainerBase(TrainerBackend):
 
     def export_weights(self) -> WeightExport:
         self.settle_weights()
-        return as_stored(self.state.export_weights(self._bucket_bytes), self.config.model.path)
+        return as_stored(self.state.export_weights(self._bucket_bytes), self.config.model)
 
     def export_hf(self, directory: Path) -> None:
         with self._settled("writing the Hugging Face model"):
