@@ -220,12 +220,13 @@ def _checked(
         )
     counts, groups = list(map(index, _listed(loss_token_counts))), list(map(index, _listed(group_ids)))
     ids = range(len(counts)) if rollout_ids is None else _listed(rollout_ids)
+    ids = [each if isinstance(each, str) else index(each) for each in ids]
     if len(ids) != len(counts):
         raise ValueError(f"{len(counts)} token counts but {len(ids)} rollout ids; give one of each per row")
     places: dict[int | str, int] = {}
     rows = _Rows(counts, [], [], [])
     for row, (count, group, rollout) in enumerate(zip(counts, groups, ids, strict=True)):
-        at = places.setdefault(rollout if isinstance(rollout, str) else index(rollout), len(places))
+        at = places.setdefault(rollout, len(places))
         if at == len(rows.totals):
             rows.totals.append(0)
             rows.groups.append(group)
