@@ -34,6 +34,7 @@ class GRPOStats(TensorsAsArrays):
         moe_aux_loss: routers' balancing loss per layer and token, without its coefficient. 1 is even; 0 without one.
         router_load_max: tokens of the busiest expert over its layer's mean, largest over layers; 0 if no biases move.
         routing_disagreement: fraction of given routes, by token and layer, that the router would choose otherwise.
+        source_kls: ``distillation_kl`` over the tokens of each source with its own teacher.
         metadata: debug data, e.g. ``pi_logprobs`` (total_response_tokens,).
     """
 
@@ -62,6 +63,7 @@ class GRPOStats(TensorsAsArrays):
     moe_aux_loss: Tensor = field(default_factory=lambda: torch.zeros(()))
     router_load_max: Tensor = field(default_factory=lambda: torch.zeros(()))
     routing_disagreement: Tensor = field(default_factory=lambda: torch.zeros(()))
+    source_kls: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Any] | None = field(default=None)
 
 

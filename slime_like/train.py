@@ -61,7 +61,7 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     """Sample the whole batch, then run its optimizer steps."""
     with run.rollout.sampling(run.progress):
         trajectories = run.rollout.source.next_batch(step, clock)
-    batch = run.batcher.batch(trajectories)
+    batch = run.batcher.batch(trajectories, bool(run.config.distillation.teachers))
     with clock.phase("sync"):
         run.devices.training()
     ranks = run.trainers.ranks

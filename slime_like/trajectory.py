@@ -139,6 +139,7 @@ class UnscoredTrajectory(SampledFields):
         prompt_tokens, response_tokens: int64, exactly the ids that the model saw and sampled, EOS included.
         prompt_len, response_len: number of tokens, at least 1 each.
         answer: ground-truth answer.
+        source: name of its prompt's source in a mixture.
         sequence_id: unique in the run: "GROUP-SAMPLE", or "GROUP-SAMPLE.ROW" if a rollout has several rows.
         rollout_id: shared by a rollout's rows, which have one reward; defaults to the row's ``sequence_id``.
         group_id: shared by the rollouts of one prompt.
@@ -162,6 +163,7 @@ class UnscoredTrajectory(SampledFields):
     conversation: Conversation | None = None
     rollout_id: str = ""
     greedy_reward: float | None = None
+    source: str | None = None
 
     def __post_init__(self) -> None:
         self.rollout_id = self.rollout_id or self.sequence_id
@@ -303,6 +305,7 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
     ignore_index: int = -100
     sequence_weights: list[float] = field(default_factory=list)
     sequence_temperatures: list[float] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)
     is_filler: bool = False
     segment_parents: Tensor | None = None
     segment_lengths: Tensor | None = None
@@ -311,6 +314,11 @@ class PackedTrajectory(TensorsAsArrays, SampledFields, ScoredFields):
     @property
     def num_sequences(self) -> int:
         return len(self.sequence_ids)
+
+    @property
+    def source(self) -> str | None:
+        """Source of all sequences; ``None`` if they have several."""
+        return self.sources[0] if len(set(self.sources)) == 1 else None
 
     @property
     def shared_tokens(self) -> int:

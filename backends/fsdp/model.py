@@ -13,7 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
-from backends.common.step.teacher import TeacherHead
+from backends.common.step.teacher import TeacherHead, Teachers
 from backends.common.trainer.roles import is_added
 from backends.fsdp import attention, experts
 from backends.fsdp.linear_attention import replace_recurrence
@@ -48,7 +48,7 @@ class LogprobModel(nn.Module):
         values: a value model, whose ``score`` takes the place of the logits' head.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
         scores_hidden: outside of training, it returns hidden states instead.
-        teacher: output projection of a teacher, to which training needs the exact KL.
+        teachers: output projections of teachers by source, to which training needs the exact KL.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class LogprobModel(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
         self.scores_hidden = False
-        self.teacher: TeacherHead | None = None
+        self.teachers = Teachers()
 
-    def hold_teacher(self, path: Path, own: ModelConfig, device: torch.device) -> None:
+    def hold_teacher(self, source: str | None, path: Path, own: ModelConfig, device: torch.device) -> None:
         """Read the teacher's output projection, to compute with it as with the ``own`` one."""
         output = Output.of(transformers_config(path, own.trust_remote_code))
         rows = len(self.hugging_face.get_output_embeddings().weight)
         like = torch.empty(0, dtype=getattr(torch, own.dtype), device=device)
-        self.teacher = TeacherHead.read(path, range(rows), rows, like, output.factor, output.cap)
+        self.teachers[source] = TeacherHead.read(path, range(rows), rows, like, output.factor, output.cap)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -139,9 +139,10 @@ class LogprobModel(nn.Module):
             check_values=False,  # `require_computable` checks them
         )
         found = [logprobs, entropy if self.entropy_gradient else entropy.detach()]
-        if self.teacher is not None and torch.is_grad_enabled():
+        if self.teachers and torch.is_grad_enabled():
             own = Head(hidden, weight, rows.temperatures / self.output.factor, self.output.cap)
-            found.append(self.teacher.divergence(own, rows, vocab_size=weight.shape[0], chunk_tokens=self.chunk_tokens))
+            shard = {"vocab_size": weight.shape[0], "chunk_tokens": self.chunk_tokens}
+            found.append(self.teachers.divergence(own, rows, **shard))
         return torch.stack(found)
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:

@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from backends.common.step.teacher import Teachers
 from backends.megatron.attention import attention_of, uses_transformer_engine
 from backends.megatron.experts import can_be_grouped
 from backends.megatron.families import family_of
@@ -227,7 +228,7 @@ def _build(
             from backends.megatron.transformer_engine import add_weight_gradients_in_float32
 
             add_weight_gradients_in_float32(model)
-        model.score = None
+        model.score, model.teachers = None, Teachers()
         if dimensions.values and model.post_process:
             model.output_layer = None
             model.score = torch.nn.Linear(dimensions.hidden_size, 1, bias=False, dtype=transformer.params_dtype)

@@ -66,7 +66,8 @@ def local_layer_spec(
     spec.submodules.sharded_state_dict_keys_map = family.fused_norms | mlp
     spec.submodules.self_attention = family.attention(config, layer, spec.submodules.self_attention)
     spec.submodules.mlp = family.mlp(spec.submodules.mlp)
-    return _with_balanced_experts(spec, num_experts, GroupedExperts if config.moe_grouped_gemm else None)
+    grouped = GroupedExperts if config.moe_grouped_gemm else None
+    return _with_balanced_experts(spec, num_experts, family.experts or grouped)
 
 
 def transformer_engine_layer_spec(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +23,7 @@ from rollout.transformers.samples import Sample
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
+from slime_like.models.tower import language_names, loading_options
 from slime_like.system.memory import keep_freed_memory
 from slime_like.system.onednn import use_onednn
 from slime_like.weights.adapter import ADAPTER
@@ -53,6 +53,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self.receiver = WeightReceiver()
         self.model: Any = None
         self._destinations: dict[str, Tensor] = {}
+        self._own_names = language_names(config.model.path, self.expected)
         self._scheduler: DecodeScheduler | None = None
         if config.model.lora.sends_factors:
             finish, serve = self._finish_update, "transformers.adapter:serve"
@@ -150,6 +151,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             dtype=getattr(torch, self._config.model.dtype),
             attn_implementation=arguments.get("attn_implementation", attention),
             trust_remote_code=self._config.model.trust_remote_code,
+            **loading_options(self._config.model.path, self._config.model.trust_remote_code),
         )
         recurrent = {"linear_attention"} if self._dimensions.attention.linear is not None else set()
         others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES - recurrent
@@ -173,7 +175,9 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             torch.cuda.empty_cache()
 
     def _load_bucket(self, bucket: BucketMetadata) -> None:
-        destination = partial(weights.destination, tensors=self._destinations)
+        def destination(name: str) -> Tensor:
+            return weights.destination(self._own_names.get(name, name), self._destinations)
+
         if self._quantized:
             for name, tensor in dequantized(self.receiver.copies(bucket, _device())):
                 destination(name).copy_(tensor)

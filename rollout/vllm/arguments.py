@@ -12,6 +12,7 @@ from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.errors import EngineError
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tower import has_tower
 from slime_like.weights.adapter import module_ends
 from slime_like.weights.expected_tensors import expected_factors, expected_tensors
 from slime_like.weights.quantization import checkpoint_settings
@@ -158,13 +159,14 @@ def _lora(model: ModelConfig) -> dict[str, Any]:
 
 def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {"disable_log_stats": True, "max_num_seqs": sequences_at_once(config.rollout)}
+    if has_tower(config.model.path):
+        defaults["language_model_only"] = True
     if not cpu and config.rollout.ranks > 1 and config.cluster.placement == "colocated":
         # A sleeping engine also frees NCCL's buffers. vLLM ignores this if NCCL is older than 2.29.7.
         defaults["enable_nccl_comm_suspend"] = True
     if cpu:
         defaults |= {
             "enforce_eager": True,
-            "scheduler_cls": "rollout.vllm.scheduler.BurstScheduler",
             "block_size": 32,
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),

@@ -166,5 +166,6 @@ def _run(needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) ->
     for one in CHECKS:
         if one.needs <= needs:
             sized = () if dimensions is None else one.sized(config, dimensions)
-            problems += [Problem(one.code, text, field_of(text)) for text in (*one.run(config), *sized)]
+            texts = dict.fromkeys((*one.run(config), *sized))  # several teachers may have the same problem
+            problems += [Problem(one.code, text, field_of(text)) for text in texts]
     return problems

@@ -146,6 +146,8 @@ def adapter_problems(model: ModelConfig, engine: str, dimensions: ModelDimension
         yield f"model.lora.rank={lora.rank}: vLLM applies factors of rank 512 at most; lower it, or {remedy}"
     if engine in OWNED and (special := dimensions.attention.special):
         yield f"model.lora.sync=adapter: {engine} may compute {special} without the factors; {remedy}"
+    if engine in OWNED and dimensions.tower:
+        yield f"model.lora.sync=adapter: {engine} may not find the modules of a model with a tower; {remedy}"
     with suppress(WeightFilesError):  # another check reports it
         names = factor_shapes(lora, model_shapes(model.path))
         has_others = dimensions.num_experts and any(".self_attn." not in name for name in names)

@@ -21,7 +21,7 @@ from slime_like.models.weight_files import (
     weight_file_problems,
 )
 from slime_like.system.words import from_here
-from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets
+from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets, without_tower
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -73,7 +73,7 @@ def factor_problems(model: ModelConfig) -> Iterator[str]:
     with suppress(WeightFilesError):  # another check reports it
         expected = factor_shapes(lora, model_shapes(model.path))
         try:
-            found = {name.replace(".default.", "."): shape for name, shape in header_shapes(lora.path).items()}
+            found = {without_tower(name): shape for name, shape in header_shapes(lora.path).items()}
         except WeightFilesError as error:
             yield f"model.lora.path: {error}"
             return
@@ -99,17 +99,17 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
     for role in config.roles.values():
         model: ModelDimensions | None = policy
         if role.name != POLICY and role.path is not None:
-            model, problems = find_dimensions(role.path, f"{role.name}.path", role.head == "value")
+            model, problems = find_dimensions(role.path, role.setting, role.head == "value")
             yield from problems
         if model is None or role.name == POLICY:
             continue
         if model.vocab_size != policy.vocab_size:
             yield (
-                f"{role.name}.path={role.path} has {model.vocab_size} tokens and model.path {policy.vocab_size}, but "
+                f"{role.setting}={role.path} has {model.vocab_size} tokens and model.path {policy.vocab_size}, but "
                 "both read the same tokens; use a model with the policy's tokenizer"
             )
         elif role.path is not None:
-            yield from _token_problems(role.name, role.path, config.model.path)
+            yield from _token_problems(role.setting, role.path, config.model.path)
         if role.name == REFERENCE and config.reference.update_interval and model != policy:
             yield (
                 f"reference.update_interval={config.reference.update_interval} copies the policy's weights, but "
@@ -118,10 +118,10 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
             )
         has_own = role.placement == "workers" or (role.name == CRITIC and config.critic.parallel is not None)
         for problem in layout_problems(role.parallel, model) if has_own else ():
-            yield problem.replace("trainer.parallel", f"{role.name}.parallel")
+            yield problem.replace("trainer.parallel", f"{role.section}.parallel")
 
 
-def _token_problems(name: str, path: Path, model: Path) -> Iterator[str]:
+def _token_problems(setting: str, path: Path, model: Path) -> Iterator[str]:
     """Compare the ids of tokens, if both directories have a ``tokenizer.json``."""
     from tokenizers import Tokenizer
 
@@ -131,7 +131,7 @@ def _token_problems(name: str, path: Path, model: Path) -> Iterator[str]:
     found, own = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
     if other := sorted(token for token, index in found.items() if own.get(token, index) != index):
         yield (
-            f"{name}.path={path}: {len(other)} of its tokens have other ids than in model.path={model}, e.g. "
+            f"{setting}={path}: {len(other)} of its tokens have other ids than in model.path={model}, e.g. "
             f"{other[0]!r}; use a model with the policy's tokenizer"
         )
 
@@ -145,5 +145,5 @@ def frozen_weight_problems(roles: Roles) -> Iterator[str]:
                 yield f"critic.path={critic.path}: its head has {shapes[name][0]} labels; use a model with one"
     for role in roles.values():
         if role.path is not None and not role.trained:
-            model = find_dimensions(role.path, f"{role.name}.path")[0]
-            yield from [] if model is None else weight_problems(role.path, f"{role.name}.path", model)
+            model = find_dimensions(role.path, role.setting)[0]
+            yield from [] if model is None else weight_problems(role.path, role.setting, model)

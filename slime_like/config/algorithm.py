@@ -9,6 +9,9 @@ from slime_like.config.base import Section, absolute_code
 from slime_like.config.part import Part
 from slime_like.plugins.objective import ALIASES, SEQUENCE_LOSSES, STEP_LOSSES
 
+_OF_SAMPLES = ("advantage", "whiten", "importance", "rejection", "off_policy_mask", "overlong", "old_logprobs")
+"""Settings that training on demonstrations does not read."""
+
 
 class KLConfig(Section):
     """KL divergence to the reference in the loss."""
@@ -201,6 +204,14 @@ class AlgorithmConfig(Section):
                 f"algorithm.{setting} needs all tokens of a sequence together, but rollouts of several rows are "
                 f"trained row by row; {remedies.get(setting.partition('=')[0], 'set it to none')}"
             )
+
+    def unread(self) -> Iterator[str]:
+        """Yield changed settings that training on demonstrations does not read."""
+        if self.needs_reference:
+            yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
+        for name in _OF_SAMPLES:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                yield f"algorithm.{name} is set, but algorithm.loss=sft has no sampled responses; remove it"
 
     def conflicts(self) -> Iterator[str]:
         if self.rejection.shrinks and self.reduction.name == "groups":

@@ -89,6 +89,8 @@ class Section(BaseModel):
         if isinstance(value, bool) and annotation in (int, float):
             raise ValueError("must be a number")
         if Path in (annotation, *get_args(annotation)):
+            if isinstance(value, dict):
+                return {key: _path(one) for key, one in value.items()}
             return [_path(one) for one in value] if isinstance(value, list | tuple) else _path(value)
         return value
 

@@ -58,10 +58,11 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
     if REPLICAS in names:
         needed, parallel = gpus_needed(config), trainer.parallel
-        # A critic on its own devices has by default the policy's layout, so its size grows with it.
-        copies = 1 + (CRITIC in needed.workers and config.critic.parallel is None)
-        left = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - copies * needed.trainers)
-        data = max(1, left // (copies * parallel.world_size // parallel.data))
+        # A critic on its own devices has by default the policy's number of replicas, so its size grows with it.
+        follows = config.critic.parallel is None or "data" not in config.critic.parallel.model_fields_set
+        growing = needed.trainers + follows * needed.workers.get(CRITIC, 0)
+        left = (cluster.nodes or 0) * cluster.gpus_per_node - (needed.total - growing)
+        data = max(1, left // (growing // parallel.data))
         trainer = trainer.model_copy(update={"parallel": parallel.model_copy(update={"data": data})})
         config = config.model_copy(update={"trainer": trainer})
     if ENGINES in names:

@@ -16,8 +16,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file of an adapter's settings."""
 
 _HARMLESS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core"}
-_HARMLESS |= {"peft_version", "qalora_group_size", "revision", "task_type"}
-"""PEFT's settings that change neither what an adapter computes nor which tensors it has."""
+_HARMLESS |= {"exclude_modules", "peft_version", "qalora_group_size", "revision", "task_type"}
+"""PEFT's settings that change neither what an adapter computes nor, as its tensors show, which modules have factors."""
 _SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
 _OFF: tuple[Any, ...] = (None, False, "none", [], {})  # values with which any other setting has no effect
 

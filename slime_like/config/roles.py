@@ -14,7 +14,7 @@ class ModelRole:
     """One model of a run: its weights, its scores, and where it computes them.
 
     Attributes:
-        name: key in the run's ``roles``; names its section, ranks, logs and files.
+        name: key in the run's ``roles``; begins with its section, and names its ranks, logs and files.
         path: Hugging Face checkpoint with its weights; ``None``: the policy's first weights.
         fields: pack fields (``TensorField``) that hold its scores, in the order of its head's outputs. A head's further
             outputs are dropped.
@@ -25,6 +25,7 @@ class ModelRole:
             ``ranks``: it has its own trainer ranks.
         parallel: layout of its trainer ranks, or of each worker.
         workers, max_restarts: number of its workers, and their restarts in a run. Ranks on their own devices are one.
+        source: the only source of the mixture that it scores; ``None``: all rows.
     """
 
     name: str
@@ -37,6 +38,16 @@ class ModelRole:
     parallel: ParallelConfig
     workers: int = 0
     max_restarts: int = 0
+    source: str | None = None
+
+    @property
+    def section(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def setting(self) -> str:
+        """Name of the setting with its path."""
+        return f"{self.name}.path" if self.source is None else self.name
 
 
 class Roles(dict[str, ModelRole]):

@@ -91,7 +91,7 @@ class RunConfig(Section):
         scores = (self.algorithm.scores_policy or self.distillation.sampled_coef > 0) and not self.supervised
         policy = ModelRole(name=POLICY, path=path, fields=fields, trained=True, scores=scores, parallel=layout)
         frozen = [self.reference.role(REFERENCE, "ref_logprobs")] if self.algorithm.needs_reference else []
-        frozen += [self.distillation.teacher] if self.distillation.is_set else []
+        frozen += self.distillation.roles if self.distillation.is_set else []
         return Roles({role.name: role for role in (policy, *frozen, *self._critic)})
 
     @property
@@ -99,7 +99,7 @@ class RunConfig(Section):
         """The role of the critic, if there is one."""
         if not self.algorithm.needs_critic:
             return []
-        layout = self.critic.parallel or self.trainer.parallel
+        layout = self.critic.layout(self.trainer.parallel)
         options: dict[str, Any] = {"trained": True, "scores": True, "head": "value", "placement": "ranks"}
         options["workers"] = int(self.critic.placement == "separate")
         return [ModelRole(name=CRITIC, path=self.critic.path, fields=("values",), parallel=layout, **options)]
@@ -200,11 +200,11 @@ class RunConfig(Section):
         elif changed := self.critic.changed:
             yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
         if self.supervised:
-            if self.algorithm.needs_reference:
-                yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
+            yield from self.algorithm.unread()
             if self.distillation.is_set:
                 yield "algorithm.loss=sft has no sampled responses to distil; set distillation.coef to 0"
             return
+        yield from self.distillation.conflicts_with_sources([source.name for source in self.data.mixture])
         yield from self._sampling_conflicts()
         yield from self._placement_conflicts()
         if self.rollout.stream:
@@ -282,8 +282,8 @@ class RunConfig(Section):
                 "reference.placement=workers needs algorithm.kl.coef or algorithm.kl_reward.coef above 0; set one of "
                 "them, or remove it"
             )
-        for role in self.roles.with_workers if self.debug.load_rollouts is not None else ():
-            yield f"{role.name}.placement=workers scores during sampling, which debug.load_rollouts skips; use trainer"
+        for section in {role.section for role in self.roles.with_workers if self.debug.load_rollouts is not None}:
+            yield f"{section}.placement=workers scores during sampling, which debug.load_rollouts skips; use trainer"
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
@@ -297,8 +297,8 @@ class RunConfig(Section):
                 f"trainer.router_bias_rate={trainer.router_bias_rate:g} changes routers' biases, but low-rank factors "
                 "(model.lora) leave their base as it is; set it to 0"
             )
-        for role in self.roles.with_workers:
-            yield from (f"{role.name}.{text}" for text in trainer.layout_conflicts(role.parallel))
+        for section, layout in {role.section: role.parallel for role in self.roles.with_workers}.items():
+            yield from (f"{section}.{text}" for text in trainer.layout_conflicts(layout))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
             yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
         updates = self.total_updates
@@ -324,6 +324,7 @@ class RunConfig(Section):
                 "use algorithm.kl",
             ),
             f"distillation.mode={self.distillation.mode}": (self.distillation.sampled_coef > 0, "use exact"),
+            "distillation.teachers": (bool(self.distillation.teachers), "use one teacher"),
             f"algorithm.loss={algorithm.loss}": (algorithm.chooses_tokens, "use ppo_clip"),
             "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
             "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),

@@ -1,10 +1,11 @@
 """Sections of models, data, evaluation, checkpoints, logging, debugging and the cluster."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_serializer, field_validator
 
 from slime_like.config.base import Section
 from slime_like.config.gpus import GpuName
@@ -66,6 +67,7 @@ class DistillationConfig(FrozenModelConfig):
     """On-policy distillation from a teacher (arXiv:2306.13649, with the reverse KL)."""
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the teacher.")
+    teachers: dict[str, Path] = Field(default_factory=dict, description="Instead, one for each source of data.mixture.")
     mode: Literal["sampled", "exact"] = "sampled"
     """sampled: add log(pi_teacher / pi_old) to advantages. exact: add the KL over the vocabulary to the loss."""
     coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the teacher; 0: off.")
@@ -85,15 +87,32 @@ class DistillationConfig(FrozenModelConfig):
         return self.coef - self.exact_coef
 
     @property
-    def teacher(self) -> ModelRole:
-        """The role of the teacher. Its hidden states travel, which are fewer numbers than its logits."""
-        if self.exact_coef > 0:
-            return self.role(TEACHER, "teacher_hidden", head="hidden")
-        return self.role(TEACHER, "teacher_logprobs")
+    def paths(self) -> dict[str | None, Path]:
+        """Checkpoint of each source's teacher; by ``None``, the teacher of all sources."""
+        one: dict[str | None, Path] = {} if self.path is None else {None: self.path}
+        return dict[str | None, Path](self.teachers.items()) or one
+
+    @property
+    def roles(self) -> list[ModelRole]:
+        """The roles of the teachers. Their hidden states travel, which are fewer numbers than their logits."""
+        exact = self.exact_coef > 0
+        head, field = ("hidden", "teacher_hidden") if exact else ("logprob", "teacher_logprobs")
+        each = self.role(TEACHER, field, head=head)
+        return [
+            replace(each, path=path, source=source, name=TEACHER if source is None else f"{TEACHER}.teachers.{source}")
+            for source, path in self.paths.items()
+        ]
+
+    def conflicts_with_sources(self, sources: Collection[str]) -> Iterator[str]:
+        if self.teachers and self.teachers.keys() != set(sources):
+            there, given = (", ".join(names) or "none" for names in (sources, self.teachers))
+            yield f"distillation.teachers names {given}, but data.mixture {there}; give each source one teacher"
 
     def conflicts(self) -> Iterator[str]:
-        if self.is_set and self.path is None:
-            yield f"coef={self.coef:g} needs a teacher; set distillation.path"
+        if self.is_set and not self.paths:
+            yield f"coef={self.coef:g} needs a teacher; set distillation.path or distillation.teachers"
+        if self.teachers and self.path is not None:
+            yield "teachers and distillation.path are both set; remove one"
         if not self.is_set and (changed := self.changed):
             yield f"{changed} is set, but distillation.coef=0; set a coefficient, or remove it"
 
@@ -107,20 +126,29 @@ class CriticConfig(Section):
     placement: Literal["shared", "separate"] = Field(
         "shared", description="shared: on the policy's devices, in turns. separate: on its own devices."
     )
-    parallel: ParallelConfig | None = Field(None, description="Layout of its ranks; none: trainer.parallel.")
+    parallel: ParallelConfig | None = Field(None, description="Axes that differ from trainer.parallel.")
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     lam: float | None = Field(None, ge=0, le=1)
     """Trace decay of the returns that it learns; none: the estimator's `lam` (VAPO, arXiv:2504.05118, uses 1)."""
     value_clip: float | None = Field(0.2, gt=0, description="Largest change of a value that lowers the loss.")
     warmup_steps: int = Field(0, ge=0, description="First training steps that leave the policy as it is.")
 
+    @field_serializer("parallel")
+    def _given_axes(self, parallel: ParallelConfig | None) -> dict[str, Any] | None:
+        return None if parallel is None else parallel.model_dump(exclude_unset=True)
+
+    def layout(self, policy: ParallelConfig) -> ParallelConfig:
+        """Return the layout of its ranks: the policy's, except for the given axes."""
+        return policy if self.parallel is None else policy.model_copy(update=self._given_axes(self.parallel))
+
     def conflicts_of_use(self, trainer: TrainerConfig, steps: int, model: ModelConfig) -> Iterator[str]:
         """Yield what excludes a critic with these settings in a run of ``steps`` steps."""
         if self.path is None and model.weights is not None and not model.lora.is_set:
             yield f"model.weights={model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
         if self.parallel is not None:
-            yield from (f"critic.{text}" for text in trainer.layout_conflicts(self.parallel))
-            ranks, policy = self.parallel.world_size, trainer.parallel.world_size
+            layout = self.layout(trainer.parallel)
+            yield from (f"critic.{text}" for text in trainer.layout_conflicts(layout))
+            ranks, policy = layout.world_size, trainer.parallel.world_size
             if self.placement == "shared" and ranks > policy:
                 yield (
                     f"critic.placement=shared: critic.parallel has {ranks} ranks, and trainer.parallel {policy}; use "

@@ -3,7 +3,6 @@
 import hashlib
 import heapq
 import json
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,6 +26,7 @@ class Prompt:
 
     Attributes:
         group_id: number of prompts issued before this one; unique in the run, across epochs and restarts.
+        source: name of its source; ``None`` without a mixture.
         epoch, row: epoch of the prompt's source; index among the source's usable rows, in file order.
         messages, whole_row: the row's chat messages, and the row as JSON, if they are kept.
     """
@@ -42,13 +42,15 @@ class Prompt:
     forks: tuple[int, ...] | None = None
     messages: list[dict[str, Any]] | None = None
     whole_row: str | None = None
+    source: str | None = None
 
 
 class _Rows:
-    """Rows of one source, epoch after epoch, in an order from ``seed`` and its number; ``None``: in file order."""
+    """Rows of the source ``name``, epoch after epoch, in an order from ``seed`` and its number; ``None``: in file
+    order."""
 
-    def __init__(self, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
-        self.rows, self._seed = rows, seed
+    def __init__(self, name: str | None, rows: Sequence[EncodedRow], seed: list[int] | None) -> None:
+        self.name, self.rows, self._seed = name, rows, seed
         self._order = (-1, np.arange(len(rows)))
         self.issued = 0
         self.skipped = 0  # when the data changed, the rest of the epoch
@@ -111,8 +113,9 @@ class PromptSource:
         for number, part in enumerate(parts):
             rows = self._read(part.train, RowEncoder(tokenizer, part, need_responses, stop_token_ids, **needs))
             order = [seed, number] if self._names else [seed]
-            self._sources.append(_Rows(rows, order if config.shuffle else None))
-        self._issued = array("H")  # source of every prompt, by group id
+            name = self._names[number] if self._names else None
+            self._sources.append(_Rows(name, rows, order if config.shuffle else None))
+        self._issued = 0
         self._mixture = [[name, share] for name, share in zip(self._names, self._shares, strict=False)]
         self._files = [file for part in parts for path in part.train for file in data_files(path)]
         self._digests = [_digest(file) for file in self._files]
@@ -130,10 +133,6 @@ class PromptSource:
         """Return the token ids of the ``n`` longest prompts, or of all if there are fewer."""
         return heapq.nlargest(n, (row.input.token_ids for source in self._sources for row in source.rows), key=len)
 
-    def source_of(self, group_id: int) -> str | None:
-        """Return the name of the source of an issued prompt; ``None`` without a mixture."""
-        return self._names[self._issued[group_id]] if self._names else None
-
     def next(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts. A batch may continue in the next epoch."""
         return [self._issue() for _ in range(n)]
@@ -141,7 +140,7 @@ class PromptSource:
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the identity of its data, expressible in JSON."""
         return {
-            "issued": len(self._issued),
+            "issued": self._issued,
             "seed": self._seed,
             "num_rows": self.num_rows,
             "files": self._digests,
@@ -168,7 +167,7 @@ class PromptSource:
                     who=", ".join(map(str, changed)),
                     remedy=f"restore them, {accept}or start a new run (resume: never)",
                 )
-        self._issued = array("H")
+        self._issued = 0
         for source in self._sources:
             source.issued = 0
         for _ in range(int(state["issued"])):
@@ -178,19 +177,19 @@ class PromptSource:
             source.skipped = -source.issued % len(source.rows) if others else skipped
 
     def _choose(self) -> _Rows:
-        total = len(self._issued) + 1
-        lacks = [share * total - source.issued for share, source in zip(self._shares, self._sources, strict=True)]
-        chosen = lacks.index(max(lacks))
-        self._issued.append(chosen)
-        return self._sources[chosen]
+        self._issued += 1
+        pairs = zip(self._shares, self._sources, strict=True)
+        lacks = [share * self._issued - source.issued for share, source in pairs]
+        return self._sources[lacks.index(max(lacks))]
 
     def _issue(self) -> Prompt:
-        epoch, index, row = self._choose().next()
+        source = self._choose()
+        epoch, index, row = source.next()
         given = {field.name: getattr(row, field.name) for field in fields(row) if field.name != "has_tools"}
         given |= {"forks": row.forks or None, "messages": row.messages and json.loads(row.messages)}
         if row.response_tokens is not None:
             given["response_tokens"] = tuple(row.response_tokens)
-        return Prompt(group_id=len(self._issued) - 1, epoch=epoch, row=index, **given)
+        return Prompt(group_id=self._issued - 1, epoch=epoch, row=index, source=source.name, **given)
 
     def _read(self, files: Sequence[Path], encoder: RowEncoder) -> list[EncodedRow]:
         rows, bad, dropped = [], BadRows(), 0
@@ -231,6 +230,5 @@ def _listed(value: Any) -> str:
 
 
 def _digest(file: Path) -> str:
-    """Return the beginning of the SHA-256 of the content."""
     with file.open("rb") as data:
         return hashlib.file_digest(data, "sha256").hexdigest()[:_DIGEST_DIGITS]

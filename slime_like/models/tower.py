@@ -34,7 +34,7 @@ _INNER = re.compile(r"(model\.language_model|language_model\.model|model)\.(?=(e
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD = re.compile(r"(language_model\.)?(?=lm_head\.)")
 
-KEY_MAPPING = {
+_KEY_MAPPING = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -80,7 +80,7 @@ def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:
     file = directory / "config.json"
     raw = read_object(file) if file.is_file() else {}
     settings = language_settings(raw)
-    own = {name: name if settings is None else _own_name(name) for name in stored}
+    own = {name: name if settings is None else own_name(name) for name in stored}
     first, drafts = (((settings or raw).get(key)) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     later = range(first, first + drafts) if isinstance(first, int) and isinstance(drafts, int) else range(0)
 
@@ -91,7 +91,8 @@ def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:
     return {name: ours for name, ours in own.items() if ours is not None and not is_draft(ours)}
 
 
-def _own_name(name: str) -> str | None:
+def own_name(name: str) -> str | None:
+    """Return the name that a stored tensor has in the language model's own checkpoint; ``None`` if it has none."""
     if _HEAD.match(name):
         return _HEAD.sub("", name, count=1)
     return _INNER.sub("model.", name, count=1) if _INNER.match(name) else None
@@ -106,3 +107,9 @@ def transformers_config(directory: Path, trust_remote_code: bool = False) -> Any
     if settings is None:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     return AutoConfig.for_model(**settings)
+
+
+def loading_options(directory: Path, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return the options with which ``AutoModelForCausalLM.from_pretrained`` reads a checkpoint's language model."""
+    config = transformers_config(directory, trust_remote_code)
+    return {"config": config, "key_mapping": _KEY_MAPPING if has_tower(directory) else None}

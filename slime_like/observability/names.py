@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,7 +44,7 @@ ZERO_SPREAD = 1e-6
 
 _SHOWN_SHARE = 10.0
 
-_NOT_MEANS = {"old_gap_max", "engine_gap_max", "learning_rate", "num_tokens", "metadata"}
+_NOT_MEANS = {"old_gap_max", "engine_gap_max", "learning_rate", "num_tokens", "metadata", "source_kls"}
 
 
 def phase_seconds(phase: str) -> str:
@@ -68,7 +68,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         metrics |= {_FLAT_GROUPS: float(sum(flat)), _GROUPS: float(len(flat))}
     if record.rollout is not None:
         metrics |= _rollout(record.rollout, record.response_lengths, record.times.seconds["generate"])
-    metrics |= source_metrics(record)
+    metrics |= source_metrics(record) | source_kls([getattr(update, "source_kls", {}) for update in record.updates])
     for role, work in record.scoring.items():
         metrics |= {**scoring_metrics(role, work), **work.metrics}
     if record.sync is not None:
@@ -123,11 +123,17 @@ def source_metrics(record: StepRecord) -> dict[str, float]:
         columns["/success"] = np.asarray(record.rewards.successes, np.float64)[:, 0]
         columns["/truncated_fraction"] = np.asarray([reason == "length" for reason in record.rollout.finish_reasons])
     sources, metrics = np.asarray(record.sources), dict[str, float]()
-    for name in sorted(set(record.sources)):
+    for name in sorted(set(record.sources) - {""}):
         own = sources == name
         metrics[f"{_SOURCES}{name}/share"] = float(own.mean())
         metrics |= {f"{_SOURCES}{name}{what}": float(values[own].mean()) for what, values in columns.items()}
     return metrics
+
+
+def source_kls(updates: Sequence[Mapping[Any, float]]) -> dict[str, float]:
+    """Return the mean KL to each source's teacher over the optimizer steps with tokens of it."""
+    each = {name: [kls[name] for kls in updates if name in kls] for kls in updates for name in kls}
+    return {f"{_SOURCES}{name}/distillation_kl": float(np.mean(found)) for name, found in each.items()}
 
 
 def scoring_metrics(role: str, record: ScoringRecord) -> dict[str, float]:

@@ -100,7 +100,7 @@ class StepRecord:
         shared_tokens: tokens not computed because sequences share them.
         rewards, rollout: ``None`` in supervised mode.
         scoring: work of frozen roles, by role.
-        sources: (N,) source of each response's prompt in the mixture; empty without a mixture.
+        sources: (N,) source of each response's prompt in the mixture; empty, or "", without one.
         replay_buffer_size: trajectories waiting for training.
         weight_gather_s: part of the phase "sync" in which the trainer gathers its weights; ``None`` if not measured.
         probe_gap: largest engine-to-trainer logprob gap of the probe after the sync; ``None`` without a probe.

@@ -66,8 +66,8 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     if config.starts_engines and config.cluster.nodes_for(config.rollout.ranks) == 1:
         field = "rollout.tensor" + " * rollout.pipeline" * (config.rollout.pipeline > 1)
         sizes.append((field, config.rollout.ranks))
-    sizes += [(f"{role.name}.parallel.tensor", role.parallel.tensor) for role in config.roles.with_workers]
-    for field, size in sizes:
+    sizes += [(f"{role.section}.parallel.tensor", role.parallel.tensor) for role in config.roles.with_workers]
+    for field, size in dict(sizes).items():
         if per_node % size:
             yield (
                 f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so a group of ranks would "

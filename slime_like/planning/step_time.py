@@ -77,7 +77,7 @@ def predict(
     slot = max(pass_seconds(run, estimate, estimate.training) for estimate in estimates)
     update = max(_update_seconds(run, estimate) for estimate in estimates)
     training = updates * (slots * slot + update)
-    scores = len(config.roles.scoring)
+    scores = len({role.section for role in config.roles.scoring})  # teachers share the rows
     forward_slots = workload.micro_batches * algorithm.minibatches + layout.pipeline - 1
     score_slot = scores * max(pass_seconds(run, estimate, estimate.forward) for estimate in estimates)
     scoring = forward_slots * score_slot
@@ -114,7 +114,9 @@ def critic_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
 def worker_seconds(run: PlannedRun, role: ModelRole, estimates: Sequence[RankEstimate]) -> float:
     """Predict the time of each worker's share of a step, in requests that each fill and empty a pipeline."""
     layout, packs = role.parallel, packs_per_request(run.config.for_worker(role).trainer)
-    micro_batches = math.ceil(run.workload.samples / (role.workers * layout.data) / run.workload.per_micro_batch)
+    weights = {source.name: source.weight for source in run.config.data.mixture}
+    samples = run.workload.samples * (weights[role.source] / sum(weights.values()) if role.source else 1)
+    micro_batches = math.ceil(samples / (role.workers * layout.data) / run.workload.per_micro_batch)
     slots = micro_batches * (packs + layout.pipeline - 1) / packs
     return slots * max(pass_seconds(run, one, one.forward) for one in estimates)
 

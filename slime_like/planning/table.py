@@ -32,7 +32,6 @@ _PHASES = {
 
 
 def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
-    """Print the plan, the verdict first."""
     console = _console(stream or sys.stdout)
     lines = list(filter(None, (verdict(plan), host_verdict(plan), _subject(plan))))
     lines += [f"problem: {problem}" for problem in plan.problems]
@@ -197,7 +196,7 @@ def _workings(plan: Plan) -> Iterator[str]:
         )
     for role in config.roles.with_workers if plan.references else ():
         size = counted(role.parallel.world_size, "GPU")
-        yield f"{role.name}s: {counted(role.workers, 'worker')} of {size}, scoring during generation"
+        yield f"{role.name}: {counted(role.workers, 'worker')} of {size}, scoring during generation"
     if plan.step is not None:
         yield (
             f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, "

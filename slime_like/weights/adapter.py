@@ -6,6 +6,7 @@ from typing import Any
 
 from slime_like.config.lora import ALL_LINEAR, LoraConfig
 from slime_like.config.sections import ModelConfig
+from slime_like.models.tower import own_name
 from slime_like.models.weight_files import fingerprint
 
 ADAPTER = "adapter"
@@ -17,7 +18,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """PEFT's prefix of module names."""
 
-_WEIGHT = ".weight"
+_WEIGHT, _INNER = ".weight", "model.language_model."
 _LAYERS = re.compile(r"(model|gpt_neox|transformer)\.(layers|h)\.")
 _ROUTERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
 
@@ -26,6 +27,7 @@ Shape = tuple[int, ...]
 
 def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
     """Return whether the Hugging Face tensor is a matrix with factors."""
+    name = own_name(name) or name
     if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or name.endswith(_ROUTERS):
         return False
     module = name.removesuffix(_WEIGHT)
@@ -33,9 +35,19 @@ def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """Return PEFT's names of A and B, given the Hugging Face name of the matrix."""
-    module = PREFIX + weight.removesuffix(_WEIGHT)
+    """Return PEFT's names of A and B in an adapter of the language model, given the matrix's Hugging Face name."""
+    module = PREFIX + (own_name(weight) or weight).removesuffix(_WEIGHT)
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
+
+
+def with_tower(factor: str) -> str:
+    """Return the factor's name in an adapter of a whole model with a tower, as PEFT has it."""
+    return factor.replace(f"{PREFIX}model.", f"{PREFIX}{_INNER}")
+
+
+def without_tower(factor: str) -> str:
+    """Return the factor's name by ``factor_names``, given PEFT's in either kind of adapter or in a training state."""
+    return factor.replace(".default.", ".").replace(f"{PREFIX}{_INNER}", f"{PREFIX}model.")
 
 
 def factor_shapes(settings: LoraConfig, weights: Mapping[str, Shape]) -> dict[str, Shape]:

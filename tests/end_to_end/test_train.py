@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.config.reading.load import load_config
+from slime_like.data.dump import load_trajectories
 from slime_like.examples.tiny_model import VOCAB_SIZE, make_tiny_model
 from tests.conftest import Tiny
 from tests.support.processes import succeed
@@ -134,6 +135,48 @@ def test_an_exactly_distilled_run_approaches_its_teacher(
     kls = [row["train_actor_training/distillation_kl"] for row in rows]
     assert [row["train_actor_training/loss"] for row in rows] == pytest.approx(kls, rel=1e-5)
     assert len(kls) == 4 and kls[0] > 0.2 and kls[-1] < 0.7 * kls[0]
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("mode", ["sampled", "exact"])
+def test_each_source_is_distilled_from_its_teacher(tiny: Tiny, tmp_path: Path, mode: str) -> None:
+    """The first step's KLs are those of float64 models on the saved rollouts. Exact: with workers, and resumed."""
+    sources, sections = {"train": 1, "sft": 2}, []
+    for name, seed in sources.items():
+        make_tiny_model(tmp_path / name, seed=seed)
+        sections.append({"name": name, "files": [str(tiny.data / f"{name}.jsonl")]})
+    flags = ["--data.train", "[]", "--data.mixture", json.dumps(sections), "--rollout.engine", "transformers"]
+    flags += ["--distillation.coef", "1", "--distillation.mode", mode, "--debug.save_rollouts", str(tmp_path / "kept")]
+    flags += [part for name in sources for part in (f"--distillation.teachers.{name}", str(tmp_path / name))]
+    flags += [
+        "--algorithm.minibatches",
+        "1",
+        "--distillation.placement",
+        {"sampled": "trainer", "exact": "workers"}[mode],
+    ]
+    succeed(tiny.rl_flags(tmp_path / "run", *flags, "--steps", "1"), tmp_path / "log")
+    if mode == "exact":
+        succeed(tiny.rl_flags(tmp_path / "run", *flags, "--steps", "2"), tmp_path / "log")
+    student, *teachers = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for path in (tiny.model, *(tmp_path / name for name in sources))
+    )
+    kls: dict[str, list[torch.Tensor]] = {name: [] for name in sources}
+    for row in load_trajectories(tmp_path / "kept" / "step-000001.pt"):
+        ids = torch.cat([row.prompt_tokens, row.response_tokens])[None]
+        with torch.no_grad():
+            models = student, dict(zip(sources, teachers, strict=True))[row.source or ""]
+            own, other = (model(ids).logits[0, row.prompt_len - 1 : -1].log_softmax(-1) for model in models)
+        kl = (own.exp() * (own - other)).sum(-1)
+        if mode == "sampled":
+            kl = (own - other).gather(1, row.response_tokens[:, None])[:, 0]
+        kls[row.source or ""].append(kl[row.loss_mask])
+    first, *others = steps_of(tmp_path / "run")
+    for row in others:
+        assert all(row[f"sources/{name}/distillation_kl"] > 0.1 for name in sources)
+    for name, found in kls.items():
+        wanted = float(torch.cat(found).mean())
+        assert wanted > 0.1 and first[f"sources/{name}/distillation_kl"] == pytest.approx(wanted, abs=1e-5)
 
 
 def test_a_supervised_run_learns_and_exports(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Engines with other models than the conformance tests, before and after an update."""
 
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.engines.harness import (
     tiny_pair,
 )
 from tests.parallel.tiny import edited_weights
+from tests.parallel.towers import save_tower
 
 LARGEST, MEAN = 0.25, 0.03
 """Nats per token in bfloat16, twice the values measured at temperature 0.7. Another model differs by 1.3 on average."""
@@ -83,22 +86,30 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
         judge.use({name: right})
 
 
-GLM_4_5 = pytest.param("glm4_moe", marks=pytest.mark.acceptance)
-KINDS = ["qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma3_text", GLM_4_5]
+TOWERS = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma3_text")
+UPDATED: list[Any] = [*product(["transformers"], (*FAMILIES, *TOWERS))]
+UPDATED += [pytest.param("transformers", "glm4_moe", marks=pytest.mark.acceptance)]
+NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers import torchvision")
+UPDATED += [pytest.param("vllm", each, marks=[pytest.mark.acceptance, NO_TORCHVISION]) for each in TOWERS]
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_an_update_reaches_every_kind_of_tensor(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "family"), UPDATED)
+def test_an_update_reaches_every_kind_of_tensor(kind: str, family: str, tmp_path: Path) -> None:
     """Qwen2 has a tied head and biases (``test_tensor_parallel.py`` tests it with vLLM and SGLang).
 
     DeepSeek-V3 has fused experts, and router biases, which are buffers. The prompt is longer than the windows of
-    gpt-oss, which has sinks and biases of experts, and of Gemma 3. The others have gated delta nets.
+    gpt-oss, which has sinks and biases of experts, and of Gemma 3. The others have gated delta nets, or a tower that
+    is not served.
     """
-    references = tiny_pair(family, tmp_path)
+    if family in TOWERS:
+        references = [Reference(save_tower(family, tmp_path / str(seed), seed=seed)) for seed in (0, 1)]
+    else:
+        references = tiny_pair(family, tmp_path)
     assert ("lm_head.weight" in references[0].weights) == (family not in ("qwen2", "gemma3_text"))
-    prompt = [7 + 3 * i % 240 for i in range(40)]
-    config = run_config(references[0].directory, tmp_path / "run")
-    with started(TransformersEngine(config, 0), references) as engine:
+    prompt = [7 + 3 * i % 140 for i in range(40)]
+    config = run_config(references[0].directory, tmp_path / "run", max_new_tokens=64)
+    with started(ENGINES[kind](config, 0), references) as engine:
         for which in (0, 1, 0):
             if which != engine.current:
                 receipt, sent = engine.run(engine.load(which))

@@ -12,24 +12,22 @@ import pytest
 from torch import Tensor
 
 from backends.common.step import packs, teacher
-from backends.common.step.teacher import TeacherHead
+from backends.common.step.teacher import TeacherHead, Teachers
 from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.vocabulary_shard import no_reduction
 from slime_like.trajectory import PackedTrajectory
 from tests.mutation.test_trainer import loss_is_scaled_by_the_context_size, no_bug, train_with
 from tests.parallel.distilled import distilled_case, distilled_config
 from tests.parallel.parity import (
-    LOSS_BOUND,
     MASKED,
     PACKS,
-    Case,
     Settings,
     check_exported_gradients,
     check_loss,
     check_scores,
 )
 from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import RankResult
+from tests.parallel.test_distillation import check_kls
 from tests.parallel.tiny import scored_sequences
 
 TENSOR, FSDP = {"tensor": 2, "sequence": True}, {"backend": "fsdp"}
@@ -91,6 +89,11 @@ def the_teacher_is_at_temperature_1() -> None:
     _replaced(plain)
 
 
+def teachers_are_swapped() -> None:
+    correct = Teachers.get
+    Teachers.get = lambda self, source, *rest: correct(self, {"sums": "words", "words": "sums"}.get(source), *rest)  # type: ignore[method-assign]
+
+
 BUGS: list[tuple[Callable[[], None], Settings, str]] = [
     (the_kl_is_the_forward_one, {}, "kl"),
     (the_kl_is_the_forward_one, FSDP, "kl"),
@@ -101,38 +104,37 @@ BUGS: list[tuple[Callable[[], None], Settings, str]] = [
     (every_rank_reads_the_first_columns, TENSOR, "kl"),
     (the_gradient_is_not_summed_over_tensor_ranks, TENSOR, "gradients"),
     (loss_is_scaled_by_the_context_size, {"context": 2}, "gradients"),
+    (teachers_are_swapped, FSDP, "kl"),
 ]
 
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    return cache(lambda: distilled_case(sequences, tmp_path_factory.mktemp("case"), steps=0))
+    def make(second: int | None) -> Any:
+        sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
+        return distilled_case(sequences, tmp_path_factory.mktemp("case"), steps=0, second=second)
+
+    return cache(make)
 
 
 @pytest.mark.parametrize(("bug", "layout", "caught_by"), [*BUGS, (no_bug, TENSOR, "nothing")])
 def test_parity_catches(
     bug: Callable[[], None], layout: Settings, caught_by: str, case_of: Any, tmp_path: Path
 ) -> None:
-    case, teacher_path, kl = case_of()
-    config = distilled_config(case, teacher_path, tmp_path, layout)
+    case, teachers, kls = case_of(48 if bug is teachers_are_swapped else None)
+    config = distilled_config(case, teachers, tmp_path, layout)
     world = config.trainer.parallel.world_size
     arguments = config, case.packs(), case.denominator, 1
     results = run_ranks(partial(train_with, bug), world, tmp_path / "ranks", *arguments)
     check_scores(case, results)
     if caught_by == "kl":
         with pytest.raises(AssertionError):
-            check_kl(case, kl, results)
+            check_kls(kls, results)
         return
-    check_kl(case, kl, results)
+    check_kls(kls, results)
+    check_loss(case, results)
     if caught_by == "nothing":
         check_exported_gradients(case, results)
         return
     with pytest.raises(AssertionError):
         check_exported_gradients(case, results)
-
-
-def check_kl(case: Case, kl: float, results: list[RankResult]) -> None:
-    found = [float(result.stats[0].distillation_kl) for result in results if result.stats[0] is not None]
-    assert found == pytest.approx([kl] * len(found), abs=LOSS_BOUND)
-    check_loss(case, results)

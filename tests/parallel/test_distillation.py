@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,16 +16,18 @@ from slime_like.config.roles import TEACHER
 from slime_like.config.sections import DistillationConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.trajectory import PackedTrajectory
+from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel import taken
-from tests.parallel.distilled import distilled_case, distilled_config, save_teacher
-from tests.parallel.parity import LOSS_BOUND, MASKED, PACKS, STEPS, Case, Settings, check_everything
+from tests.parallel.distilled import DistillingReference, distilled_case, distilled_config, save_teacher
+from tests.parallel.parity import LOSS_BOUND, MASKED, PACKS, STEPS, Case, Settings, check_everything, parity_config
 from tests.parallel.ranks import run_each, run_ranks
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
 from tests.parallel.steps import RankResult, running, train_rank
 from tests.parallel.test_fsdp_parity import check_case
 from tests.parallel.test_planned_memory import NEAR
-from tests.parallel.tiny import VOCAB, scored_sequences
+from tests.parallel.tiny import VOCAB, save_checkpoint, scored_sequences
+from tests.support.rollout_rows import batcher_of
 
 LAYOUTS: dict[str, Settings] = {
     "tp2-sp": {"tensor": 2, "sequence": True},
@@ -36,38 +38,42 @@ LAYOUTS: dict[str, Settings] = {
     "fsdp": {"backend": "fsdp"},
     "fsdp-dp2-cp2": {"backend": "fsdp", "data": 2, "context": 2},
     "fsdp-tree": {"backend": "fsdp", "share_prefixes": "tree"},
+    "two-tp2": {"tensor": 2},
+    "two-fsdp-dp2": {"backend": "fsdp", "data": 2},
 }
+"""Those that begin with "two" have two teachers, the second of another width."""
 
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def make(shares: bool) -> tuple[Case, Path, float]:
+    def make(shares: bool, second: int | None) -> tuple[Case, dict[str | None, Path], dict[str | None, float]]:
         directory = tmp_path_factory.mktemp("distilled")
         if shares:
             return distilled_case(sharing_sequences(), directory, kind=SharedCase)
-        return distilled_case(
-            scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED), directory
-        )
+        sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
+        return distilled_case(sequences, directory, second=second)
 
-    return make
+    return lambda layout: make("share_prefixes" in LAYOUTS[layout], 32 if layout.startswith("two") else None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_computes_the_reference(layout: str, case_of: Any, tmp_path: Path) -> None:
-    settings = LAYOUTS[layout]
-    case, teacher, kl = case_of("share_prefixes" in settings)
-    config = distilled_config(case, teacher, tmp_path, settings)
+    case, teachers, kls = case_of(layout)
+    config = distilled_config(case, teachers, tmp_path, LAYOUTS[layout])
     world = config.trainer.parallel.world_size
     results = run_ranks(train_rank, world, tmp_path / "ranks", config, case.packs(), case.denominator, STEPS)
-    check_distilled(case, kl, results, config.trainer.backend)
+    check_kls(kls, results)
+    (check_case if config.trainer.backend == "fsdp" else check_everything)(case, results)
 
 
-def check_distilled(case: Case, kl: float, results: list[RankResult], backend: str) -> None:
-    """Compare everything, and the mean KL, which must be far above the bounds."""
-    found = [float(result.stats[0].distillation_kl) for result in results if result.stats[0] is not None]
-    assert kl > 0.5 and found == pytest.approx([kl] * len(found), abs=LOSS_BOUND)
-    (check_case if backend == "fsdp" else check_everything)(case, results)
+def check_kls(kls: dict[str | None, float], results: list[RankResult]) -> None:
+    """Compare the mean KL of all tokens, and of each source's, which must be far above the bounds."""
+    found = [result.stats[0] for result in results if result.stats[0] is not None]
+    assert found and min(kls.values()) > 0.5
+    for stats in found:
+        each = {None: float(stats.distillation_kl), **stats.source_kls}
+        assert each == pytest.approx(kls, abs=LOSS_BOUND)
 
 
 def _measure(placement: RankPlacement, config: RunConfig, width: int) -> taken.Taken:
@@ -122,11 +128,58 @@ def teach(placement: RankPlacement, config: RunConfig, packs: list[PackedTraject
         return None if scored is None else [each["teacher_hidden"] for each in scored]
 
 
+def take(placement: RankPlacement, config: RunConfig, rows: list[ScoredTrajectory]) -> tuple[dict[str, Any], Any]:
+    """Score a batch with the teachers that the ranks hold, and do its step. Return the scores by sequence id."""
+    with running(placement, config) as trainer:
+        place = trainer.coordinates
+        rank = RankTraining(config.roles.scoring, trainer, place)
+        batch = batcher_of(config, place.data_size).batch(rows, by_source=True)
+        rank.load_batch(batch.replicas[place.data])
+        for role in config.roles.scoring:
+            rank.score_batch(role.name)
+        field = config.distillation.roles[0].fields[0]
+        scores = rank.frozen([row.sequence_id for row in rows], field)
+        stats = rank.train_minibatch(0, batch.denominators[0])
+        return {name: each[field] for name, each in scores.items()}, stats
+
+
+def test_trainer_ranks_score_each_source_with_its_teacher(tmp_path: Path) -> None:
+    """Sampled and exact, by two replicas. One of them has no row of the second source."""
+    paths = {
+        name: save_checkpoint("qwen3", tmp_path / name, seed, 2) for seed, name in enumerate(("x", "sums", "words"))
+    }
+    config = parity_config(paths.pop("x"), tmp_path, {"backend": "fsdp", "data": 2})
+    reference = DistillingReference(config.model.path, config.algorithm, cast(Any, paths))
+    rows = scored_sequences([(5, 9), (3, 1), (11, 6), (8, 21), (7, 3)])
+    wanted: dict[str, dict[str, Tensor]] = {"sampled": {}, "exact": {}}
+    for index, row in enumerate(rows):
+        row.source = "words" if index == 2 else "sums"
+        hidden = reference.taught(row)
+        logits = reference.teachers[row.source].lm_head(hidden) / row.temperature
+        wanted["exact"][row.sequence_id] = hidden
+        wanted["sampled"][row.sequence_id] = logits.log_softmax(-1).gather(1, row.response_tokens[:, None])[:, 0]
+        reference.score(row)
+    kls = {}
+    for source in paths:
+        own = [kl[row.loss_mask] for kl, row in zip(reference.kls, rows, strict=True) if row.source == source]
+        kls[source] = float(torch.cat(own).detach().mean())
+    tasks = []
+    for mode in wanted:
+        section = DistillationConfig.model_validate({"teachers": paths, "coef": 1.0, "mode": mode})
+        tasks.append((config.model_copy(update={"distillation": section}), rows))
+    for mode, ranks in zip(wanted, run_each(take, 2, tmp_path / "ranks", tasks), strict=True):
+        found = {name: values for scores, _ in ranks for name, values in scores.items()}
+        assert found.keys() == wanted[mode].keys()
+        for name, values in wanted[mode].items():
+            torch.testing.assert_close(found[name].double(), values.detach(), rtol=0, atol=2e-5)
+        for _, stats in ranks:
+            assert stats.source_kls == pytest.approx(kls if mode == "exact" else {}, abs=LOSS_BOUND)
+
+
 @pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "cp2", "tree-tp2", "fsdp"])
 def test_workers_return_hidden_states(layout: str, case_of: Any, tmp_path: Path) -> None:
-    settings = LAYOUTS[layout]
-    case, teacher, _ = case_of("share_prefixes" in settings)
-    config = distilled_config(case, teacher, tmp_path, settings)
+    case, teachers, _ = case_of(layout)
+    config = distilled_config(case, teachers, tmp_path, LAYOUTS[layout])
     parallel = config.trainer.parallel
     role = replace(config.roles[TEACHER], parallel=parallel)
     results = run_ranks(teach, parallel.world_size, tmp_path / "ranks", config.for_worker(role), case.packs())

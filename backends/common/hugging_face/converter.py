@@ -39,7 +39,7 @@ from slime_like.models.converted import leaves_out
 from slime_like.models.dimensions import keeps_type
 from slime_like.models.tower import has_tower
 from slime_like.system.threads import Tracker
-from slime_like.weights.adapter import ADAPTER_FILE, factor_names
+from slime_like.weights.adapter import ADAPTER_FILE, factor_names, with_tower
 from slime_like.weights.checksums import as_bytes
 
 _TYPES = {**DTYPES, "I64": torch.int64}
@@ -56,8 +56,7 @@ class HuggingFaceConverter(Converter):
         return HuggingFaceSource(directory, whole=True)
 
     def open_checkpoint(self, checkpoint: Path) -> TensorSource:
-        source = self._open(checkpoint)
-        return source if self.model.lora.is_set else self._whole(source)
+        return self._whole(self._open(checkpoint))
 
     @abstractmethod
     def _open(self, checkpoint: Path) -> TensorSource:
@@ -82,8 +81,7 @@ class HuggingFaceConverter(Converter):
         source, lora = self._open(checkpoint), self.model.lora
         if options.merge:
             source = _Merged(self.model, self.prove().keys(), source)
-        if not (is_adapter := lora.is_set and not options.merge):
-            source = self._whole(source)
+        source, is_adapter = self._whole(source), lora.is_set and not options.merge
         wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
         groups = [_Group.of(source, names, wanted) for names in source.groups]
         for group in groups:
@@ -141,14 +139,20 @@ class HuggingFaceSource:
 
 
 class _Whole(HuggingFaceSource):
-    """A language model's tensors under their stored names, and the rest of the model that it was made from."""
+    """A language model's tensors under their stored names, and the rest of the model that it was made from.
+
+    Factors get the names that they have in an adapter of the whole model.
+    """
 
     def __init__(self, model: Path, language: TensorSource) -> None:
         super().__init__(model, whole=True)
-        self._stored, self._language = self._checkpoint.stored, language
-        self._own = {self._stored[name]: name for group in language.groups for name in group}
-        self.kept = sorted(self._checkpoint.kept)
-        self.tensors |= {self._stored[name]: info for name, info in language.tensors.items()}
+        stored, self._language = self._checkpoint.stored, language
+        of_factors = with_tower if has_tower(model) else str
+        self._stored = {name: stored.get(name) or of_factors(name) for name in language.tensors}
+        self._own = {name: own for own, name in self._stored.items()}
+        self.kept = sorted(self._checkpoint.kept) if language.tensors.keys() <= stored.keys() else []
+        kept = {name: self.tensors[name] for name in self.kept}
+        self.tensors = {self._stored[name]: info for name, info in language.tensors.items()} | kept
 
     @property
     def groups(self) -> list[list[str]]:
@@ -195,8 +199,8 @@ class _Group:
     def of(cls, source: TensorSource, names: Sequence[str], wanted: torch.dtype | None = None) -> Self:
         """Describe tensors that ``source`` reads together, written in the type ``wanted`` unless they keep theirs."""
         stored: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
-        dtype = stored if wanted is None or keeps_type(names[0]) else wanted
-        return cls({name: source.tensors[name].shape for name in names}, dtype)
+        written = stored if wanted is None or keeps_type(names[0]) else wanted
+        return cls({name: source.tensors[name].shape for name in names}, written)
 
     @property
     def nbytes(self) -> int:

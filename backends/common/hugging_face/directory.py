@@ -22,7 +22,7 @@ from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.tower import has_tower, language_settings
 from slime_like.models.weight_files import INDEX, StackPart, stack_parts, stored_shapes
 from slime_like.system.disk import refusal, replace_directory, sync
-from slime_like.weights.adapter import ADAPTER_FILE, module_ends
+from slime_like.weights.adapter import ADAPTER_FILE, module_ends, with_tower
 
 SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
@@ -58,8 +58,8 @@ def write_hf_directory(
     directory, source_dir = Path(directory), Path(source_dir)
     # An adapter, and a value model, are of the language model alone.
     is_whole = lora is None and VALUE_HEAD not in expected
-    if is_whole and has_tower(source_dir):
-        names = stored_names(source_dir)
+    if has_tower(source_dir) and VALUE_HEAD not in expected:
+        names = stored_names(source_dir) if is_whole else {name: with_tower(name) for name in expected}
         buckets, expected = renamed(buckets, names), [names[name] for name in expected]
     if lora is None and any(source_dir.glob("*.safetensors")):
         shapes = stored_shapes(source_dir)
@@ -197,6 +197,8 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
     targets = module_ends(factors) if ALL_LINEAR in lora.targets else sorted(lora.targets)
     named = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
     sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    if has_tower(base):  # whose modules may have the same names
+        named["exclude_modules"] = "(?!.*language_model).*"
     (directory / ADAPTER_CONFIG).write_text(json.dumps({**named, **sizes}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.models.tower import language_names
 from slime_like.models.weight_files import StackPart, WeightFilesError, stack_parts, value_head_of, weight_files
+from slime_like.weights.adapter import without_tower
 
 Shape = tuple[int, ...]
 
@@ -214,8 +215,7 @@ class Adapter(HfCheckpoint):
 
     def __init__(self, directory: Path, expected: Mapping[str, Shape]) -> None:
         super().__init__(directory)
-        # Training states contain the adapter's name, which PEFT's own files leave out.
-        self._slices = {name.replace(".default.", "."): part for name, part in self._slices.items()}
+        self._slices = {without_tower(name): part for name, part in self._slices.items()}
         self.require(expected, set())
 
 

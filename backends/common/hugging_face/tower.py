@@ -5,6 +5,7 @@ from pathlib import Path
 
 from backends.common.hugging_face.conversion import in_files
 from backends.common.hugging_face.files import HfCheckpoint
+from slime_like.config import ModelConfig
 from slime_like.interfaces import Manifest, WeightBucket, WeightExport
 from slime_like.models.tower import has_tower
 
@@ -19,11 +20,11 @@ def renamed(buckets: Iterable[WeightBucket], names: Mapping[str, str]) -> Iterat
     return (WeightBucket([(names[name], tensor) for name, tensor in bucket.tensors]) for bucket in buckets)
 
 
-def as_stored(export: WeightExport, directory: Path) -> WeightExport:
-    """Return an export of the language model under the stored names of the checkpoint in ``directory``."""
-    if not has_tower(directory):
+def as_stored(export: WeightExport, model: ModelConfig) -> WeightExport:
+    """Return an export of the language model, but not of its factors, under the stored names of its checkpoint."""
+    if model.lora.sends_factors or not has_tower(model.path):
         return export
-    names, manifest = stored_names(directory), export.manifest
+    names, manifest = stored_names(model.path), export.manifest
     if manifest is not None:
         manifest = Manifest({names[name]: info for name, info in manifest.tensors.items()}, manifest.updates)
     return WeightExport(manifest, renamed(export.buckets, names))

@@ -54,7 +54,7 @@ class Objective:
                 response_lens=pack.response_lens,
             )
         )
-        step.add(output.loss, output.sums)
+        step.add(output.loss, output.sums, pack.source)
         return output.loss
 
 

@@ -34,6 +34,7 @@ class ResponseRows:
         repeats: (r,) int64 entry of ``index`` for each predicted token if sequences share rows; else ``None``.
         supports: (r, K) int32 of truncated sampling, else ``None``.
         teacher: (r, H) float32 hidden states of a teacher, else ``None``.
+        source: source of all sequences, which has that teacher; ``None`` if they have several.
     """
 
     index: Tensor
@@ -42,6 +43,7 @@ class ResponseRows:
     repeats: Tensor | None
     supports: Tensor | None = None
     teacher: Tensor | None = None
+    source: str | None = None
 
     @classmethod
     def of(cls, pack: PackedTrajectory, shard: ContextShard) -> Self:
@@ -53,9 +55,9 @@ class ResponseRows:
             supports = padded(pack.support_ids, pack.support_sizes, shard.response_slot)
         teacher = None if pack.teacher_hidden is None else pack.teacher_hidden[shard.response_slot]
         if shard.parents is None:
-            return cls(shard.response_index, *of_tokens, None, supports, teacher)
+            return cls(shard.response_index, *of_tokens, None, supports, teacher, pack.source)
         index, repeats = shard.response_index.unique(return_inverse=True)
-        return cls(index, *of_tokens, repeats, supports, teacher)
+        return cls(index, *of_tokens, repeats, supports, teacher, pack.source)
 
     def spread(self, scored: Tensor) -> Tensor:
         """Expand the hidden states of ``index`` to (r, H). Differentiable: gradients of a shared row add up."""

@@ -1,6 +1,7 @@
 """One optimizer step's sums on one rank, and the checks that all ranks must agree on before they update."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from backends.common.process.agreement import rank_error
 from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
-from slime_like.algorithms.losses.sums import Sums
+from slime_like.algorithms.losses.sums import LossSums, Sums
 from slime_like.errors import TrainerError
 
 
@@ -24,6 +25,7 @@ class StepSums:
         balance: what balances experts.
         replay: the replay of routes, if it is set.
         sums: metrics of this rank's micro-batches (last pipeline stage only).
+        sums_of: the same of the micro-batches of each source.
         losses: detached loss of every micro-batch, in order.
         complete: the step's last window has been opened.
     """
@@ -32,13 +34,21 @@ class StepSums:
     balance: Balance = NO_BALANCE
     replay: Replay | None = None
     sums: Sums | None = None
+    sums_of: dict[str | None, Sums] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     complete: bool = False
 
-    def add(self, loss: Tensor, sums: Sums) -> None:
-        """Add one micro-batch."""
+    def add(self, loss: Tensor, sums: Sums, source: str | None = None) -> None:
+        """Add one micro-batch, perhaps of only one source."""
         self.losses.append(loss.detach())
         self.sums = sums if self.sums is None else self.sums.add(sums)
+        self.sums_of[source] = sums if source not in self.sums_of else self.sums_of[source].add(sums)
+
+    def kls_of(self, sources: Iterable[str], replicas: dist.ProcessGroup) -> dict[str, float]:
+        """Return the mean exact KL to the teacher of each source with tokens. Collective over the replicas."""
+        zeros = LossSums.zeros(self.losses[0].device)
+        found: dict[str, Any] = {name: reduced_over_data(self.sums_of.get(name, zeros), replicas) for name in sources}
+        return {name: float(sums.divergence / sums.num_tokens) for name, sums in found.items() if sums.num_tokens}
 
     def router_figures(self, layers: int, device: torch.device) -> dict[str, Any]:
         """Return fields of ``GRPOStats``; ``layers`` with experts. Collective over the world."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from backends.common.hugging_face.files import HfCheckpoint
-from backends.common.process.agreement import rank_error
+from backends.common.process.agreement import rank_error, together
 from backends.common.step.packs import ResponseRows
 from slime_like.algorithms.divergence import Head, fused_reverse_kl
-from slime_like.config.sections import DistillationConfig
+from slime_like.config.sections import DistillationConfig, ModelConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
@@ -52,28 +52,45 @@ class TeacherHead:
                 weight[:held] = checkpoint.read(name, 0, columns.start, held)
         return cls(weight, *scaling)
 
+
+class Teachers(dict[str | None, TeacherHead]):
+    """Heads by the source of the rows that they teach; by ``None``, the head for all rows."""
+
     def divergence(self, student: Head, rows: ResponseRows, **shard: Any) -> Tensor:
         """Return the (r,) KL of the student to the teacher at ``rows``; ``shard``: see ``fused_reverse_kl``."""
-        if rows.teacher is None:
+        head = self.get(rows.source, self.get(None))
+        if head is None or rows.teacher is None:
             raise rank_error(
                 "accumulate",
-                "a pack has no hidden states of the teacher",
+                f"a pack of the source {rows.source} has no hidden states of a teacher",
                 code="no-teacher-hidden",
                 remedy="score it first, or train on rollouts that were saved with them",
             )
-        hidden, temperatures = rows.teacher.to(self.weight.dtype), rows.temperatures / self.factor
-        return fused_reverse_kl(student, Head(hidden, self.weight, temperatures, self.softcap), **shard)
+        hidden, temperatures = rows.teacher.to(head.weight.dtype), rows.temperatures / head.factor
+        return fused_reverse_kl(student, Head(hidden, head.weight, temperatures, head.softcap), **shard)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(head.weight.nbytes for head in self.values())
+
+    @classmethod
+    def planned(cls, settings: DistillationConfig, rows: int, dtype: torch.dtype) -> Self:
+        """Return the shapes of this many rows of each head, if the KL is exact. Needs only ``config.json``."""
+        found = cls()
+        for source, path in settings.paths.items() if settings.exact_coef > 0 else ():
+            width = ModelDimensions.from_checkpoint(path).hidden_size
+            found[source] = TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta"))
+        return found
+
+    def add_planned(self, rows: ResponseRows | None) -> None:
+        """Give a planned micro-batch the shapes of its teacher's hidden states, which is the widest."""
+        if rows is not None and self:
+            rows.source = max(self, key=lambda source: self[source].weight.shape[1])
+            rows.teacher = torch.empty(len(rows.targets), self[rows.source].weight.shape[1], device="meta")
 
 
-def planned_teacher(settings: DistillationConfig, rows: int, dtype: torch.dtype) -> TeacherHead | None:
-    """Return the shapes of this many rows, if the KL is exact. Needs only ``config.json``."""
-    if settings.exact_coef == 0 or settings.path is None:
-        return None
-    width = ModelDimensions.from_checkpoint(settings.path).hidden_size
-    return TeacherHead(torch.empty(rows, width, dtype=dtype, device="meta"))
-
-
-def add_planned(rows: ResponseRows | None, teacher: TeacherHead | None) -> None:
-    """Give a planned micro-batch the shapes of its teacher's hidden states."""
-    if rows is not None and teacher is not None:
-        rows.teacher = torch.empty(len(rows.targets), teacher.weight.shape[1], device="meta")
+def hold_teachers(models: Any, settings: DistillationConfig, own: ModelConfig, device: torch.device) -> list[Tensor]:
+    """Have the models read their rows of the teachers' output projections, and return all these. Collective."""
+    teachers, what = settings.paths.items(), "loading teachers"
+    together(lambda: [model.hold_teacher(*one, own, device) for one in teachers for model in models], what, device)
+    return [head.weight for model in models for head in model.teachers.values()]

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.hugging_face.tower import as_stored
-from backends.common.process.agreement import rank_error, together
+from backends.common.process.agreement import rank_error
 from backends.common.process.allocator import allocator_problems, use_expandable_segments
 from backends.common.process.rendezvous import prepare_processor
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
+from backends.common.step.teacher import hold_teachers
 from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.roles import named_scores, objective_of
 from backends.common.trainer.state import StepOptimizer, TrainerState
@@ -142,7 +143,8 @@ class TrainerBase(TrainerBackend):
             for role in self.config.roles.held if self._role.name == POLICY else ():
                 self._freeze(role)
             if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
-                self._hold_teacher()
+                given = self.config.distillation, self.config.model, self.device
+                self.state.constants = hold_teachers(self.models, *given)
             self.optimizer = self._prepare_training()
         return self.coordinates
 
@@ -193,18 +195,12 @@ class TrainerBase(TrainerBackend):
             return
         if not self.state.is_same_model(role.path):
             raise ConfigError(
-                f"{role.name}.path={role.path}: its model has other dimensions, or other settings, than model.path; "
-                f"use a model with the same ones, or {role.name}.placement=workers"
+                f"{role.setting}={role.path}: its model has other dimensions, or other settings, than model.path; "
+                f"use a model with the same ones, or {role.section}.placement=workers"
             )
         with self.state.without_factors(), self.state.preserved(base=True):
             self.state.load_hugging_face(role.path)
             self.state.freeze(role.name, base=True)
-
-    def _hold_teacher(self) -> None:
-        """Read this rank's rows of the teacher's output projection."""
-        given = self.config.distillation.path, self.config.model, self.device
-        together(lambda: [model.hold_teacher(*given) for model in self.models], f"loading {given[0]}", self.device)
-        self.state.constants = [model.teacher.weight for model in self.models if model.teacher is not None]
 
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name
@@ -241,6 +237,8 @@ class TrainerBase(TrainerBackend):
             return None
         sums = reduced_over_data(self._step.sums, self.replicas)
         stats = sums.to_stats(denominator, norm, self.optimizer.learning_rate)
+        if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
+            figures["source_kls"] = self._step.kls_of(sorted(self.config.distillation.teachers), self.replicas)
         return replace(stats, **figures)
 
     def export_gradients(self, denominator: float) -> Iterator[WeightBucket]:
@@ -257,10 +255,11 @@ class TrainerBase(TrainerBackend):
             replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
             return self._named_scores(self._role, micro_batches, replay)
         if name not in self.state.frozen:
+            section = name.partition(".")[0]
             raise rank_error(
                 "score",
-                f"no {name} is loaded: the settings have none, or {name}.placement is workers",
-                code=f"no-{name}",
+                f"no {name} is loaded: the settings have none, or {section}.placement is workers",
+                code=f"no-{section}",
                 remedy="configure one, with placement: trainer",
             )
         self.settle_weights()
@@ -293,7 +292,7 @@ class TrainerBase(TrainerBackend):
 
     def export_weights(self) -> WeightExport:
         self.settle_weights()
-        return as_stored(self.state.export_weights(self._bucket_bytes), self.config.model.path)
+        return as_stored(self.state.export_weights(self._bucket_bytes), self.config.model)
 
     def export_hf(self, directory: Path) -> None:
         with self._settled("writing the Hugging Face model"):

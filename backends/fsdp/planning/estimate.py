@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backends.common.process.rendezvous import communicators, fake_world
-from backends.common.step.teacher import add_planned, planned_teacher
+from backends.common.step.teacher import Teachers
 from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
@@ -71,7 +71,7 @@ class _Rank:
         self._model = self._shapes.model
         if role.name == POLICY:
             rows = len(self._model.hugging_face.get_output_embeddings().weight)
-            self._model.teacher = planned_teacher(config.distillation, rows, getattr(torch, config.model.dtype))
+            self._model.teachers = Teachers.planned(config.distillation, rows, getattr(torch, config.model.dtype))
 
     def estimate(self, rank: int) -> RankEstimate:
         with self._shapes.followed():
@@ -135,7 +135,7 @@ class _Rank:
 
     def _loss(self, pack: PackedTrajectory) -> Tensor:
         batch = model_input(pack, torch.device("cpu"), self._groups.context, recurs=self._model.recurs)
-        add_planned(batch.responses, self._model.teacher)
+        self._model.teachers.add_planned(batch.responses)
         scored = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses)
         return torch.stack(batch.whole(scored)).sum()
 
@@ -161,7 +161,7 @@ class _Rank:
             forward_bytes=max(0, forward_peak - gathered),
             update_bytes=0,
             communication_bytes=gathered,
-            teacher_bytes=0 if self._model.teacher is None else self._model.teacher.weight.nbytes,
+            teacher_bytes=self._model.teachers.nbytes,
             host_optimizer_bytes=state + 3 * trained if on_host else 0,
             host_frozen_bytes=sum(trained if one else state for one in same),
         )

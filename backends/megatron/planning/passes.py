@@ -11,7 +11,6 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from backends.common.step.teacher import add_planned
 from backends.common.step.trace import HEAD, META, Counted, Trace
 from backends.common.trainer.host_memory import HostPool
 from backends.megatron import router
@@ -110,7 +109,7 @@ class Passes:
             rows = tokens.numel() // self._sequence_size
             shape = (rows, 1, self._hidden_size)
             chunk.set_input_tensor(torch.empty(shape, dtype=self._dtype, device=META, requires_grad=True))
-        add_planned(batch.layout.responses, chunk.teacher)
+        chunk.teachers.add_planned(batch.layout.responses)
         output: Tensor = wrapped(tokens, positions, None, packed_seq_params=batch.layout)
         if not chunk.post_process:
             return output

@@ -7,7 +7,8 @@ from typing import Any
 
 from slime_like.errors import ConfigError
 
-_FIELD = re.compile(r"(model(\.lora)?|reference|distillation)\.path|data\.train|data\.mixture\.files|evaluation\.files")
+_MODELS = r"(model(\.lora)?|reference|distillation|critic)\.path|distillation\.teachers\..+"
+_FIELD = re.compile(_MODELS + r"|data\.train|data\.mixture\.files|evaluation\.files")
 _ID = re.compile(r"((\w[\w.-]*)/\w[\w.-]*?(?<!\.jsonl)(?<!\.parquet)(?<!\.arrow))(?:@([\w.-]+))?(?:/(.+))?")
 _SNAPSHOT = re.compile(r"(model|dataset)s--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
 
@@ -37,7 +38,7 @@ def with_snapshots(data: dict[str, Any]) -> Any:
 
 
 def _local(given: str, field: str, pins: dict[tuple[str, str], str]) -> str:
-    found, kind = _ID.fullmatch(given), "model" if field.endswith(".path") else "dataset"
+    found, kind = _ID.fullmatch(given), "dataset" if field.startswith(("data.", "evaluation.")) else "model"
     if found is None or os.path.lexists(found[2]) or (kind == "model" and found[4]):
         return given
     from huggingface_hub import errors, snapshot_download

@@ -22,6 +22,10 @@ _CODES = dict.fromkeys(_RANGE, "field-range") | {
 """Code by pydantic's type of error; all others are ``field-type``."""
 
 
+_ELSEWHERE = {"adv_estimator": "advantage", "gamma": "advantage.gamma", "lam": "advantage.lam"}
+"""Our fields of ``algorithm`` by their names in other trainers."""
+
+
 def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
     """Return pydantic's errors as ``field=value: problem; remedy``."""
     problems = []
@@ -41,9 +45,14 @@ def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``did you mean X?``, or that the name is to be removed if no known name is near."""
-    name = name.replace("learning_rate", "lr")  # the name in other trainers
+    if meant := _ELSEWHERE.get(name.rpartition(".")[2]):
+        return f"did you mean algorithm.{meant}?"
+    name = name.replace("learning_rate", "lr")
     known = [field for field in known if not name.startswith(f"{field}.")]
-    leaf = get_close_matches(name.rpartition(".")[2], {field.rpartition(".")[2] for field in known}, n=1, cutoff=0.75)
+    section, _, last = name.rpartition(".")
+    if same := [field for field in known if section and field.startswith(section) and field.endswith(f".{last}")]:
+        return f"did you mean {same[0]}?"
+    leaf = get_close_matches(last, {field.rpartition(".")[2] for field in known}, n=1, cutoff=0.75)
     near = get_close_matches(name, known, n=1, cutoff=0.75) or [
         field for field in known if field.rpartition(".")[2] in leaf
     ]

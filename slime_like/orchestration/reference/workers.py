@@ -82,7 +82,7 @@ def role_pools(stack: ExitStack, workers: list[RankedWorker], left: Callable[[Se
     for worker in workers:
         role = worker.role
         if role.name not in pools:
-            pools[role.name] = RolePool(role.name, request_tokens(worker.trainer), role.max_restarts)
+            pools[role.name] = RolePool(role.name, request_tokens(worker.trainer), role.max_restarts, role.source)
             stack.callback(pools[role.name].close)
         pools[role.name].join(worker)
     return list(pools.values())

@@ -1,5 +1,6 @@
 """Advantages from rewards: weights, overlong penalty, KL penalty and estimator."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -241,21 +242,24 @@ class Advantages:
         return found
 
 
-def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> float:
+def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> dict[str | None, float]:
     """Add ``coefficient * log(pi_teacher / pi_old)`` to the advantage of every token that carries loss, also on the
     trainers: its expected gradient is that of the reverse KL at each position, given the tokens before it.
 
-    The batch must be loaded and scored. Return the mean KL estimate of a token, in nats.
+    The batch must be loaded and scored. Return the mean KL estimate of a token of each source, in nats; by ``None``,
+    that of all tokens.
     """
     frozen = _compared(ranks, trajectories, "teacher_logprobs", TEACHER)
-    gains = {}
+    gains = defaultdict[str | None, list[Tensor]](list)
     for row in trajectories:
         gain = log_ratio(frozen[row.sequence_id]["teacher_logprobs"], frozen[row.sequence_id]["old_logprobs"])
-        gains[row.sequence_id] = torch.where(row.loss_mask, gain, 0.0)
-        row.advantages = row.advantages + coefficient * gains[row.sequence_id]
+        row.advantages = row.advantages + coefficient * torch.where(row.loss_mask, gain, 0.0)
+        for source in {None, row.source}:
+            gains[source].append(gain[row.loss_mask])
     given = {row.sequence_id: row.advantages.numpy() for row in trajectories}
     ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
-    return -float(torch.cat(list(gains.values())).double().sum() / sum(row.sampled_len for row in trajectories))
+    tokens = {source: torch.cat(found).double() for source, found in gains.items()}
+    return {source: -float(found.mean()) for source, found in tokens.items() if len(found)}
 
 
 def _compared(ranks: RankCalls, rows: Sequence[ScoredTrajectory], field: str, role: str) -> dict[str, Scores]:
@@ -332,7 +336,7 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
     name = algorithm.importance.correction
     correcting = naming(TrainerError, "custom-loss-failed", "algorithm.importance.correction", name, "")
     with correcting if ":" in name else nullcontext():
-        weights = configured_weights(algorithm.importance, old, behaviour, mask, lengths).weights
+        weights, _ = configured_weights(algorithm.importance, old, behaviour, mask, lengths)
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
     ranks.call("scaling advantages", RankTraining.divide_advantages, mean)

@@ -219,7 +219,7 @@ def _fields(prompt: Prompt) -> dict[str, Any]:
     arrays = {name: (str(each.dtype), each.tolist()) for name, each in prompt.input.fields.items()}
     fields = asdict(prompt) | {"tokens": list(prompt.input.token_ids), "inputs": arrays or None}
     del fields["input"]
-    optional = ("messages", "spans", "forks", "whole_row", "inputs")
+    optional = ("messages", "spans", "forks", "whole_row", "inputs", "source")
     return {name: value for name, value in fields.items() if name not in optional or value is not None}
 
 

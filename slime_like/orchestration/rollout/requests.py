@@ -147,6 +147,7 @@ def _rows(prompt: Prompt, generation: Generation, rollout_id: str, temperature: 
             rollout_id=rollout_id,
             policy_version=int(versions[0]),
             group_id=prompt.group_id,
+            source=prompt.source,
             loss_mask=_copy(segment.loss_mask, np.bool_),
             weight_versions=versions,
             support_ids=None if segment.supports is None else _copy(segment.supports.token_ids, np.int32),

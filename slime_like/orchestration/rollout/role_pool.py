@@ -100,14 +100,16 @@ class RolePool:
         role: name of the role.
         request_tokens: limit on the tokens of waiting groups that are sent together.
         max_restarts: limit on worker restarts over the pool's life.
+        source: the only source whose groups the pool scores; ``None``: all groups.
 
     Attributes:
         weights: directory that the workers score with. Thread-safe.
         news: a sentence about every worker that left or returned.
     """
 
-    def __init__(self, role: str, request_tokens: int, max_restarts: int = 0) -> None:
+    def __init__(self, role: str, request_tokens: int, max_restarts: int = 0, source: str | None = None) -> None:
         self.role = role
+        self.source = source
         self._request_tokens = request_tokens
         self._restarts_left = max_restarts
         self._restarting: dict[Future[None], _Member] = {}

@@ -132,8 +132,10 @@ class RolloutSource(ABC):
         ready = [task for task in rewarded if self._is_useful(task.rewarded)]
         self.store.drop_without_spread([task for task in rewarded if not self._is_useful(task.rewarded)])
         for pool in self._pools:
-            self.store.move(ready, pool.role)
-            ready = pool.poll(self.store.at(pool.role), 0.0 if self.store.at(GENERATE) else idle_s)
+            own = [task for task in ready if pool.source in (None, task.prompt.source)]
+            self.store.move(own, pool.role)
+            scored = pool.poll(self.store.at(pool.role), 0.0 if self.store.at(GENERATE) else idle_s)
+            ready = [task for task in ready if task not in own] + scored
         self.store.add_ready(ready)
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:

@@ -70,7 +70,7 @@ class Critic:
 
     def values(self, rows: Sequence[ScoredTrajectory]) -> dict[str, Tensor]:
         """Load a step's rows and return their values by sequence id, (response_len,) each, from the current weights."""
-        ranks, batch = self.group.ranks, self._batcher.batch(rows)
+        ranks, batch = self.group.ranks, self._batcher.batch(rows, bool(self._config.distillation.teachers))
         self._denominators = batch.denominators
         ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, batch.replicas))
         ranks.call("scoring with the critic", RankTraining.score_batch, CRITIC)

@@ -178,6 +178,7 @@ class RunDirectory:
         place = self._path.resolve()
         values = {name: attrgetter(name)(self._config) for name in _READ}
         values["data.train"] = self._config.data.training_files
+        values["distillation.teachers"] = tuple(self._config.distillation.teachers.values())
         inside = [
             f"{name}={path}: inside run_dir={self._path}, which would be renamed with its earlier run; set another "
             "run_dir"

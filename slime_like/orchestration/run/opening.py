@@ -44,7 +44,7 @@ from slime_like.orchestration.run.lock import RunLock
 from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
-from slime_like.orchestration.run.start_notes import data_notes, router_note, settings_notes
+from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
@@ -119,7 +119,7 @@ def _open_supervised(base: _Base) -> Run:
     wanted = base.config.rollout.prompts_per_step
     source = DemonstrationSource(prompts, wanted)
     notes = data_notes(base.config.data.max_prompt_tokens, wanted, prompts)
-    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}, prompts), *notes)
+    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}), *notes)
 
 
 def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
@@ -219,7 +219,9 @@ class _Base:
         moved = f"moved the earlier run in {config.run_dir} to {aside}{why}" if aside is not None else ""
         damaged = "" if self.checkpoint is None else self.checkpoint.passed_over
         routers = router_note(config.model.path, config.trainer.router_bias_rate)
-        for note in filter(None, (self.lock.warning, moved, damaged, *notes, *settings_notes(config), routers, start)):
+        left_out = critic_note(self.checkpoint, config.algorithm.needs_critic)
+        found = self.lock.warning, moved, damaged, left_out, *notes, *settings_notes(config), routers, start
+        for note in filter(None, found):
             progress.note(note)
         bucket_directories = [config.sync.directory] if config.sync.directory else []
         logs, slots = config.run_dir / "worker_logs", sum(pieces_of(config).bundles)

@@ -63,7 +63,7 @@ class StepRecorder:
                 critic=trained.critic,
                 times=times,
                 response_lengths=[rollout.sampled_len for rollout in rollouts],
-                sources=[source for rollout in rollouts if (source := figures.source_of(rollout.group_id))],
+                sources=[rollout.last.source or "" for rollout in rollouts],
                 packed_tokens=trained.tokens.computed,
                 actual_tokens=sum(t.total_len for t in trained.trajectories) - trained.tokens.shared,
                 shared_tokens=trained.tokens.shared,

@@ -38,8 +38,6 @@ class RolloutFigures:
     sync_line: str = ""
     scoring: Mapping[str, ScoringRecord] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    source_of: Callable[[int], str | None] = lambda _: None
-    """Source of a group's prompt in a mixture."""
 
 
 class RolloutSide:
@@ -47,15 +45,11 @@ class RolloutSide:
 
     Args:
         state: returns this side's part of a checkpoint's state; expressible in JSON.
-        prompts: prompts of the trajectories, if known.
     """
 
-    def __init__(
-        self, source: ExperienceSource, state: Callable[[], dict[str, Any]], prompts: PromptSource | None = None
-    ) -> None:
+    def __init__(self, source: ExperienceSource, state: Callable[[], dict[str, Any]]) -> None:
         self.source = source
         self.state_dict = state
-        self._known = RolloutFigures() if prompts is None else RolloutFigures(source_of=prompts.source_of)
 
     def start(self, version: int) -> None:
         """Make engines serve the trainers' weights as ``version``. Runs before the first step."""
@@ -79,7 +73,7 @@ class RolloutSide:
 
     def figures(self, step_s: float) -> RolloutFigures:
         """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
-        return self._known
+        return RolloutFigures()
 
 
 class EngineSide(RolloutSide):
@@ -150,5 +144,4 @@ class EngineSide(RolloutSide):
             sync_line=str(self._report),
             scoring={pool.role: pool.take_work(step_s) for pool in self._pools},
             notes=notes,
-            source_of=self._prompts.source_of,
         )

@@ -93,6 +93,7 @@ def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:
             tokens[start:first],
             tokens[first:end],
             group_id=prompt.group_id,
+            source=prompt.source,
             rollout_id=rollout,
             answer=prompt.answer,
             loss_mask=mask[first:end],

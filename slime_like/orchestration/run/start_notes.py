@@ -5,9 +5,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from slime_like.config import RunConfig
+from slime_like.config.roles import CRITIC
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.models.dimensions import OTHER, ModelDimensions, keeps_type
 from slime_like.models.weight_files import WeightFilesError, header_shapes
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.system.words import counted
 
 
@@ -33,7 +35,8 @@ def data_notes(
 
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
-    """Warn about an adapter of another base, a warm-up that outlasts the run, and an unset checkpoint interval."""
+    """Warn about an adapter of another base, a warm-up that outlasts the run, an unset checkpoint interval, and files
+    that are not evaluated."""
     base, model = config.model.lora.base, config.model.path
     if base is not None and Path(base).resolve() != model.resolve():
         yield f"the adapter in model.lora.path names {base} as its base; its factors are added to model.path={model}"
@@ -48,6 +51,14 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             f"the only checkpoint is written after step {config.steps}, so a run that ends earlier loses all steps; "
             "set checkpoint.every (0 if this is intended)"
         )
+    if config.supervised and config.evaluation.files:
+        yield "evaluation.files is not evaluated, because algorithm.loss=sft starts no engines; run `slime-like eval`"
+
+
+def critic_note(checkpoint: Checkpoint | None, needs_critic: bool) -> str:
+    """State that the run leaves out the checkpoint's critic; empty if it does not."""
+    left = checkpoint is not None and not needs_critic and (checkpoint.path / CRITIC).is_dir()
+    return "the checkpoint's critic is left out, because algorithm.advantage needs none" if left else ""
 
 
 def router_note(model: Path, rate: float) -> str:

@@ -9,8 +9,9 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from slime_like.algorithms.losses.kl import kept_sequences
 from slime_like.algorithms.losses.loss import build_policy
-from slime_like.algorithms.losses.rejection import kept_sequences
+from slime_like.observability.names import source_kls
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance
@@ -68,7 +69,8 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock)
             started = time.perf_counter()
             ranks.call(f"scoring with the {role.name} weights", RankTraining.score_batch, role.name)
             if not role.trained:
-                records[role.name] = _scoring_record(trajectories, time.perf_counter() - started)
+                own = [row for row in trajectories if role.source in (None, row.source)]
+                records[role.name] = _scoring_record(own, time.perf_counter() - started)
     return records
 
 
@@ -86,7 +88,8 @@ def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock:
             kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
             metrics |= _adapted(run, kl)
         if config.distillation.sampled_coef > 0:
-            metrics["train_actor_training/distillation_kl"] = distil(ranks, trajectories, config.distillation.coef)
+            kls = distil(ranks, trajectories, config.distillation.coef)
+            metrics |= {"train_actor_training/distillation_kl": kls.pop(None)} | source_kls([kls])
         if config.algorithm.importance.normalize:
             normalise_importance(config.algorithm, ranks, trajectories)
         if config.algorithm.chooses_tokens:

@@ -1,5 +1,6 @@
 """Packing of scored trajectories into micro-batches for every data-parallel replica, as a whole step or in windows."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,8 +74,8 @@ class ExperienceBatcher:
         self._replicas = replicas
         self._pad_token_id = pad_token_id
 
-    def batch(self, trajectories: Sequence[ScoredTrajectory]) -> TrainingBatch:
-        """Pack all trajectories of a step into minibatches of whole groups.
+    def batch(self, trajectories: Sequence[ScoredTrajectory], by_source: bool = False) -> TrainingBatch:
+        """Pack all trajectories of a step into minibatches of whole groups, perhaps each source's apart.
 
         Raises:
             DataError: a minibatch has fewer sequences than replicas, or a sequence is over the token budget.
@@ -84,7 +85,7 @@ class ExperienceBatcher:
         for minibatch in split_by_group(trajectories, self._algorithm.minibatches):
             self.weigh(minibatch)
             denominators.append(self.denominator(minibatch))
-            for replica, packs in zip(replicas, self.pack_all(minibatch), strict=True):
+            for replica, packs in zip(replicas, self.pack_all(minibatch, by_source=by_source), strict=True):
                 replica.append(packs)
         every = (pack for replica in replicas for minibatch in replica for pack in minibatch)
         return TrainingBatch(replicas, denominators, PackTokens.of(every))
@@ -128,7 +129,7 @@ class ExperienceBatcher:
         parallel, budget = self._trainer.parallel, self._trainer.target_tokens_per_batch
         found = self._bundles(waiting)
         tokens = [bundle.tokens for bundle in found]
-        partition = with_members(partition_full_batches(tokens, budget, self._replicas).partition, found)
+        partition = with_members(partition_full_batches(tokens, budget, self._replicas), found)
         rounds = len(partition[0])
         fewest = _FEWEST_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
         rounds = rounds - rounds % parallel.pipeline if rounds >= fewest else 0
@@ -136,12 +137,15 @@ class ExperienceBatcher:
         gone = {index for replica in sent for members in replica for index in members}
         return self._packed(waiting, sent), [t for index, t in enumerate(waiting) if index not in gone]
 
-    def pack_all(self, sequences: Sequence[ScoredTrajectory], replicas_served: bool = False) -> Window:
+    def pack_all(
+        self, sequences: Sequence[ScoredTrajectory], replicas_served: bool = False, by_source: bool = False
+    ) -> Window:
         """Pack all sequences in one window, balanced over replicas.
 
         Args:
             sequences: at least one per replica.
             replicas_served: whether every replica already has sequences of this optimizer step, so fewer are allowed.
+            by_source: whether each micro-batch has only one source, and all replicas have equal counts of each.
 
         Raises:
             DataError: there are fewer sequences than replicas, or a sequence is over the token budget.
@@ -154,8 +158,14 @@ class ExperienceBatcher:
                 remedy="raise rollout.prompts_per_step, or lower algorithm.minibatches or trainer.parallel.data",
             )
         budget, costs = self._trainer.target_tokens_per_batch, self._costs
-        partition = partition_over_replicas(self._bundles(sequences), budget, self._replicas, costs)
-        return fill_to_equal_counts(self._packed(sequences, partition))
+        parts, window = defaultdict[str | None, list[ScoredTrajectory]](list), Window([] for _ in range(self._replicas))
+        for sequence in sequences:
+            parts[sequence.source if by_source else None].append(sequence)
+        for part in parts.values():
+            partition = partition_over_replicas(self._bundles(part), budget, self._replicas, costs)
+            for packs, more in zip(window, fill_to_equal_counts(self._packed(part, partition)), strict=True):
+                packs += more
+        return window
 
     def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
         return [[self._pack([sequences[i] for i in indices]) for indices in replica] for replica in partition]

@@ -150,9 +150,10 @@ class RankTraining:
         return None if scored is None else scored[0]["old_logprobs"].cpu().numpy()
 
     def _freeze(self, packs: list[PackedTrajectory], role: str) -> None:
-        scored = self._backend.score(packs, role)
-        if scored is None:
-            return
-        for pack, scores in zip(packs, scored, strict=True):
+        """Store scores of the packs of the role's source, of which every replica has the same number."""
+        source = next((one.source for one in self._scoring if one.name == role), None)
+        own = [pack for pack in packs if source in (None, pack.source)]
+        scored = self._backend.score(own, role) if own else None
+        for pack, scores in () if scored is None else zip(own, scored, strict=True):
             for name, values in scores.items():  # rows of hidden states would fill a device
                 setattr(pack, name, values.cpu() if values.ndim > 1 else values)

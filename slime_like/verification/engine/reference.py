@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slime_like.models.tower import language_names, loading_options
 from slime_like.orchestration.rollout.sync_probe import BFLOAT16_BOUND
 
 _BOUNDS = {"float32": 1e-4, "bfloat16": BFLOAT16_BOUND}
@@ -29,12 +30,13 @@ class Reference:
     """
 
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
-        read = load_file(directory / "model.safetensors")
+        every = load_file(directory / "model.safetensors")
+        read = {name: every[name] for name in language_names(directory, every)}
         self.directory = directory
         self.dtype, self.bound = dtype, _BOUNDS[dtype]
         self.weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read.items()}
-        self._config = transformers.AutoConfig.from_pretrained(directory)
-        self.vocab_size: int = self._config.vocab_size
+        self._options = loading_options(directory)
+        self.vocab_size: int = self._options["config"].vocab_size
         self.use({})
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
@@ -43,8 +45,8 @@ class Reference:
         self.weights = {**self.weights, **weights}
         state = {name: tensor.clone() for name, tensor in self.weights.items()}
         self._model = (
-            transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]
-            .from_pretrained(None, config=self._config, state_dict=state, dtype=self.dtype, **_EAGER)
+            transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self._options["config"])]
+            .from_pretrained(None, state_dict=state, dtype=self.dtype, **self._options, **_EAGER)
             .to(torch.float32 if self.dtype == "float32" else torch.float64)
         )
 

@@ -74,6 +74,8 @@ class SavedBatch:
         require_fit(rows, dimensions, str(path))
         sampled = (row for row in rows if row.logprobs is not None and row.weight_versions is not None)
         kept = [row for row in sampled if row.total_len < config.max_model_len]
+        for row in kept:
+            row.teacher_hidden = None  # of different widths, and not compared
         if not any(row.loss_mask.any() for row in kept):
             raise ConfigError(f"{path}: no engine's logprobs of rows that it can score; {_REMEDY}", code="no-batch")
         update: dict[str, Any] = {

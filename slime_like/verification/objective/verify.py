@@ -218,8 +218,11 @@ def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
         yield "rollout.drop_zero_spread=true", config.model_copy(update={"rollout": rollout}), False
 
 
+def _percent(bias: float) -> str:
+    return f"{100 * bias:.3g}%" if bias > UNBIASED else "0%"
+
+
 def sentences(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield one line per finding."""
     for one in findings:
         where = f"{one.scenario}, {one.tree}: {one.part}"
         if not one.scale > _UPHILL:
@@ -227,6 +230,6 @@ def sentences(findings: Sequence[Finding]) -> Iterator[str]:
         elif one.is_unbiased:
             yield f"{where}: unbiased, {one.scale:.4g} times the true gradient"
         else:
-            causes = ", ".join(f"{term} ({left:.2%} if it were exact)" for term, left in one.terms.items())
+            causes = ", ".join(f"{term} ({_percent(left)} if it were exact)" for term, left in one.terms.items())
             verdict = "WRONG: biased" if one.is_wrong else "biased"
-            yield f"{where}: {verdict} by {one.bias:.2%} of the gradient" + (f": {causes}" if causes else "")
+            yield f"{where}: {verdict} by {_percent(one.bias)} of the gradient" + (f": {causes}" if causes else "")

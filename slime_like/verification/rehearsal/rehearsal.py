@@ -24,6 +24,7 @@ from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.examples.tiny_model import without_progress_bar
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tower import loading_options
 from slime_like.models.weight_files import header_shapes
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.orchestration.rollout.requests import stop_tokens
@@ -123,7 +124,7 @@ def _export(path: Path, trained: ModelConfig) -> Outcome:
             found, expected = header_shapes(path), expected_factors(trained)
             return Outcome(found == expected, "export", f"{path} is a PEFT adapter of {counted(len(found), 'factor')}")
         with without_progress_bar():
-            model = transformers.AutoModelForCausalLM.from_pretrained(path)
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, **loading_options(path))
         load_tokenizer(path, trained.trust_remote_code)
         same = ModelDimensions.from_checkpoint(path) == ModelDimensions.from_checkpoint(trained.path)
     except (OSError, ValueError, KeyError, SlimeLikeError) as error:

@@ -50,8 +50,9 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         },
         "trainer": _trainer(config.trainer, budget),
         "reference": _frozen(config.reference, algorithm.needs_reference, model),
-        "distillation": _frozen(config.distillation, config.distillation.is_set, model),
-        "critic": _critic(config.critic),
+        "distillation": _frozen(config.distillation, config.distillation.is_set, model)
+        | {"teachers": dict.fromkeys(config.distillation.teachers, str(model))},
+        "critic": _critic(config.critic, config.trainer.parallel),
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
@@ -94,10 +95,10 @@ def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None) -> dic
     return small
 
 
-def _critic(critic: CriticConfig) -> dict[str, Any]:
+def _critic(critic: CriticConfig, policy: ParallelConfig) -> dict[str, Any]:
     """Return a critic without its own checkpoint. It warms up for at most the first of the steps."""
     small: dict[str, Any] = {"path": None, "warmup_steps": min(1, critic.warmup_steps), "optimizer": {"offload": False}}
-    return small | ({} if critic.parallel is None else {"parallel": _small_axes(critic.parallel)})
+    return small | ({} if critic.parallel is None else {"parallel": _small_axes(critic.layout(policy))})
 
 
 def _trainer(trainer: TrainerConfig, budget: int) -> dict[str, Any]:

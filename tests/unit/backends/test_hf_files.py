@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backends.common.hugging_face import files
+from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import HfCheckpoint, ValueModel
 from backends.megatron.families import family_of
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
+from slime_like.models.tower import own_name
 from slime_like.models.weight_files import header_shapes, stack_parts, weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
+from tests.parallel.towers import give_tower
 from tests.support.rejections import Rejects
 from tests.unit.backends.models import dimensions
 
@@ -269,3 +273,30 @@ def test_a_classifier_is_read_only_as_a_critic(kind: str, file: Path) -> None:
     assert ModelDimensions.from_checkpoint(file.parent, values=True) == plain
     with pytest.raises(ConfigError, match="is not a causal language model"):
         ModelDimensions.from_checkpoint(file.parent)
+
+
+def test_a_critic_is_of_the_language_model_alone(tmp_path: Path) -> None:
+    """Its configuration leaves out the tower of the model that it began from."""
+    make_tiny_model(tmp_path / "model", "qwen3")
+    give_tower(tmp_path / "model", "qwen3_vl")
+    (tmp_path / "critic").mkdir()
+    copy_companions(tmp_path / "model", tmp_path / "critic", torch.float32, values=True)
+    begun, critic = (ModelDimensions.from_checkpoint(tmp_path / name, values=True) for name in ("model", "critic"))
+    assert begun == critic and not critic.tower
+    assert json.loads((tmp_path / "critic" / "config.json").read_text())["architectures"] == [
+        "Qwen3ForSequenceClassification"
+    ]
+    assert ModelDimensions.from_checkpoint(tmp_path / "model").tower
+
+
+def test_a_tower_does_not_change_the_dimensions_or_the_weights_to_send(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    alone, tensors = ModelDimensions.from_checkpoint(tmp_path), expected_tensors(tmp_path)
+    give_tower(tmp_path, "qwen3_vl")
+    whole = ModelDimensions.from_checkpoint(tmp_path)
+    assert whole == replace(alone, tower=True) and not weight_file_problems(tmp_path, whole)
+    stored = expected_tensors(tmp_path)
+    assert {own_name(name): shape for name, shape in stored.items()} == tensors
+    with HfCheckpoint(tmp_path) as checkpoint:
+        assert checkpoint.stored == {own_name(name): name for name in stored}
+        assert list(checkpoint.kept) == ["model.visual.merger.weight"]

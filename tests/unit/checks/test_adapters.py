@@ -17,6 +17,7 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.weight_files import header_shapes
 from slime_like.orchestration.run.start_notes import settings_notes
 from slime_like.weights.adapter import factor_shapes
+from tests.parallel.towers import give_tower
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
@@ -29,10 +30,13 @@ REJECTED = [
     ("qwen3_moe", "sglang", ("--model.lora.targets", "q_proj", "experts.0.down_proj")),
     ("deepseek_v3", "vllm", ("--model.lora.targets", "o_proj")),
     ("deepseek_v3", "sglang", ("--model.lora.targets", "o_proj")),
+    ("qwen3_vl", "vllm", ()),
+    ("qwen3_vl", "sglang", ()),
 ]
 SOUND = [
     ("qwen3", "vllm", ("--model.lora.rank", "512")),
     ("qwen3", "sglang", ("--model.lora.rank", "513")),
+    ("qwen3_vl", "transformers", ()),
     ("qwen3_moe", "sglang", ATTENTION),
     ("qwen3_moe", "transformers", ATTENTION),
     ("deepseek_v3", "transformers", ("--model.lora.targets", "o_proj")),
@@ -40,7 +44,9 @@ SOUND = [
 
 
 def given(root: Path, family: str, engine: str, flags: tuple[str, ...]) -> list[str]:
-    make_tiny_model(root / "tiny", family)
+    make_tiny_model(root / "tiny", family.removesuffix("_vl"))
+    if family.endswith("_vl"):
+        give_tower(root / "tiny", family)
     own = ["--model.path", str(root / "tiny"), "--rollout.engine", engine, "--data.max_prompt_tokens", "64"]
     own += ["--rollout.max_new_tokens", "64", "--model.lora.rank", "4", "--model.lora.sync", "adapter"]
     return [*sound_flags(root), *own, *flags]

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 GPU_RECIPES = [path for path in CONFIGS if "gpus_per_node" in path.read_text()]
 BOTH = f"--{REPLICAS} {AUTO} --{ENGINES} {AUTO}"
+CRITIC = "--algorithm.advantage gae --critic.placement separate --critic.parallel.tensor 2"
 WORKERS = "--reference.placement workers --reference.workers 2 --reference.parallel.tensor 4 --algorithm.kl.coef 0.1"
 SIZE = "--cluster.gpus_per_node 8 --cluster.nodes"
 
@@ -38,6 +39,8 @@ def load(flags: str) -> RunConfig:
         ("separate", f"--{REPLICAS} {AUTO} {SIZE} 3 --{ENGINES} 2 --rollout.tensor 4 {WORKERS}", 8, 2),
         ("separate", f"--{ENGINES} {AUTO} {SIZE} 2 --{REPLICAS} 4 --rollout.tensor 4", 4, 3),
         ("separate", f"--{ENGINES} {AUTO} {SIZE} 4 --{REPLICAS} 2 --rollout.tensor 8 {WORKERS}", 2, 2),
+        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 2 --{ENGINES} 4 {CRITIC}", 4, 4),  # 4 replicas, of 1 and 2 ranks
+        ("separate", f"--{REPLICAS} {AUTO} {SIZE} 2 --{ENGINES} 4 {CRITIC} --critic.parallel.data 1", 10, 4),
         ("separate", f"{BOTH} {SIZE} 1 --algorithm.loss sft", 8, 8),  # the number of engines is unused
         ("separate", f"--{REPLICAS} {AUTO} {SIZE} 1 --{ENGINES} 9", 1, 9),  # too few GPUs; rejected elsewhere
     ],

@@ -81,10 +81,12 @@ def test_hub_ids_become_snapshots_whose_commits_a_resumed_run_keeps(
 ) -> None:
     source = {"name": "s", "files": ["acme/sums@v2/main/train-*.parquet"]}
     settings = {"run_dir": "run", "model": {"path": "acme/tiny"}, "data": {"mixture": [source]}}
+    settings["distillation"] = {"coef": 1.0, "teachers": {"s": "acme/tiny"}}
     given = write(tmp_path, yaml.safe_dump({**settings, "evaluation": {"files": ["acme/sums", "held/out.jsonl"]}}))
     config = load_config(given)
     hub = tmp_path / "hub"
     assert config.model.path == hub / "models--acme--tiny" / "snapshots" / ("0a" * 20)
+    assert config.distillation.teachers == {"s": config.model.path}
     assert config.data.training_files == (hub / "datasets--acme--sums" / "snapshots/v2/main/train-*.parquet",)
     assert config.evaluation.files == (
         hub / "datasets--acme--sums" / "snapshots" / ("0b" * 20), tmp_path / "held/out.jsonl"
@@ -92,6 +94,7 @@ def test_hub_ids_become_snapshots_whose_commits_a_resumed_run_keeps(
     assert downloads == [
         ("acme/tiny", "model", None, None),
         ("acme/sums", "dataset", "v2", "main/train-*.parquet"),
+        ("acme/tiny", "model", None, None),
         ("acme/sums", "dataset", None, None),
     ]
     config.run_dir.mkdir()
@@ -110,8 +113,9 @@ def test_ids_without_a_hub_and_local_paths_stay(
     for path in ("local/tiny", "acme/offline", "acme/tiny/deeper", "tiny", "./acme/tiny", str(tmp_path)):
         assert load_config(None, ["--run_dir", "r", "--model.path", path]).model.path == (tmp_path / path).absolute()
     assert [call[0] for call in downloads] == ["acme/offline"]
-    with rejects(ConfigError, "hub-refuses"):
-        load_config(None, ["--run_dir", "r", "--model.path", "acme/unknown"])
+    for field in ("model.path", "critic.path", "distillation.teachers.sums"):
+        with rejects(ConfigError, "hub-refuses"):
+            load_config(None, ["--run_dir", "r", "--model.path", "tiny", f"--{field}", "acme/unknown"])
 
 
 FLAGS: list[tuple[list[str], str, Any]] = [
@@ -251,6 +255,9 @@ def test_a_wrong_setting_is_rejected_with_its_field(
             "tensor",
             "reference.parallel.tensor or distillation.parallel.tensor or rollout.tensor or trainer.parallel.tensor",
         ),
+        ("algorithm.adv_estimator", "algorithm.advantage"),
+        ("algorithm.lam", "algorithm.advantage.lam"),
+        ("critic.lr", "critic.optimizer.lr"),
         ("learning_rate", "critic.optimizer.lr or trainer.optimizer.lr"),
         ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),
         ("no_such_thing", None),

@@ -7,11 +7,13 @@ import pytest
 from pydantic import ValidationError
 
 from slime_like.config import RunConfig
+from slime_like.config.reading.load import load_config, save_config
 from slime_like.config.roles import Roles
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.placement import Placement
 
 WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 2}, "path": "/models/ref"}
+MIXTURE = {"data": {"mixture": [{"name": name, "files": ["/x.jsonl"]} for name in "ab"]}}
 KL = {"algorithm": {"kl": {"coef": 0.1}}}
 
 
@@ -48,6 +50,13 @@ def config(**sections: Any) -> RunConfig:
             ["distillation"],
             [],
         ),
+        (
+            {"distillation": {"coef": 1.0, "teachers": {"a": "/t", "b": "/u"}, "placement": "workers"}} | MIXTURE,
+            ["policy", "distillation.teachers.a", "distillation.teachers.b"],
+            [],
+            ["policy"],
+            ["distillation.teachers.a", "distillation.teachers.b"],
+        ),
         ({"algorithm": {"loss": "sft", "epochs": 2}}, ["policy"], [], [], []),
     ],
 )
@@ -66,6 +75,16 @@ def test_a_critic_needs_a_hugging_face_checkpoint_or_the_policys() -> None:
         config(algorithm={"advantage": "gae"})
     run = config(algorithm={"advantage": "gae"}, critic={"path": "/models/v"})
     assert (run.for_critic().model.path, run.for_critic().model.weights) == (Path("/models/v"), None)
+
+
+def test_a_critic_has_the_policys_axes_but_the_given_ones(tmp_path: Path) -> None:
+    """Neither does a saved configuration give the others."""
+    sections = {"algorithm": {"advantage": "gae"}, "critic": {"path": "/models/v", "parallel": {"pipeline": 2}}}
+    run = config(**sections, trainer={"parallel": {"tensor": 4, "sequence": True, "pipeline": 4}})
+    save_config(run, tmp_path / "config.yaml")
+    for each in (run, load_config(tmp_path / "config.yaml", ["--trainer.parallel.tensor", "8"])):
+        found, policy = each.roles["critic"].parallel, each.trainer.parallel
+        assert found == policy.model_copy(update={"pipeline": 2}) and policy.pipeline == 4
 
 
 def test_a_worker_holds_its_roles_weights_in_its_roles_layout() -> None:

@@ -222,12 +222,11 @@ def test_a_mixture_has_its_shares_after_any_number_of_prompts(mixture: DataConfi
     prompts, issued = source.next(150), dict.fromkeys(("sums", "gsm8k", "words"), 0)
     assert source.num_rows == 18 and [prompt.group_id for prompt in prompts] == list(range(150))
     for count, prompt in enumerate(prompts, start=1):
-        name = source.source_of(prompt.group_id)
-        assert name is not None
-        issued[name] += 1
+        assert prompt.source is not None
+        issued[prompt.source] += 1
         for share, each in zip((0.5, 0.3, 0.2), issued.values(), strict=True):
             assert abs(each - share * count) < 1
-    own = {name: [p for p in prompts if source.source_of(p.group_id) == name] for name in issued}
+    own = {name: [p for p in prompts if p.source == name] for name in issued}
     apples = own["gsm8k"]
     assert [prompt.epoch for prompt in apples] == [i // 3 for i in range(45)]
     assert len({tuple(p.row for p in apples[i : i + 3]) for i in range(0, 45, 3)}) > 3  # newly shuffled
@@ -250,8 +249,6 @@ def test_a_saved_position_is_resumed_exactly(mixture: DataConfig, order: str, be
     resumed.load_state_dict(state)
     assert resumed.next(after) == straight.next(after)
     assert resumed.state_dict() == straight.state_dict()
-    for number in range(before + after):
-        assert resumed.source_of(number) == straight.source_of(number)
 
 
 def test_a_position_in_another_mixture_is_refused(mixture: DataConfig, rejects: Rejects) -> None:

@@ -10,6 +10,7 @@ import pytest
 from slime_like.observability.names import (
     IDLE_TIME,
     evaluation_metrics,
+    source_kls,
     step_metrics,
     sync_metrics,
     update_metrics,
@@ -104,6 +105,17 @@ def test_metrics_of_an_rl_step() -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
+def test_a_sources_kl_is_the_mean_of_the_updates_with_its_tokens() -> None:
+    kls = [{"sums": 1.0, "words": 4.0}, {"sums": 2.0}]
+    updates = [
+        dataclasses.replace(update, source_kls=each) for update, each in zip(rl_record().updates, kls, strict=True)
+    ]
+    metrics = step_metrics(dataclasses.replace(rl_record(), updates=updates))
+    assert {name: value for name, value in metrics.items() if name.startswith("sources/")} == {
+        "sources/sums/distillation_kl": 1.5, "sources/words/distillation_kl": 4.0
+    }  # fmt: skip
+
+
 def test_metrics_of_a_supervised_step() -> None:
     metrics = step_metrics(dataclasses.replace(sft_record(), sources=["a", "b"]))
     assert metrics["train_actor_training/loss"] == 2.0
@@ -138,6 +150,7 @@ def test_documentation_names_all_metrics() -> None:
     evaluation = EvaluationRecord(**means, num_responses=4, pass_at={2: 0.75})
     sync = SyncRecord(total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5)
     penalties = {f"train_actor_training/{name}" for name in ("kl_reward", "kl_reward_coef", "distillation_kl")}
+    penalties |= source_kls([{"sums": 1.0}]).keys()
     critic = update_metrics([value_stats()], "train_critic")
     logged = {*RL_FIGURES, *critic, *penalties, *evaluation_metrics(evaluation), *sync_metrics(sync)}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []

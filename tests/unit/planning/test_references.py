@@ -38,7 +38,7 @@ def test_a_critic_on_its_own_gpus_grows_with_the_policy() -> None:
     needed = gpus_needed(filled)
     assert (needed.trainers, needed.engines, needed.workers, needed.total) == (6, 4, {"critic": 6}, 16)
     fixed = run.model_copy(update={"critic": run.critic.model_copy(update={"parallel": ParallelConfig(data=2)})})
-    assert gpus_needed(fill(fixed, ["trainer.parallel.data"])).trainers == 10
+    assert gpus_needed(fill(fixed, ["trainer.parallel.data"])).trainers == 8  # its tensor ranks stay the policy's
     assert gpus_needed(config(rollout=rollout, **sections)).workers == {}
 
 

@@ -224,6 +224,12 @@ def test_a_wrong_objective_is_found_and_named(name: str) -> None:
     assert all("WRONG" in line for line in sentences(wrong))
 
 
+def test_a_small_bias_is_not_shown_as_none() -> None:
+    found = Finding("on-policy", "one turn", "reward", 1.0, 2e-8, {"algorithm.whiten=true": 1e-17})
+    (line,) = sentences([found])
+    assert "biased by 2e-06% of" in line and "(0% if it were exact)" in line
+
+
 def test_a_right_objective_of_ones_own_passes() -> None:
     found = findings(EXACT | {"loss": f"{HERE}:Reinforce", "advantage": f"{HERE}:leave_one_out"})
     assert not any(each.is_wrong for each in found.values())

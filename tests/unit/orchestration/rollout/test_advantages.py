@@ -215,16 +215,19 @@ def test_a_teacher_adds_to_the_advantage_of_every_token_that_carries_loss(reject
     trainers, packs = one_rank(settings, trajectories)
     for pack in packs:
         pack.teacher_logprobs = pack.ref_logprobs
-    expected, gaps = [], []
-    for t in trajectories:
+    expected, gaps, of = [], [], dict[str, list[float]](sums=[], words=[])
+    for index, t in enumerate(trajectories):
+        t.source = ("sums", "words")[index % 2]
         assert t.old_logprobs is not None and t.ref_logprobs is not None
         pairs = zip(t.ref_logprobs.tolist(), t.old_logprobs.tolist(), strict=True)
         gain = [
             teacher - old if kept else 0.0 for (teacher, old), kept in zip(pairs, t.loss_mask.tolist(), strict=True)
         ]
         expected += [advantage + 0.5 * one for advantage, one in zip(t.advantages.tolist(), gain, strict=True)]
+        of[t.source] += [one for one, kept in zip(gain, t.loss_mask.tolist(), strict=True) if kept]
         gaps += [one for one, kept in zip(gain, t.loss_mask.tolist(), strict=True) if kept]
-    assert distil(trainers, trajectories, 0.5) == pytest.approx(-statistics.mean(gaps), rel=1e-5)
+    means = {name: -statistics.mean(each) for name, each in {None: gaps, **of}.items()}
+    assert distil(trainers, trajectories, 0.5) == pytest.approx(means, rel=1e-5)
     assert torch.cat([t.advantages for t in trajectories]).tolist() == pytest.approx(expected, rel=1e-5)
     assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(expected, rel=1e-5)
     for pack in packs:

@@ -5,7 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +239,27 @@ def test_groups_are_ready_when_the_reference_has_scored_them(
     audit = audit_run(run_dir)
     assert not audit.problems
     assert pool.news == ["first left the logprob pool (first rank 0 died while scoring)"]
+
+
+def test_groups_go_to_the_pool_of_their_source(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = Prompts.next
+
+    def of_two_sources(self: Prompts, n: int) -> list[Prompt]:
+        return [replace(prompt, source=("sums", "words")[prompt.group_id % 2]) for prompt in prompts(self, n)]
+
+    monkeypatch.setattr(Prompts, "next", of_two_sources)
+    workers = {name: Worker(name) for name in ("sums", "words")}
+    pools = [RolePool(name, request_tokens=10, source=name) for name in workers]
+    for pool in pools:
+        pool.join(workers[pool.role])
+    client = ShuffledClient(0)
+    made, _ = source(run_dir, client, pools)
+    trained = [group for batch in batches(made, client) for group in batch]
+    made.close()
+    for number, pool in enumerate(pools):
+        scored = [group for request in workers[pool.role].requests for group in request]
+        assert sorted(scored) == sorted(group for group in trained if group % 2 == number)
+        pool.close()
 
 
 def test_a_resumed_run_issues_groups_in_flight_again(run_dir: Path) -> None:

@@ -11,7 +11,8 @@ from backends.fsdp.optimizer import learning_rate
 from slime_like.config import DataConfig, RunConfig
 from slime_like.data.prompts import PromptSource
 from slime_like.examples.tiny_model import byte_tokenizer, make_tiny_model
-from slime_like.orchestration.run.start_notes import data_notes, router_note, settings_notes
+from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
 
 
 def config(**changes: Any) -> RunConfig:
@@ -46,6 +47,13 @@ def test_held_out_prompts_that_are_trained_on(tmp_path: Path) -> None:
     assert note.startswith("2 of 3 held-out prompts of a ")
 
 
+def test_a_critic_that_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "step" / "critic").mkdir(parents=True)
+    plain, whole = (Checkpoint(path, 1, {}) for path in (tmp_path, tmp_path / "step"))
+    assert critic_note(whole, False).startswith("the checkpoint's critic is left out")
+    assert [critic_note(whole, True), critic_note(plain, False), critic_note(None, False)] == [""] * 3
+
+
 SAVING: dict[str, Any] = {"checkpoint": {"every": 2, "keep": 1}}
 
 
@@ -57,9 +65,10 @@ SAVING: dict[str, Any] = {"checkpoint": {"every": 2, "keep": 1}}
         ({}, 1),  # a run of five steps and a single checkpoint
         ({"steps": 1}, 0),
         ({"checkpoint": {"every": 0}}, 0),
+        ({**SAVING, "algorithm": {"loss": "sft"}, "evaluation": {"files": ["eval.jsonl"]}}, 1),  # it starts no engines
     ],
 )
-def test_settings_that_may_lose_every_step(settings: dict[str, Any], count: int) -> None:
+def test_settings_that_lose_something(settings: dict[str, Any], count: int) -> None:
     assert len(list(settings_notes(config(**settings, rollout={"prompts_per_step": 4})))) == count
 
 

@@ -65,6 +65,18 @@ def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, mini
     assert all(pack.packed_seq_len <= 64 for pack in packs)
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_sources_go_into_different_packs_of_equal_counts(replicas: int) -> None:
+    """Also a source that has fewer sequences than there are replicas."""
+    settings, trajectories = config(trainer={"target_tokens_per_batch": 64}), batch_of(9, 4)
+    for number, one in enumerate(trajectories):
+        one.source = "rare" if number == 5 else ("sums", "words")[number % 2]
+    batch = batcher_of(settings, replicas).batch(trajectories, by_source=True)
+    assert carried(all_packs(batch.replicas)) == sorted(t.sequence_id for t in trajectories)
+    orders = [[pack.source for pack in minibatch] for replica in batch.replicas for minibatch in replica]
+    assert set(orders[0]) == {"sums", "words", "rare"} and all(order == orders[0] for order in orders)
+
+
 def test_minibatches_hold_whole_groups(rejects: Rejects) -> None:
     parts = split_by_group(batch_of(7, 3), 3)
     groups = [{t.group_id for t in part} for part in parts]
