@@ -82,7 +82,6 @@ def _signed(value: int) -> int:
 
 
 def _truncate(probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor | None) -> None:
-    """Zero, in place, the probabilities outside the limits."""
     if min_ps is not None:
         least = probabilities.amax(dim=-1, keepdim=True) * min_ps[:, None]
         probabilities.masked_fill_(probabilities < least, 0.0)

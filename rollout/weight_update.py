@@ -95,7 +95,6 @@ class WeightUpdateState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Fail the open update if the block raises."""
         try:
             yield
         except WeightSyncError as error:

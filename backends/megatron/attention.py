@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention
@@ -48,6 +49,8 @@ def for_factors(config: RunConfig) -> RunConfig:
     """Avoid Transformer Engine's layers in ``auto`` if there are low-rank factors: a layer that contains the norm does
     not return the factors' input."""
     if not config.model.lora.is_set or config.trainer.attention != "auto":
+        return config
+    if ModelDimensions.from_checkpoint(config.model.path).attention.special:  # never has these layers
         return config
     attention = "allgather" if config.trainer.share_prefixes else "ring"
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": attention})})
@@ -111,7 +114,8 @@ class PackedCoreAttention(torch.nn.Module):
 
     Attributes:
         rotates: queries and keys arrive without rotary embedding.
-        window: keys that a query sees at most, its own included; ``None``: all earlier ones.
+        window: keys that a query sees at most, its own included; ``None`` for all.
+        sinks: scores of this rank's heads that no value belongs to, or ``None``.
     """
 
     rotates: ClassVar[bool] = True
@@ -124,12 +128,19 @@ class PackedCoreAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **unused: Any,
     ) -> None:
         super().__init__()
-        windows = (config.window_size, config.window_attn_skip_freq)
-        self.window = config.window_size[0] + 1 if is_layer_window_attention(*windows, layer_number) else None
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        windows, self._groups = config.window_attn_skip_freq, pg_collection
+        self.window: int | None = windows[layer_number - 1] or None if windows else None
+        self.sinks: Any = None
+        if config.softmax_type == "learnable":
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -146,8 +157,17 @@ class PackedCoreAttention(torch.nn.Module):
         if self.rotates:
             query, key = layout.rotated(query, key)
         assert layout.attention is not None
-        out = layout.attention.attend(query, key, value, self.scale, self.window)
+        out = layout.attention.attend(query, key, value, self.scale, self.window, self.sinks)
         return out.reshape(out.shape[0], -1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Describe the sinks, if there are any, as a part of the tensor on disk."""
+        own = dict(self.named_parameters())
+        groups = {"tp_group": self._groups.tp, "dp_cp_group": metadata["dp_cp_group"]} if own else {}
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets, **groups
+        )
+        return state
 
 
 class RotatedCoreAttention(PackedCoreAttention):

@@ -7,8 +7,6 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from backends.megatron.experts import GroupedExperts
-
 
 @dataclass(frozen=True, slots=True)
 class Routes:
@@ -75,7 +73,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def serve(self, experts: torch.nn.Module) -> None:
         """Dispatch to ``experts``."""
-        self.counts_stay = isinstance(experts, GroupedExperts)
+        self.counts_stay = getattr(experts, "counts_stay", False)
 
     @property
     def _is_alone(self) -> bool:

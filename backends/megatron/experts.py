@@ -98,6 +98,8 @@ class RowGroupedLinear(GroupedLinear):
 class GroupedExperts(TEGroupedMLP):
     """Megatron's grouped experts with torch's product, which reads the experts' token counts on the device."""
 
+    counts_stay = True
+
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **unused: Any
     ) -> None:

@@ -38,7 +38,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         self._process: ChildProcess | None = None
         if config.model.lora.sends_factors:
             ranks, flush = partial(self._call, "receive"), partial(self._call, "finish_update")
-            self.targets = {ADAPTER: AdapterTarget(config.model, ranks, "sglang.adapter:serve", flush)}
+            self.targets = {ADAPTER: AdapterTarget(config.model, ranks, "sglang.scheduler:serve_adapter", flush)}
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:

@@ -94,7 +94,6 @@ class Host:
 
     # ---------------------------------------------------------------------------------------------------------- weights
     async def receive(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every rank's receiver, or have it load a bucket."""
         return await self._ranks.call("receive", call=json.dumps([method, *arguments]))
 
     async def begin_update(self) -> None:
@@ -108,7 +107,6 @@ class Host:
         return common_checksums(await self.receive("received"))
 
     async def _close_update(self) -> None:
-        """Close SGLang's side of an update, if one is open."""
         if self._updating:
             self._updating = False
             _require(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
@@ -190,7 +188,6 @@ class _Ranks:
         self._turn = asyncio.Lock()
 
     async def call(self, method: str, **parameters: str) -> list[Any]:
-        """Make one collective call, and return every rank's result."""
         async with self._turn:
             socket = self._engine.send_to_rpc
             sock_send(socket, RpcReqInput(method=method, parameters=parameters or None))
@@ -213,7 +210,6 @@ class _Running:
         self.aborted = asyncio.Event()
 
     async def wait_for(self, gate: asyncio.Event) -> None:
-        """Wait until ``gate`` is set or the request is aborted."""
         while not gate.is_set() and not self.aborted.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (gate, self.aborted)]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Extension of SGLang's scheduler processes: receives weights, and adapts four behaviors for the engine.
+"""Extension of SGLang's scheduler processes: receives weights, and adapts three behaviors for the engine.
 
 The engine starts every scheduler through ``run_scheduler``, which replaces SGLang's scheduler class with
 ``EngineScheduler``.
@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.distributed.device_communicators import pynccl
 from sglang.srt.layers.sampler import register_sampler_backend
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -26,6 +26,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.common import async_h2d
 
+from rollout.adapter import taken
 from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt, function_of
 from rollout.requests import StopTexts, stop_window
@@ -33,13 +34,12 @@ from rollout.sglang.arguments import SAMPLING_BACKEND
 from rollout.sglang.routes import keep_first_routes, mark_unrecorded, record_on_cpu
 from rollout.sglang.sampler import SeededSampler
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.errors import WeightSyncError
 from slime_like.hosting.calls import one_line
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
+from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.received import WeightReceiver
-
-_BURST_GAP_S, _BURST_GAPS = 0.002, 10
-"""How long an idle scheduler waits for another request, and how often. Less than a step."""
 
 
 def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, **options: Any) -> None:
@@ -110,21 +110,6 @@ class EngineScheduler(Scheduler):
         super()._record_scheduler_state_for_paused_engine()
         self.maybe_sleep_on_idle()
 
-    def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
-        """Wait for the requests of a burst if nothing runs, so they are prefilled together."""
-        begins = not self.waiting_queue and self.last_batch is None and self.running_batch.is_empty()
-        received: list[Any] = super().ingest_requests(stop_at_pause)
-        # Not by time, because all tensor-parallel ranks must receive equally often.
-        for _ in range(_BURST_GAPS if begins and not self._engine_paused else 0):
-            known = len(self.waiting_queue)
-            if known == 0:
-                break
-            time.sleep(_BURST_GAP_S)
-            received += super().ingest_requests(stop_at_pause)
-            if len(self.waiting_queue) == known:
-                break
-        return received
-
     # ----------------------------------------------- called by SGLang's collective RPC, which carries plain values only
     def receive(self, call: str) -> None:
         """Call a method of the receiver, or a function (``function_of``), and send the answer to the host."""
@@ -137,6 +122,23 @@ def load(scheduler: EngineScheduler, metadata: dict[str, Any]) -> None:
     runner = scheduler.tp_worker.model_runner
     with torch.inference_mode():
         runner.model.load_weights(scheduler.receiver.copies(BucketMetadata.from_wire(metadata), runner.device))
+
+
+def serve_adapter(scheduler: EngineScheduler, settings: dict[str, Any], *source: Any) -> None:
+    """Replace the adapter by factors from ``source``.
+
+    SGLang's own calls would wait until no request uses the adapter, but frozen requests do.
+
+    Raises:
+        WeightSyncError: SGLang rejects the factors.
+    """
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    adapter = LoRARef(lora_id=ADAPTER, lora_name=ADAPTER, lora_path="__tensor__", pinned=False)
+    manager.unload_lora_adapter(adapter)
+    loaded = manager.load_lora_adapter_from_tensors(adapter, taken(scheduler.receiver, *source), settings)
+    if not loaded.success:
+        raise WeightSyncError(loaded.error_message, code="adapter-not-loaded")
+    manager.fetch_new_loras({None, ADAPTER})  # otherwise the next step would, whose failure ends the process
 
 
 def _join_without_nccl() -> None:

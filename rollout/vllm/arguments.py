@@ -167,7 +167,6 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
     if cpu:
         defaults |= {
             "enforce_eager": True,
-            "scheduler_cls": "rollout.vllm.scheduler.BurstScheduler",
             "block_size": 32,
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),

@@ -72,7 +72,7 @@ class EngineCore:
                 # Cached by vLLM, so adding a request later never waits between its check and its registration.
                 await self.alive().get_supported_tasks()
                 if on_cpu() and self._rollout.pipeline > 1:
-                    await self.workers("vllm.executor:make_stage_buffer")
+                    await self.workers("vllm.worker:make_stage_buffer")
         except BaseException as error:
             await asyncio.to_thread(self._end_build, before)
             if isinstance(error, SlimeLikeError) or not isinstance(error, Exception):

@@ -41,7 +41,9 @@ class VllmEngine(EngineBase["AsyncLLM"]):
         self._core = EngineCore(config.rollout, arguments, self._faults, part)
         self._masks = False
         if config.model.lora.sends_factors:
-            self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, "vllm.adapter:serve", self._flush)}
+            self.targets = {
+                ADAPTER: AdapterTarget(config.model, self._receive, "vllm.worker:serve_adapter", self._flush)
+            }
 
     @staticmethod
     def refusal(dimensions: ModelDimensions, on_cuda: bool) -> str | None:

@@ -4,11 +4,10 @@ from typing import Any
 
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector, AuxRequestOutput
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer as routers
+from vllm.v1.core.sched.scheduler import Scheduler
 
-from rollout.vllm.scheduler import BurstScheduler
 
-
-class RoutesScheduler(BurstScheduler):
+class RoutesScheduler(Scheduler):
     """Scheduler that passes on the routes that ``record`` adds to the outputs of steps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker process that receives, hashes and loads weights.
+"""Extension of vLLM's worker process that receives, hashes and loads weights and adapters.
 
 vLLM imports this module in every worker, because the engine's ``worker_extension_cls`` is ``WorkerExtension``. The
 import registers the weight-transfer engine.
@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from rollout.adapter import taken
 from rollout.ranks import RankAnswer, attempt, function_of
-from rollout.vllm.arguments import BACKEND
+from rollout.vllm.arguments import BACKEND, LORA_ID
+from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
 from slime_like.system.memory import keep_freed_memory
@@ -103,6 +107,38 @@ class WorkerExtension(_Worker):
         method, *arguments = call
         owner = self if ":" in method else self.weight_transfer_engine.receiver
         return function_of(owner, method)(*arguments)
+
+
+def serve_adapter(worker: Any, settings: dict[str, Any], *source: Any) -> None:
+    """Replace the adapter by factors from ``source``. vLLM scales B in place, so they must be copies.
+
+    Raises:
+        WeightSyncError: vLLM has no such module. It would ignore the factors.
+    """
+    lora = worker.model_runner.lora_manager
+    manager = lora._adapter_manager
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    model = LoRAModel.from_lora_tensors(
+        LORA_ID,
+        taken(worker.weight_transfer_engine.receiver, *source),
+        PEFTHelper.from_dict(settings),
+        device="cpu",
+        dtype=lora.lora_config.lora_dtype,
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )
+    manager.remove_adapter(LORA_ID)
+    manager.add_adapter(model)  # packs the factors of fused modules
+    if unknown := model.loras.keys() - manager.modules.keys():
+        raise WeightSyncError(f"vLLM has no module for the factors of {min(unknown)}", code="unknown-tensor")
+    manager.activate_adapter(LORA_ID)
+
+
+def make_stage_buffer(worker: Any) -> None:
+    """Make the buffer for hidden states of the previous stage. vLLM 0.32 does so in a profile, which a CPU skips."""
+    runner = worker.model_runner
+    if runner.intermediate_tensors is None:
+        size, dtype = runner.max_num_tokens, runner.model_config.dtype
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(size, dtype, runner.device)
 
 
 def _pack_tied_heads(model: Module) -> None:

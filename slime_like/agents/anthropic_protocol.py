@@ -159,7 +159,6 @@ def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
 
 
 def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Split a block into an empty one and the deltas that fill it."""
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":

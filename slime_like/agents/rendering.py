@@ -44,7 +44,6 @@ class ChatFormat:
         self._decode = partial(decoded, tokenizer)
 
     def with_variables(self, variables: Mapping[str, Any]) -> "ChatFormat":
-        """Return the format with variables of the chat template, besides the run's."""
         other = copy(self)
         other._tokenizer = with_template_variables(self._tokenizer, variables)
         return other

@@ -84,13 +84,11 @@ class Session:
         self._closed = False
 
     def close(self) -> None:
-        """Reject further and waiting calls."""
         self._closed = True
         for running in self._running:
             running.cancel()
 
     def rows(self, untrained: Collection[Untrained] = ()) -> list[Row]:
-        """Return the rows to train on, without the kinds of calls in ``untrained``."""
         return self.tree.rows(_untrained(self.tree.turns, untrained, self._others))
 
     def count_tokens(self, call: Call) -> int:

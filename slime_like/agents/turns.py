@@ -100,7 +100,6 @@ class TurnTree:
         return Prompt(PromptInput(chat.encode(rendering)), rendering.text, tuple(messages), keys, rendering.text)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
-        """Add a turn. The client receives ``reply``."""
         tokens = generation.token_ids.tolist()
         sampled = self.sampled_text(prompt, generation)
         turn = Turn(

@@ -1,12 +1,7 @@
 """Pure tensor mathematics of packed RL: no process group, no Ray, no engine. Usable wherever torch is."""
 
 from slime_like.algorithms.advantages import AdvantageEstimator, Groups, compute_advantages, estimator, find_estimator
-from slime_like.algorithms.context import (
-    ContextShard,
-    merge_from_context_parallel,
-    padded_length,
-    split_for_context_parallel,
-)
+from slime_like.algorithms.context import ContextShard, padded_length, split_for_context_parallel
 from slime_like.algorithms.gae import gae
 from slime_like.algorithms.head import fused_logprobs
 from slime_like.algorithms.importance import importance_weights, off_policy_sequence_mask
@@ -55,7 +50,6 @@ __all__ = [
     "kl_estimate",
     "kl_penalty",
     "logprobs_and_entropy",
-    "merge_from_context_parallel",
     "off_policy_sequence_mask",
     "overlong_penalty",
     "pack_sequences",

@@ -53,14 +53,12 @@ class AdvantageEstimator:
                 raise ValueError(f"{problem}; use {' or '.join(map(repr, known))}")
 
     def __call__(self, rewards: Tensor, groups: Groups, *needed: Tensor, **options: Any) -> Tensor:
-        """Return ``compute``'s result."""
         return self.compute(rewards, groups, *needed, **options)
 
 
 def estimator(
     scope: Scope, level: Level = "sample", needs: tuple[Need, ...] = ()
 ) -> Callable[[Callable[..., Tensor]], AdvantageEstimator]:
-    """Make an ``AdvantageEstimator`` of the decorated function."""
 
     def made(compute: Callable[..., Tensor]) -> AdvantageEstimator:
         return AdvantageEstimator(compute, scope, level, needs)
@@ -115,7 +113,6 @@ class Groups:
 
     @classmethod
     def all_in_one(cls, values: Tensor) -> Self:
-        """Return the whole batch as one group."""
         return cls(torch.zeros_like(values, dtype=torch.int64))
 
 

@@ -9,7 +9,6 @@ at its end.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -88,9 +87,6 @@ def split_for_context_parallel(
 
     Raises:
         ValueError: an unknown layout, or a rank outside the group.
-
-    Example:
-        >>> shards = [split_for_context_parallel(packed, 2, rank) for rank in range(2)]
     """
     _require_layout(layout)
     if not 0 <= cp_rank < cp_size:
@@ -134,7 +130,6 @@ def _responses(packed: PackedTrajectory, place: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
-    """Return the pack indices of the local tokens."""
     if packed.segment_lengths is None:
         return place
     padding = torch.arange(packed.actual_total_tokens, packed.packed_seq_len + 1, device=place.device)
@@ -143,33 +138,9 @@ def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
 
 
 def _parents(packed: PackedTrajectory, segments: int) -> Tensor | None:
-    """Return the parents of all segments; padding has none."""
     if packed.segment_parents is None:
         return None
     return torch.nn.functional.pad(packed.segment_parents, (0, segments - len(packed.segment_parents)), value=-1)
-
-
-def merge_from_context_parallel(shards: Sequence[ContextShard], local_values: Sequence[Tensor]) -> Tensor:
-    """Put the per-response values of all shards back into the pack's order. Differentiable.
-
-    Args:
-        shards: the shards of all ranks of one pack, in any order.
-        local_values: for each shard (R_local,) or (R_local, ...), in the order of its ``response_index``.
-
-    Returns:
-        (R,) or (R, ...).
-
-    Raises:
-        ValueError: a shard is missing, occurs twice, or has another pack or layout.
-    """
-    ranks = sorted(shard.cp_rank for shard in shards)
-    if not shards or ranks != list(range(shards[0].cp_size)):
-        raise ValueError(f"shards of ranks {ranks} are not a whole pack; give one shard of every context-parallel rank")
-    values = torch.cat(list(local_values))
-    slots = torch.cat([shard.response_slot for shard in shards])
-    if not torch.equal(slots.sort().values, torch.arange(shards[0].num_responses, device=slots.device)):
-        raise ValueError("the shards do not hold every response token once; give shards of one pack under one layout")
-    return values.new_zeros(values.shape).index_copy(0, slots, values)
 
 
 def padded_length(length: int, cp_size: int, layout: Layout = "zigzag") -> int:

@@ -1,20 +1,10 @@
 """Generalized advantage estimation over packed responses."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.segments import require_lengths
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
-
-
-@dataclass(slots=True)
-class AdvantagesAndReturns:
-    """Advantages and returns, (R,) each, 0 on masked tokens."""
-
-    advantages: Tensor
-    returns: Tensor
 
 
 def gae(
@@ -25,7 +15,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
     token_rewards: Tensor | None = None,
-) -> AdvantagesAndReturns:
+) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns of every loss-carrying token (Schulman et al., arXiv:1506.02438, eq. 11 to 16).
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``, ``A_t = delta_t + gamma lam A_{t+1}``, where t+1 is the sequence's next
@@ -41,7 +31,8 @@ def gae(
         token_rewards: (R,) additional rewards, such as a KL penalty; ignored on masked tokens.
 
     Returns:
-        Advantages and ``advantages + values``, in the dtype of ``values``, without graph.
+        Advantages, and returns (``advantages + values``), (R,) in the dtype of ``values``, 0 on masked tokens, without
+        graph.
 
     Raises:
         ValueError: shapes don't fit together, or the mask isn't bool.
@@ -67,7 +58,7 @@ def gae(
     advantages[loss_mask] = flat.to(values.dtype)
     returns = torch.zeros_like(advantages)
     returns[loss_mask] = (flat + carried).to(values.dtype)
-    return AdvantagesAndReturns(advantages, returns)
+    return advantages, returns
 
 
 def _sweep(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:

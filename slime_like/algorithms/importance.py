@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -27,21 +26,6 @@ Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
 """Function from (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True if a weight isn't the ratio."""
 
 
-@dataclass(slots=True)
-class ImportanceWeights:
-    """Weights, without graph.
-
-    Attributes:
-        weights: (R,) factors of the policy loss.
-        ratio: (R,) ratios before the correction.
-        changed: (R,) bool, True if the two differ.
-    """
-
-    weights: Tensor
-    ratio: Tensor
-    changed: Tensor
-
-
 def importance_weights(
     old_logprobs: Tensor,
     behaviour_logprobs: Tensor,
@@ -52,7 +36,7 @@ def importance_weights(
     low: float = 0.5,
     high: float = 2.0,
     veto: float | None = None,
-) -> ImportanceWeights:
+) -> tuple[Tensor, Tensor]:
     """Compute the factors with which samples of the engine's policy count as samples of the trainer's.
 
     Ratios are between exp(-20) and exp(20) (``bounds.py``).
@@ -70,12 +54,12 @@ def importance_weights(
         veto: if a token's own ratio is below it, its sequence gets weight 0 at any level. verl's
             ``rollout_token_veto_threshold`` and slime's ``mis_veto_threshold``, 1e-4 there.
 
+    Returns:
+        (R,) factors of the policy loss, and (R,) bool, True if a factor isn't the ratio. Both without graph.
+
     Raises:
         ValueError: an unknown correction or level, shapes that differ, a mask that isn't bool, missing
             ``response_lens``, or a custom correction that doesn't return weights of 0 or more and bools.
-
-    Example:
-        >>> importance_weights(old_logprobs, behaviour_logprobs, loss_mask, None, "truncate", high=2.0).weights
     """
     require_bool_mask(loss_mask)
     require_alike(loss_mask=loss_mask, old_logprobs=old_logprobs, behaviour_logprobs=behaviour_logprobs)
@@ -91,7 +75,7 @@ def importance_weights(
         below = masked_segment_sum(log_ratios < math.log(veto), loss_mask, response_lens) > 0
         vetoed = spread_over_tokens(below, response_lens, ratio.numel()) & loss_mask
         weights, changed = weights.masked_fill(vetoed, 0.0), changed | vetoed
-    return ImportanceWeights(weights, ratio, changed)
+    return weights, changed
 
 
 def configured_weights(
@@ -101,19 +85,10 @@ def configured_weights(
     loss_mask: Tensor,
     response_lens: Tensor | None,
     correction: Correction | None = None,
-) -> ImportanceWeights:
+) -> tuple[Tensor, Tensor]:
     """Call ``importance_weights`` with the settings in ``config``, or with ``correction`` instead of its correction."""
-    return importance_weights(
-        old_logprobs,
-        behaviour_logprobs,
-        loss_mask,
-        response_lens,
-        correction or config.correction,
-        config.level,
-        config.low,
-        config.high,
-        config.veto,
-    )
+    given, chosen = (old_logprobs, behaviour_logprobs, loss_mask, response_lens), correction or config.correction
+    return importance_weights(*given, chosen, config.level, config.low, config.high, config.veto)
 
 
 def mean_weight(weights: Tensor, loss_mask: Tensor, token_weights: Tensor) -> float:

@@ -57,9 +57,6 @@ def logprobs_and_entropy(
 
     Raises:
         ValueError: shapes don't fit, a target isn't below V, or a temperature isn't positive.
-
-    Example:
-        >>> logprobs, entropy = logprobs_and_entropy(logits, targets, 0.7)
     """
     return _select(logits, targets, temperatures, with_entropy=True)
 
@@ -79,9 +76,6 @@ def compute_response_logprobs(logits: Tensor, packed: PackedTrajectory, temperat
     Raises:
         ValueError: ``logits`` don't have one row per token of the pack, the temperature isn't positive, or a sequence
             was sampled at another one.
-
-    Example:
-        >>> compute_response_logprobs(logits, packed, temperature=None)
     """
     if logits.ndim != 2 or logits.shape[0] != packed.packed_seq_len:
         raise ValueError(

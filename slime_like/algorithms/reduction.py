@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -201,13 +201,9 @@ def sum_of_sample_mean(
     return (segment_sum(kept, segments) / segment_sum(mask.to(x.dtype), segments).clamp_min(1)).sum()
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows and their rollouts.
-
-    ``counts``: loss-carrying tokens of each row. ``rollouts``: index of each row's rollout, in order of appearance.
-    ``totals``, ``groups``: loss-carrying tokens and group of each rollout.
-    """
+class _Rows(NamedTuple):
+    """``counts``: loss-carrying tokens of each row. ``rollouts``: index of each row's rollout, in order of appearance.
+    ``totals``, ``groups``: loss-carrying tokens and group of each rollout."""
 
     counts: list[int]
     rollouts: list[int]
@@ -216,9 +212,7 @@ class _Rows:
 
 
 def _checked(
-    loss_token_counts: Sequence[int] | Tensor,
-    group_ids: Sequence[int] | Tensor,
-    rollout_ids: RolloutIds | None,
+    loss_token_counts: Sequence[int] | Tensor, group_ids: Sequence[int] | Tensor, rollout_ids: RolloutIds | None
 ) -> _Rows:
     if len(loss_token_counts) != len(group_ids):
         raise ValueError(
@@ -227,10 +221,6 @@ def _checked(
     counts, groups = list(map(index, _listed(loss_token_counts))), list(map(index, _listed(group_ids)))
     ids = range(len(counts)) if rollout_ids is None else _listed(rollout_ids)
     ids = [each if isinstance(each, str) else index(each) for each in ids]
-    return _by_rollout(counts, groups, ids)
-
-
-def _by_rollout(counts: list[int], groups: list[int], ids: Sequence[int | str]) -> _Rows:
     if len(ids) != len(counts):
         raise ValueError(f"{len(counts)} token counts but {len(ids)} rollout ids; give one of each per row")
     places: dict[int | str, int] = {}

@@ -122,6 +122,11 @@ def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
             f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {ranks}; "
             f"use {either(divisors(ranks))}"
         )
+    if dimensions.moe_bias and parallel.tensor > 1 and parallel.expert == 1:
+        yield (
+            "trainer.parallel.expert=1: tensor ranks do not split experts with biases; use at least 2, or "
+            "trainer.parallel.tensor=1"
+        )
     if parallel.tensor > 1 and not parallel.sequence:
         yield (
             f"trainer.parallel.tensor={parallel.tensor} needs sequence parallelism with a mixture of experts; set "

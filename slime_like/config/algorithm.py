@@ -205,10 +205,8 @@ class AlgorithmConfig(Section):
                 f"trained row by row; {remedies.get(setting.partition('=')[0], 'set it to none')}"
             )
 
-    def unread(self, evaluates: bool) -> Iterator[str]:
-        """Yield changed settings that training on demonstrations does not read; ``evaluates``: files are given."""
-        if evaluates:
-            yield "evaluation.files needs engines, which algorithm.loss=sft does not start; run `slime-like eval` later"
+    def unread(self) -> Iterator[str]:
+        """Yield changed settings that training on demonstrations does not read."""
         if self.needs_reference:
             yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
         for name in _OF_SAMPLES:

@@ -200,7 +200,7 @@ class RunConfig(Section):
         elif changed := self.critic.changed:
             yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
         if self.supervised:
-            yield from self.algorithm.unread(bool(self.evaluation.files))
+            yield from self.algorithm.unread()
             if self.distillation.is_set:
                 yield "algorithm.loss=sft has no sampled responses to distil; set distillation.coef to 0"
             return

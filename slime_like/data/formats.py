@@ -31,7 +31,6 @@ def in_format(row: Row, config: DataConfig) -> Row:
 
 
 def fitting_format(row: Row) -> str | None:
-    """Return the first format that fits the row, or ``None``."""
     return next((name for name in _FORMATS if _is_of(row, name)), None)
 
 

@@ -230,6 +230,5 @@ def _listed(value: Any) -> str:
 
 
 def _digest(file: Path) -> str:
-    """Return the beginning of the SHA-256 of the content."""
     with file.open("rb") as data:
         return hashlib.file_digest(data, "sha256").hexdigest()[:_DIGEST_DIGITS]

@@ -54,7 +54,6 @@ class BadRows:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Keep the fault of the row that is read inside."""
         try:
             yield
         except DataError as fault:

@@ -30,7 +30,6 @@ class TokenRows:
         self._budget = TokenBudget(trainer)
 
     def count(self) -> int:
-        """Check and count all rows."""
         return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[TokenRow]:

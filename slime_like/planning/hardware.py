@@ -92,5 +92,4 @@ class Hardware:
         return nbytes / (self.gpu.memory_gb_per_s * 1e9 * self.memory_efficiency)
 
     def host_seconds(self, nbytes: float) -> float:
-        """Return the seconds in which a GPU moves ``nbytes`` to or from its host."""
         return nbytes / (self.host_gb_per_s * 1e9 * self.link_efficiency)

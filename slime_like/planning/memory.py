@@ -50,7 +50,6 @@ class PhaseMemory:
 
     @property
     def place(self) -> str:
-        """Names of the phase and the GPUs."""
         return f"{self.phase}, {self.kind}" if self.kind and self.kind not in self.phase else self.phase
 
 
@@ -87,7 +86,6 @@ def trainer_phases(
 
 
 def engine_phase(run: PlannedRun, engine: EnginePlan) -> PhaseMemory:
-    """Return the contents of a separate engine's GPU."""
     items = {
         "engine weights": engine.weight_bytes,
         "KV cache": max(0, engine.kv_bytes),

@@ -103,7 +103,6 @@ class PlannedRun:
         return cls(config, dimensions, Hardware.of(config.cluster), workload, factors)
 
     def for_critic(self) -> Self:
-        """Return the plan of the critic's ranks."""
         config = self.config.for_critic()
         dimensions = ModelDimensions.from_checkpoint(config.model.path, values=True)
         workload = Workload.of(config, self.workload.mean_prompt, self.workload.mean_response)

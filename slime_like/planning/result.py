@@ -64,7 +64,6 @@ class Plan:
         return holds_one and all(phase.fits for phase in self.phases)
 
     def misfits(self) -> Iterator[str]:
-        """Describe what is too large for a GPU or a node."""
         config = self.run.config
         for phase in self.phases:
             if not phase.fits:

@@ -38,7 +38,6 @@ class Candidate:
 
     @property
     def flags(self) -> str:
-        """The layout as flags of the command line."""
         fields = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "data", "expert")
         sizes = [f"--trainer.parallel.{name} {str(getattr(self.trainer.parallel, name)).lower()}" for name in fields]
         sizes += [

@@ -32,7 +32,6 @@ _PHASES = {
 
 
 def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
-    """Print the plan, the verdict first."""
     console = _console(stream or sys.stdout)
     lines = list(filter(None, (verdict(plan), host_verdict(plan), _subject(plan))))
     lines += [f"problem: {problem}" for problem in plan.problems]

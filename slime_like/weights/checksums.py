@@ -82,14 +82,12 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """Apply ``mix`` to each element of (n,) uint64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def timed_checksum(tensor: Tensor) -> tuple[int, float]:
-    """Return ``tensor_checksum`` and the seconds it took."""
     started = time.perf_counter()
     return tensor_checksum(tensor), time.perf_counter() - started
 

@@ -103,7 +103,6 @@ class WeightReceiver:
         self.kept |= self.copies(BucketMetadata.from_wire(wire), "cpu")
 
     def load(self, bucket: BucketMetadata, destination: Callable[[str], Tensor]) -> None:
-        """Copy the bucket's tensors to their serving location, and verify them."""
         self._arrivals.load(bucket.entries, self._receive(bucket), destination)
 
     def received(self) -> tuple[dict[str, int], float]:

@@ -1,4 +1,4 @@
-"""SGLang only: stand-ins for its CUDA packages, bursts, and its arguments."""
+"""SGLang only: stand-ins for its CUDA packages, and its arguments."""
 
 import asyncio
 import re
@@ -18,8 +18,6 @@ from tests.engines.harness import run_config
 _PROCESS = """
 import importlib.util, sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 from functools import partial
 from rollout.sglang import main, stand_ins
 
@@ -42,21 +40,6 @@ import safetensors  # installed packages are found
 assert len(stand_ins.PACKAGES) == 3 and importlib.util.find_spec("no_such_package") is None
 
 sys.modules["vllm"] = None  # as main does
-from sglang.srt.managers.scheduler import Scheduler
-from rollout.sglang import scheduler
-
-def ingest(self, stop_at_pause=False):
-    received = polls.pop(0)
-    self.waiting_queue += received
-    return received
-
-def ingested(queue, running, paused, arrivals, last=None):
-    polls[:] = arrivals
-    own = object.__new__(scheduler.EngineScheduler)
-    own.waiting_queue, own._engine_paused = list(queue), paused
-    own.last_batch = last
-    own.running_batch = SimpleNamespace(is_empty=lambda: not running)
-    return own.ingest_requests(), len(arrivals) - len(polls)
 
 def launch(arguments, *others):
     config, index = arguments.args
@@ -67,15 +50,6 @@ def launch(arguments, *others):
         show(error)
     return usual(arguments, *others)
 
-polls = []
-with patch.object(Scheduler, "ingest_requests", ingest), patch.object(scheduler, "_BURST_GAP_S", 0.0):
-    show(ingested([], False, False, [["a"], ["b", "c"], [], ["d"]]))  # together; later requests wait
-    show(ingested([], False, False, [[], ["a"]]))                     # nothing to wait for
-    show(ingested([], True, False, [["a"], ["b"]]))                   # running requests are not delayed
-    show(ingested([], False, False, [["a"], ["b"]], last=object()))
-    show(ingested(["z"], False, False, [["a"], ["b"]]))
-    show(ingested([], False, True, [["a"], ["b"]]))
-    show(ingested([], False, False, [[str(i)] for i in range(100)])[1])  # bounded
 usual, main._launch = main._launch, launch
 main.main(int(sys.argv[1]), Path(sys.argv[2]))
 """
@@ -96,13 +70,9 @@ def shown(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[
     return [*(root / "shown").read_text().splitlines(), str(raised.value)]
 
 
-def test_bursts(shown: list[str]) -> None:
-    assert shown[1:8] == ["(['a', 'b', 'c'], 3)", "([], 1)", *["(['a'], 1)"] * 4, "11"]
-
-
 def test_failed_starts(shown: list[str]) -> None:
-    assert "no_such_argument: SGLang has no such argument" in shown[8]
-    assert re.search("did not start: AssertionError: .*is zero", shown[9]) and len(shown) == 10
+    assert "no_such_argument: SGLang has no such argument" in shown[1]
+    assert re.search("did not start: AssertionError: .*is zero", shown[2]) and len(shown) == 3
 
 
 def test_stand_ins(shown: list[str]) -> None:

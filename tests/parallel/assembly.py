@@ -18,10 +18,19 @@ Experts are listed under every tensor rank of their stage, independent of their 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)")
+_STACKED = {
+    "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.linear_fc1.bias": "mlp.experts.gate_up_proj_bias",
+    "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
+    "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
+}
+"""gpt-oss's parameters of all experts of a rank. Each expert's part is a shard of its own, numbered after an ``@``."""
+
 _REPLICATED = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
+    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "self_attention.norm_weight": "linear_attn.norm.weight",
@@ -51,12 +60,16 @@ def local_shard(trainer: Any, gradients: bool) -> dict[str, Tensor]:
     for chunk in trainer.chunks:
         offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
-            match = _LAYER.fullmatch(name)
+            match, values = _LAYER.fullmatch(name), parameter.main_grad if gradients else parameter.detach()
+            if match and match[2] in _STACKED:
+                layer = f"decoder.layers.{int(match[1]) + offset}"
+                shard |= {f"{layer}.{match[2]}@{first_expert + n}": part.clone() for n, part in enumerate(values)}
+                continue
             if match:
                 rest = _GROUPED.sub(r"experts.local_experts.\2.\1.weight", match[2])
                 rest = _EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first_expert}.", rest)
                 name = f"decoder.layers.{int(match[1]) + offset}.{rest}"
-            shard[name] = (parameter.main_grad if gradients else parameter.detach()).clone()
+            shard[name] = values.clone()
     return shard
 
 
@@ -71,7 +84,14 @@ def to_hugging_face(shards: Shards, dimensions: ModelDimensions) -> dict[str, Te
                 if key in full:  # a tied embedding is on the first and the last stage
                     torch.testing.assert_close(value, full[key], rtol=0, atol=1e-7, msg=f"{key} differs between stages")
                 full[key] = value
-    return stacked_experts(full)
+    return stacked_experts(_stacked(full, dimensions))
+
+
+def _stacked(tensors: dict[str, Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
+    numbers = range(dimensions.num_experts)
+    stacks = {name.partition("@")[0] for name in tensors if "@" in name}
+    plain = {name: tensor for name, tensor in tensors.items() if "@" not in name}
+    return plain | {name: torch.stack([tensors[f"{name}@{number}"] for number in numbers]) for name in stacks}
 
 
 def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> dict[str, Tensor]:
@@ -85,6 +105,13 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
         renamed = _converted(name.replace(f"experts.{expert[0]}", ""), parts[:1] if whole else parts, dimensions)
         return {key.replace(".mlp.", f".mlp.experts.{expert[1]}."): value for key, value in renamed.items()}
     prefix, rest = f"model.layers.{match[1]}.", match[2]
+    stack, _, number = rest.partition("@")
+    if number:
+        return {f"{prefix}{_STACKED[stack]}@{number}": parts[0]}
+    if rest == "self_attention.core_attention.sinks":
+        return {prefix + "self_attn.sinks": torch.cat(parts)}
+    if dimensions.moe_bias and rest.startswith("mlp.router."):
+        return {prefix + rest: parts[0]}
     replicated = _REPLICATED | (_LATENT_REPLICATED if isinstance(dimensions.attention, LatentAttention) else {})
     if rest in replicated:
         for part in parts[1:]:

@@ -232,7 +232,7 @@ def by_stage(results: list[RankResult], what: str) -> Shards:
         for (stage, _), shard in shards.items():
             if stage == result.coordinates.pipeline:
                 for name, value in getattr(result, what).items():
-                    if "local_experts" in name:
+                    if "local_experts" in name or "@" in name:
                         shard.setdefault(name, value)
     return shards
 

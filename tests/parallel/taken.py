@@ -18,9 +18,11 @@ from backends.megatron.attention import context_layout_of
 from backends.megatron.planning.estimate import planned_attention
 from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
 from backends.megatron.trainer import MegatronTrainer
+from slime_like.algorithms.context import Layout
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.interfaces.estimate import TrainerMemory
+from slime_like.models.dimensions import ModelDimensions
 from tests.parallel.allocations import Allocated, allocated_by
 from tests.parallel.held import held_by, storage_bytes
 from tests.parallel.tiny import tiny_config
@@ -61,10 +63,14 @@ def planned_config(backend: str, model: Path, run_dir: Path, **trainer: Any) -> 
     return RunConfig.model_validate({**dict(config), "model": {**dict(config.model), "lora": lora}})
 
 
+def _layout_of(config: RunConfig) -> Layout:
+    return context_layout_of(planned_attention(config.trainer, ModelDimensions.from_checkpoint(config.model.path)))
+
+
 def measure_rank(placement: RankPlacement, config: RunConfig) -> Taken:
     """Measure the second of two steps of worst micro-batches. The first one creates permanent buffers."""
     fsdp = config.trainer.backend == "fsdp"
-    packs = worst_packs(config, "contiguous" if fsdp else context_layout_of(planned_attention(config.trainer)))
+    packs = worst_packs(config, "contiguous" if fsdp else _layout_of(config))
     # FSDP sums with the last micro-batch, and a pipeline holds several. Otherwise there is one, because inputs of all
     # micro-batches would be in memory together.
     window = packs * (3 if fsdp else WINDOWS_OF_STAGES if config.trainer.parallel.pipeline > 1 else 1)

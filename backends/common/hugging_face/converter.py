@@ -199,8 +199,8 @@ class _Group:
     def of(cls, source: TensorSource, names: Sequence[str], wanted: torch.dtype | None = None) -> Self:
         """Describe tensors that ``source`` reads together, written in the type ``wanted`` unless they keep theirs."""
         stored: torch.dtype = getattr(torch, source.tensors[names[0]].dtype)
-        dtype = stored if wanted is None or keeps_type(names[0]) else wanted
-        return cls({name: source.tensors[name].shape for name in names}, dtype)
+        written = stored if wanted is None or keeps_type(names[0]) else wanted
+        return cls({name: source.tensors[name].shape for name in names}, written)
 
     @property
     def nbytes(self) -> int:

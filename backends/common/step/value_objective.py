@@ -25,6 +25,6 @@ class ValueObjective:
                 code="no-returns",
                 remedy="score it first, and set the returns that follow from its rewards",
             )
-        output = value_loss(values, pack.values, pack.returns, pack.loss_mask, pack.token_weights, self._clip)
-        step.add(output.loss, output.sums)
-        return output.loss
+        loss, sums = value_loss(values, pack.values, pack.returns, pack.loss_mask, pack.token_weights, self._clip)
+        step.add(loss, sums)
+        return loss

@@ -138,12 +138,16 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
 
 def _dense(placements: Sequence[Placement]) -> list[Placement]:
     """Return parameters that are split over tensor-parallel ranks."""
-    return [item for item in placements if item.expert is None and item.rule.transform.sharded]
+    return [item for item in placements if item.rule.transform.sharded and not _of_experts(item)]
 
 
 def _expert(placements: Sequence[Placement]) -> list[Placement]:
     """Return parameters of experts, which differ between expert-parallel ranks."""
-    return [item for item in placements if item.expert is not None]
+    return [item for item in placements if _of_experts(item)]
+
+
+def _of_experts(placement: Placement) -> bool:
+    return placement.expert is not None or placement.rule.stacked
 
 
 def _gathered_bytes(placement: Placement) -> int:

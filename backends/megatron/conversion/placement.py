@@ -37,7 +37,8 @@ class Placement:
     Attributes:
         name: Megatron's name with global layer and expert numbers.
         layer, expert: these numbers; ``None`` if the rule has none.
-        tp: this rank's position in the group that shards the parameter (for experts, their tensor-parallel group).
+        tp: this rank's position in the group that shards the parameter (for an expert, its tensor-parallel group; for a
+            stack of experts, the expert-parallel group).
     """
 
     name: str
@@ -126,7 +127,9 @@ def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: Mode
     for rule in rules:
         if match := rule.pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items()}
-            if rule.per_expert:
+            if rule.stacked:
+                group = parallel_state.get_expert_model_parallel_group()
+            elif rule.per_expert:
                 group = parallel_state.get_expert_tensor_parallel_group()
             else:
                 group = parallel_state.get_tensor_model_parallel_group()

@@ -6,11 +6,21 @@
 from importlib import import_module
 from typing import Any, ClassVar
 
+import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from backends.megatron.attention import PackedCoreAttention
-from backends.megatron.families.blocks import ATTENTION, NORMS, OUTER, QK_NORM, QKV_BIAS, feed_forward
+from backends.megatron.families.blocks import (
+    ATTENTION,
+    NORMS,
+    OUTER,
+    OUTPUT_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    SINKS,
+    feed_forward,
+)
 from backends.megatron.families.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule
 from backends.megatron.families.transforms import Replicated, Shape, Vocabulary
 from backends.megatron.norm import RMSNorm
@@ -28,17 +38,24 @@ class MegatronFamily:
 
     Attributes:
         config: Megatron's class of configurations.
+        experts: module of all experts of a layer, if it is not one of the usual ones.
         fused_norms: prefixes of the attention's norms in our layers, and in Transformer Engine's, which are canonical.
     """
 
     config: ClassVar[type[TransformerConfig]] = TransformerConfig
+    experts: ClassVar[type[torch.nn.Module] | None] = None
     fused_norms: ClassVar[dict[str, str]] = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
     def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
         """Return this family's Megatron settings. They override the common ones."""
-        window, kinds = dimensions.attention.window, [each is not None for each in dimensions.attention.windows]
-        windows = {} if window is None else {"window_size": (window - 1, 0), "window_attn_skip_freq": kinds}
-        return {"qk_layernorm": dimensions.qk_norm, "add_qkv_bias": dimensions.qkv_bias, **windows}
+        attention = dimensions.attention
+        return {
+            "qk_layernorm": dimensions.qk_norm,
+            "add_qkv_bias": dimensions.qkv_bias,
+            # Only ``PackedCoreAttention`` reads these two: the window of every layer (0 for none), and sinks.
+            "window_attn_skip_freq": [window or 0 for window in attention.windows] or None,
+            "softmax_type": "learnable" if attention.sinks else "vanilla",
+        }
 
     def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
         """Return the attention of the model's layer with index ``layer``, made from Megatron's local ``attention``."""
@@ -51,7 +68,9 @@ class MegatronFamily:
         """Return the rules of all tensors. A rule without a layer in this model is ignored."""
         biases = QKV_BIAS if dimensions.qkv_bias else ()
         norms = QK_NORM if dimensions.qk_norm else ()
-        return (*OUTER, *NORMS, *ATTENTION, *biases, *norms, *feed_forward(dimensions))
+        output = OUTPUT_BIAS if dimensions.attention.output_bias else ()
+        sinks = SINKS if dimensions.attention.sinks else ()
+        return (*OUTER, *NORMS, *ATTENTION, *biases, *norms, *output, *sinks, *feed_forward(dimensions))
 
     def rules_for(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
         """Return the rules of one model. A tied head is read from the embedding and never exported."""

@@ -60,6 +60,9 @@ QK_NORM = (
     layer_rule("self_attention.k_layernorm.weight", Replicated(), hf("self_attn.k_norm.weight", "head")),
 )
 
+OUTPUT_BIAS = (layer_rule("self_attention.linear_proj.bias", Replicated(), hf("self_attn.o_proj.bias", "hidden")),)
+SINKS = (layer_rule("self_attention.core_attention.sinks", Split(axis=0), hf("self_attn.sinks", "heads")),)
+
 _MLP = gated_mlp("mlp.", "mlp.", "ffn")
 _EXPERTS = (
     layer_rule("mlp.router.weight", Replicated(), hf("mlp.gate.weight", "experts", "hidden")),
@@ -75,8 +78,25 @@ _GATED_SHARED_EXPERT = (
 )
 
 
+def _stack(megatron: str, name: str, *sizes: str) -> Rule:
+    rule = layer_rule(f"mlp.experts.{megatron}", Split(axis=0), hf(f"mlp.experts.{name}", "experts", *sizes))
+    return replace(rule, stacked=True)
+
+
+_STACKED_EXPERTS = (
+    layer_rule("mlp.router.weight", Replicated(), hf("mlp.router.weight", "experts", "hidden")),
+    layer_rule("mlp.router.bias", Replicated(), hf("mlp.router.bias", "experts")),
+    _stack("linear_fc1.weight", "gate_up_proj", "hidden", "expert_gate_up"),
+    _stack("linear_fc1.bias", "gate_up_proj_bias", "expert_gate_up"),
+    _stack("linear_fc2.weight", "down_proj", "expert_ffn", "hidden"),
+    _stack("linear_fc2.bias", "down_proj_bias", "hidden"),
+)
+
+
 def feed_forward(dimensions: ModelDimensions) -> tuple[Rule, ...]:
-    """Return the rules of dense layers, and of layers with experts."""
+    """Return the rules of dense layers, and of layers with experts. Those with biases are stacks."""
+    if dimensions.moe_bias:
+        return _STACKED_EXPERTS
     biases = _ROUTER_BIAS if dimensions.moe_sigmoid else ()
     shared: tuple[Rule, ...] = _SHARED_EXPERTS if dimensions.moe_shared_ffn_hidden_size else ()
     if dimensions.moe_shared_gate:

@@ -39,8 +39,10 @@ def _named_sizes(dimensions: ModelDimensions) -> dict[str, int]:
         "gated_query": 2 * dimensions.num_heads * dimensions.head_dim,
         "key_value": dimensions.num_kv_heads * dimensions.head_dim,
         "head": dimensions.head_dim,
+        "heads": dimensions.num_heads,
         "ffn": dimensions.ffn_hidden_size,
         "expert_ffn": dimensions.moe_ffn_hidden_size,
+        "expert_gate_up": 2 * dimensions.moe_ffn_hidden_size,
         "shared_ffn": dimensions.moe_shared_ffn_hidden_size,
         "experts": dimensions.num_experts,
         "vocabulary": dimensions.vocab_size,
@@ -55,6 +57,7 @@ class Rule:
         megatron: Megatron's canonical name with global layer and expert numbers.
         sources: in the order in which the transform counts them.
         exported: False for the second copy of a tied embedding.
+        stacked: the parameter holds all experts of a rank, which the expert-parallel ranks split along the first axis.
         layers: the layers that have the parameter; ``None`` means all.
     """
 
@@ -62,6 +65,7 @@ class Rule:
     transform: Transform
     sources: tuple[HfTensor, ...]
     exported: bool = True
+    stacked: bool = False
     layers: Sequence[int] | None = None
 
     @property

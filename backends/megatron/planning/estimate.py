@@ -14,7 +14,7 @@ from backends.common.process.rendezvous import communicators
 from backends.common.step.teacher import Teachers
 from backends.common.step.trace import Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
-from backends.megatron.attention import Attention, context_layout_of
+from backends.megatron.attention import Attention, attention_of, context_layout_of
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
@@ -33,44 +33,41 @@ _HOST_COPIES = 4
 def rank_kinds(trainer: TrainerConfig) -> list[RankKind]:
     """Group ranks by pipeline stage: stages differ in layers, ends, and micro-batches in flight.
 
-    If keys are gathered, the last context rank keeps most of them, so it comes first.
+    The last context rank comes first: if keys are gathered, it keeps most of them.
     """
     layout = trainer.parallel
     size = layout.tensor * layout.context * layout.data
-    gathers = context_layout_of(planned_attention(trainer)) == "contiguous"
-    worst = layout.tensor * (layout.context - 1) if gathers else 0
     kinds = []
     for stage in range(layout.pipeline):
         ranks = list(range(stage * size, (stage + 1) * size))
-        ranks.insert(0, ranks.pop(worst))
+        ranks.insert(0, ranks.pop(layout.tensor * (layout.context - 1)))
         kinds.append(RankKind(f"stage {stage + 1} of {layout.pipeline}", tuple(ranks)))
     return kinds
 
 
-def planned_attention(trainer: TrainerConfig) -> Attention:
+def planned_attention(trainer: TrainerConfig, dimensions: ModelDimensions) -> Attention:
     """Return the traced attention. Transformer Engine's layers need CUDA, so ours represent them."""
-    asked = trainer.attention
-    if asked == "auto" and trainer.share_prefixes:
-        return "allgather"
-    return "ring" if asked == "auto" or asked == "transformer_engine" else asked
+    asked = attention_of(trainer, dimensions, on_cuda=False)
+    return "ring" if asked == "transformer_engine" else asked
 
 
 def estimate(config: RunConfig, rank: int, role: str = POLICY) -> RankEstimate:
     """See ``slime_like.interfaces.Planner.estimate``."""
-    trainer = config.trainer.model_copy(update={"attention": planned_attention(config.trainer)})
+    dimensions = ModelDimensions.from_checkpoint(config.model.path, config.roles[role].head == "value")
+    trainer = config.trainer.model_copy(update={"attention": planned_attention(config.trainer, dimensions)})
     local = config.model_copy(update={"trainer": trainer})
     with alone_as(trainer, rank, on_meta=True):
-        return _Rank(local, local.roles[role]).estimate(rank)
+        return _Rank(local, local.roles[role], dimensions).estimate(rank)
 
 
 class _Rank:
     """This process acting as one rank, on shapes."""
 
-    def __init__(self, config: RunConfig, role: ModelRole) -> None:
+    def __init__(self, config: RunConfig, role: ModelRole, dimensions: ModelDimensions) -> None:
         self._held = config.roles.held if role.name == POLICY else []
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._dimensions = ModelDimensions.from_checkpoint(config.model.path, role.head == "value")
+        self._dimensions = dimensions
         self._chunks = build_meta_chunks(
             config.model, config.trainer, self._dimensions, config.algorithm.entropy_coef > 0
         )
@@ -87,7 +84,8 @@ class _Rank:
 
     def estimate(self, rank: int) -> RankEstimate:
         passes = Passes(self._config.trainer, self._dtype, self._dimensions, self._trace)
-        attention, chunks = planned_attention(self._config.trainer), list(zip(self._chunks, self._wrapped, strict=True))
+        attention = planned_attention(self._config.trainer, self._dimensions)
+        chunks = list(zip(self._chunks, self._wrapped, strict=True))
         packs = worst_packs(self._config, context_layout_of(attention))
         per_pack = [[passes.run(chunk, wrapped, pack) for chunk, wrapped in chunks] for pack in packs]
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), self._config.trainer.parallel.pipeline

@@ -53,4 +53,4 @@ def gae(
         lam: trace decay per sampled token.
     """
     every, none = torch.ones_like(rewards, dtype=torch.bool), rewards.new_zeros(len(lengths))
-    return packed_gae(none, values, every, lengths, gamma, lam, token_rewards=rewards).advantages
+    return packed_gae(none, values, every, lengths, gamma, lam, token_rewards=rewards)[0]

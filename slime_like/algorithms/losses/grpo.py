@@ -134,15 +134,13 @@ class GRPOLoss:
     __call__ = forward
 
     def _normalised_advantages(self, inputs: LossInputs, weights: Tensor) -> Tensor:
-        """Return the advantages divided by the mean importance weight of the batch."""
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
-        made = configured_weights(self.config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens)
-        return required(inputs, "advantages") / mean_weight(made.weights, inputs.loss_mask, weights)
+        made, _ = configured_weights(self.config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens)
+        return required(inputs, "advantages") / mean_weight(made, inputs.loss_mask, weights)
 
     def _reduce(
         self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | Tensor | None
     ) -> tuple[Tensor, float]:
-        """Return the weight of every token, and the denominator of the batch."""
         reduction = self.config.reduction.name
         if (reduction != "tokens" and lengths is None) or (reduction == "groups" and group_ids is None):
             needed = "response_lens and group_ids" if reduction == "groups" else "response_lens"

@@ -6,17 +6,25 @@ gradient of the reverse KL, and k3 has the gradient of the forward KL, which is 
 detaching, k1 and k3 have the exact reverse-KL gradient (DeepSeek-V3.2, section 3.1), even off-policy.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, log_ratio
+from slime_like.algorithms.segments import masked_segment_max, masked_segment_mean, masked_segment_sum
 from slime_like.algorithms.tensor_checks import require_alike, require_per_token
 from slime_like.plugins.resolve import resolve_callable
 
+if TYPE_CHECKING:
+    from slime_like.config.algorithm import RejectionConfig  # needs pydantic, which this layer doesn't
+
 _LOW_VAR_BOUND = 10.0
+_OVER = {"sum": masked_segment_sum, "mean": masked_segment_mean, "max": masked_segment_max}
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -90,3 +98,21 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str | KLEstim
     require_alike(logprobs=logprobs, ref_logprobs=ref_logprobs)
     compute = find_kl_estimator(estimator) if isinstance(estimator, str) else estimator
     return compute(log_ratio(logprobs, ref_logprobs))
+
+
+def kept_sequences(
+    rejection: RejectionConfig, old_logprobs: Tensor, behaviour_logprobs: Tensor, loss_mask: Tensor, lengths: Tensor
+) -> Tensor:
+    """Return (S,) bool, False for a sequence whose divergence from the engine to the trainer exceeds the bound.
+
+    The divergence is the sum, mean or maximum over loss-carrying tokens of k2 or k3 of KL(engine || trainer) (Schulman
+    2020), which are never negative; so a low ratio rejects like a high one. (verl 0.9.1's k1 bounds only one side.)
+
+    Args:
+        rejection: estimator, how it is combined over tokens, and the bound in nats.
+        old_logprobs, behaviour_logprobs: (R,) under the trainer at the start of the step, and the engine.
+        loss_mask: (R,) bool.
+        lengths: (S,).
+    """
+    divergence = kl_estimate(behaviour_logprobs, old_logprobs.detach(), rejection.estimator)
+    return _OVER[rejection.over](divergence.masked_fill(~loss_mask, 0.0), loss_mask, lengths) <= rejection.bound

@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND, bounded_exp, log_ratio
-from slime_like.algorithms.importance import (
-    Correction,
-    ImportanceWeights,
-    configured_weights,
-    find_correction,
-    off_policy_sequence_mask,
-)
-from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kl_estimate
+from slime_like.algorithms.importance import Correction, configured_weights, find_correction, off_policy_sequence_mask
+from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kept_sequences, kl_estimate
 from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
-from slime_like.algorithms.losses.rejection import kept_sequences
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.segments import spread_over_tokens
@@ -157,7 +150,7 @@ class Loss:
         mask = inputs.loss_mask & spread_over_tokens(kept, lengths, inputs.loss_mask.numel())
         return replace(inputs, loss_mask=mask).cleaned(), before - mask.sum()
 
-    def _correction(self, inputs: LossInputs) -> ImportanceWeights | None:
+    def _correction(self, inputs: LossInputs) -> tuple[Tensor, Tensor] | None:
         if self._correct is None:
             return None
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
@@ -165,23 +158,17 @@ class Loss:
             self._config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens, self._correct
         )
 
-    def _corrected(self, per_token: Tensor, correction: ImportanceWeights | None, inputs: LossInputs) -> Tensor:
+    def _corrected(self, per_token: Tensor, correction: tuple[Tensor, Tensor] | None, inputs: LossInputs) -> Tensor:
         if correction is not None:
-            per_token = per_token * correction.weights
+            per_token = per_token * correction[0]
         threshold = self._config.off_policy_mask
         if threshold is None:
             return per_token
         sampled = inputs.behaviour_logprobs if inputs.behaviour_logprobs is not None else inputs.old_logprobs
         if sampled is None:
             raise ValueError("off_policy_mask needs behaviour_logprobs or old_logprobs; the micro-batch has neither")
-        keep = off_policy_sequence_mask(
-            inputs.logprobs,
-            sampled,
-            required(inputs, "advantages"),
-            inputs.loss_mask,
-            required(inputs, "response_lens"),
-            threshold,
-        )
+        advantages, lengths = required(inputs, "advantages"), required(inputs, "response_lens")
+        keep = off_policy_sequence_mask(inputs.logprobs, sampled, advantages, inputs.loss_mask, lengths, threshold)
         return torch.where(keep, per_token, 0.0)
 
     def _kl(self, inputs: LossInputs) -> Tensor | None:
@@ -209,7 +196,6 @@ def check_terms(name: str, terms: PolicyTerms, inputs: LossInputs) -> None:
 
 
 def _weighted_sum(per_token: Tensor, inputs: LossInputs) -> Tensor:
-    """Sum over loss-carrying tokens."""
     return (torch.where(inputs.loss_mask, per_token, 0.0) * inputs.token_weights).sum()
 
 
@@ -220,7 +206,7 @@ def _figures(
     policy: Tensor,
     kl: Tensor | None,
     terms: PolicyTerms,
-    correction: ImportanceWeights | None,
+    correction: tuple[Tensor, Tensor] | None,
 ) -> LossSums:
     sums = LossSums.zeros(loss.device)
     sums.loss = loss.detach().double()
@@ -242,23 +228,19 @@ def _figures(
     if terms.clipped is not None:
         sums.clipped = _token_sum(terms.clipped, inputs)
     if correction is not None:
-        sums.importance_weight = _token_sum(correction.weights, inputs)
-        sums.importance_clipped = _token_sum(correction.changed, inputs)
-        sums.squared_weight = _token_sum(correction.weights.square(), inputs)
+        weights, changed = correction
+        sums.importance_weight = _token_sum(weights, inputs)
+        sums.importance_clipped = _token_sum(changed, inputs)
+        sums.squared_weight = _token_sum(weights.square(), inputs)
     _gaps(sums, inputs)
     return sums
 
 
 def _bounded(inputs: LossInputs) -> Tensor:
     """Return (R,) bool, True if one of the token's logprobs or log ratios is outside the bounds."""
-    current, old, engine, reference = (
-        inputs.logprobs.detach(),
-        inputs.old_logprobs,
-        inputs.behaviour_logprobs,
-        inputs.ref_logprobs,
-    )
+    current, old = inputs.logprobs.detach(), inputs.old_logprobs
     found = current.abs() >= LOGPROB_BOUND
-    for one, other in ((current, old), (engine, old), (current, reference)):
+    for one, other in ((current, old), (inputs.behaviour_logprobs, old), (current, inputs.ref_logprobs)):
         if one is not None and other is not None:
             found |= (one - other).abs() > LOG_RATIO_BOUND
     return found

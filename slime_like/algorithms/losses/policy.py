@@ -37,17 +37,11 @@ class RatioLoss(PolicyLoss, Protocol):
     per_sequence: ClassVar[bool] = False
 
 
-_GIVEN = {
-    "response_lens": "the (S,) lengths of its sequences, `PackedTrajectory.response_lens`",
-    "old_logprobs": "the (R,) logprobs under the weights at the start of the step",
-}
-
-
 def required(inputs: LossInputs, name: str) -> Tensor:
     """Return an input that the loss needs; raise ``ValueError`` if it is missing."""
     value: Tensor | None = getattr(inputs, name)
     if value is None:
-        raise ValueError(f"this loss needs {name}, but the micro-batch has none; give {_GIVEN.get(name, 'shape (R,)')}")
+        raise ValueError(f"this loss needs {name}, but the micro-batch has none; see LossInputs.{name}")
     return value
 
 

@@ -22,11 +22,9 @@ class Sums:
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> Self:
-        """Return all zeros."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in fields(cls)))
 
     def add(self, other: Self) -> Self:
-        """Return the sums of both, with the maxima of both."""
         sums, maxima = self.to_vectors()
         other_sums, other_maxima = other.to_vectors()
         return self.from_vectors(sums + other_sums, torch.maximum(maxima, other_maxima))

@@ -1,22 +1,10 @@
 """The critic's loss."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from slime_like.algorithms.losses.sums import ValueSums
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
-
-
-@dataclass(slots=True)
-class ValueOutput:
-    """``loss``: scalar with graph, the weighted sum. ``clipped``: loss-carrying tokens whose clipped branch won.
-    ``sums``: detached metrics."""
-
-    loss: Tensor
-    clipped: Tensor
-    sums: ValueSums
 
 
 def value_loss(
@@ -26,7 +14,7 @@ def value_loss(
     loss_mask: Tensor,
     token_weights: Tensor,
     clip: float | None = None,
-) -> ValueOutput:
+) -> tuple[Tensor, ValueSums]:
     """Return ``0.5 * max((v - R)^2, (v_old + clamp(v - v_old, -clip, clip) - R)^2)``, weighted and summed.
 
     Source: the clipped value objective of OpenAI Baselines' PPO (Engstrom et al., arXiv:2005.12729, section 3).
@@ -40,7 +28,8 @@ def value_loss(
         clip: largest change of a value that lowers the loss; ``None`` for no bound.
 
     Returns:
-        The loss, the number of clipped tokens, and metrics. Values on masked tokens (inf and nan too) have no effect.
+        The loss, a scalar with graph, and detached metrics; a token counts as clipped if the second term won. Values on
+        masked tokens (inf and nan too) have no effect.
 
     Raises:
         ValueError: shapes differ, or the mask isn't bool.
@@ -60,14 +49,13 @@ def value_loss(
         won = (bounded > error) & (change.abs() > clip) & loss_mask  # otherwise they differ only by rounding
         error = torch.maximum(error, bounded)
     loss = (0.5 * error * token_weights).sum()
-    return ValueOutput(loss, won.sum(), _sums(loss, values, old_values, returns, won, loss_mask))
+    return loss, _sums(loss, values, old_values, returns, won, loss_mask)
 
 
 @torch.no_grad()
 def _sums(
     loss: Tensor, values: Tensor, old_values: Tensor, returns: Tensor, won: Tensor, loss_mask: Tensor
 ) -> ValueSums:
-    """Add up masked inputs."""
     error = returns.double() - values.double()
     gap = torch.cat([values - old_values, values.new_zeros(1)]).abs().amax()
     entries = loss, values, returns, returns.double().square(), error, error.square(), won, loss_mask, gap

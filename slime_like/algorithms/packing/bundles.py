@@ -104,7 +104,6 @@ def _split_costliest(found: list[Bundle], among: Sequence[int], costs: Costs) ->
 
 
 def _heaviest(found: Sequence[Bundle], parts: int, costs: Costs) -> tuple[float, list[int]]:
-    """Return the cost of the replica with the highest one, and its bundles."""
     each = [bundle.cost(costs) for bundle in found]
     shares = ((sum(each[i] for i in share), share) for share in balance(each, parts))
     return max(shares, key=lambda share: share[0])

@@ -60,9 +60,6 @@ def pack_sequences(
             only some sequences have a field, two have the same id, a token id or weight is negative, a reward or a
             loss-carrying entry isn't finite, a temperature isn't positive, or the budget is too small.
         TypeError, RuntimeError: a field has another type or shape than described.
-
-    Example:
-        >>> packed = pack_sequences(trajectories, pad_token_id=0, target_tokens_per_batch=4096)
     """
     sequences = list(sequences)
     if len(set(map(type, sequences))) != 1:
@@ -123,9 +120,6 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
 
     Returns:
         One ``ScoredTrajectory`` or ``UnscoredTrajectory`` per real sequence, in order.
-
-    Example:
-        >>> unpack_sequences(pack_sequences(trajectories))
     """
     cls: type[Trajectory] = UnscoredTrajectory if packed.advantages is None else ScoredTrajectory
     response_lens = packed.response_lens.tolist()
@@ -229,7 +223,6 @@ def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list
 
 
 def _support_totals(packed: PackedTrajectory) -> list[int]:
-    """Return the number of support ids of each sequence."""
     if packed.support_sizes is None:
         return [0] * packed.num_sequences
     return [int(sizes.sum()) for sizes in packed.support_sizes.split(packed.response_lens.tolist())]

@@ -1,7 +1,6 @@
 """Distribution of sequences over data-parallel ranks and token-bounded micro-batches. Nothing is dropped."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -58,19 +57,11 @@ def partition_by_tokens(
     return [sorted(sorted(members) for members in _levelled(batches, lengths)) for batches in partition]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedPartition:
-    """``partition``: full micro-batches, equally many on every rank. ``spare``: indices for the next call."""
-
-    partition: Partition
-    spare: list[int]
-
-
-def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int) -> StreamedPartition:
+def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int) -> Partition:
     """Partition a growing list of sequences into full micro-batches that can be sent already.
 
     Micro-batches are filled in order of arrival. One is full when the next sequence doesn't fit. Full ones are
-    distributed in rounds of one per rank. The rest is spare: put it before the sequences of the next call.
+    distributed in rounds of one per rank. Put the rest before the sequences of the next call.
 
     Args:
         lengths: tokens that each waiting sequence occupies, in order of arrival.
@@ -78,7 +69,7 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
         num_ranks: data-parallel ranks.
 
     Returns:
-        Indices into ``lengths``: the full micro-batches of every rank, and the spare ones.
+        ``[rank][micro_batch]`` lists of indices into ``lengths``, equally many on every rank.
 
     Raises:
         ValueError: a sequence is over the budget or has no tokens.
@@ -96,8 +87,7 @@ def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num
         used += length
     rounds = len(full) // num_ranks
     sent = full[: rounds * num_ranks]
-    spare = [i for members in full[rounds * num_ranks :] for i in members] + current
-    return StreamedPartition([sent[rank::num_ranks] for rank in range(num_ranks)], spare)
+    return [sent[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def training_flops(

@@ -156,7 +156,6 @@ def _tokens(sequence: Trajectory, sharing: Sharing) -> Array:
 
 
 def _common(one: Array, other: Array) -> int:
-    """Return the length of the common beginning."""
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
     return int(differ.argmax()) if differ.any() else shorter

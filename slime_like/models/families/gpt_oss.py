@@ -21,12 +21,13 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
     )
     if chosen > experts:
         raise ValueError(f"num_experts_per_tok={chosen} is more than its {experts} experts")
-    biased = flag(raw, "attention_bias", default=True)
+    if not flag(raw, "attention_bias", default=True):
+        raise UnsupportedError("its attention has no biases (attention_bias=false)")
     kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
     return config_json.decoder(
         raw,
-        attention=Attention(windows=config_json.windows(raw, kinds), sinks=True, output_bias=biased),
-        qkv_bias=biased,
+        attention=Attention(windows=config_json.windows(raw, kinds), sinks=True, output_bias=True),
+        qkv_bias=True,
         num_experts=experts,
         moe_top_k=chosen,
         moe_ffn_hidden_size=count(raw, "intermediate_size"),
@@ -38,7 +39,7 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     _read,
-    megatron="",
+    "backends.megatron.families.gpt_oss:GptOssFamily",
     tiny={
         "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 96, "sliding_window": 8,
         "rope_parameters": {

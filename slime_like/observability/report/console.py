@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.observability.report.data import RunData, summary
+from slime_like.observability.report.data import RunData, shortened, spelled_out, summary
 from slime_like.observability.report.panels import key_metrics, panels, phase_picture
-from slime_like.observability.report.text import last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, reading_order
 
 _NEWEST_SAMPLES = 4
@@ -21,13 +20,10 @@ _MAX_TEXT = 240
 def show(run: RunData, console: Console) -> None:
     """Print a run's summary, metrics, phases, newest samples and held-out responses."""
     console.print(_labelled(f"Run {run.run_dir.name}", [summary(run)]))
-    drawn, constant, _ = panels(run)
     if run.trained_steps:
         columns = "metric", "first", "last", "lowest", "highest"
-        metrics = [(name, each[0], each[-1], min(each), max(each)) for name, each in key_metrics(run, drawn)]
+        metrics = [(name, each[0], each[-1], min(each), max(each)) for name, each in key_metrics(run, panels(run))]
         console.print(_ruled("Metrics by training step", columns, metrics))
-    if constant:
-        console.print(Text(f"The same at every step: {'; '.join(panel.values for panel in constant)}\n"))
     if picture := phase_picture(run):
         phases = [(phase, f"{share:.1f}%", fmean(seconds), max(seconds)) for phase, seconds, share in picture.parts]
         console.print(_ruled("Where the time went", ("phase", "share", "mean seconds a step", "longest"), phases))
@@ -37,9 +33,8 @@ def show(run: RunData, console: Console) -> None:
 
 
 def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a row has in the columns that are worth reading. The prompt is the user's message."""
     for column in ("step", *reading_order(list(row))):
-        value = last_user_message(str(row["Prompt"])) if column == "Prompt" else row.get(column)
+        value = row.get(column)
         if value not in (None, ""):
             first, *more = value.split("\n") if column == "Conversation" else [value]
             yield column, first

@@ -1,5 +1,6 @@
 """Content of a run's directory, for a report."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +25,9 @@ NEWEST_TOKENS = 50_000
 
 _LOG_BYTES = 2**16
 _AXES = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data"}
+# Control characters affect a terminal. Direction marks, invisible characters and lone surrogates hide what a text says.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_LAYOUT = str.maketrans({"\t": r"\t", "\n": r"\n"})
 _TRAINED_SPEED = "train_actor_performance/tokens_per_second"
 
 Row = dict[str, Any]
@@ -187,6 +191,19 @@ def _speed(run: RunData) -> list[tuple[str, str]]:
 
 def _joined(*parts: Any) -> str:
     return ", ".join(str(part) for part in parts if part is not None)
+
+
+def spelled_out(text: str, one_line: bool = False) -> str:
+    r"""Replace unprintable characters with escapes such as ``\x1b``; with ``one_line``, also line breaks and tabs."""
+    text = _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return text.translate(_LAYOUT) if one_line else text
+
+
+def shortened(text: str, limit: int) -> str:
+    """Cut out the middle of a text of more than ``limit`` characters. Answers are at the end."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 3]} … ({len(text) - limit} characters) … {text[limit // 3 - limit :]}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -34,7 +34,6 @@ class PanelSpec:
     Attributes:
         smooth: also draw a running mean.
         dots: mark every value.
-        always: draw the panel even if its values do not change.
     """
 
     title: str
@@ -42,7 +41,6 @@ class PanelSpec:
     metrics: tuple[tuple[str, str], ...]
     smooth: bool = False
     dots: bool = False
-    always: bool = False
 
 
 class Line(NamedTuple):
@@ -84,19 +82,6 @@ class Panel:
         first, last = self.steps
         return {"data": traces, "layout": {"shapes": marks, "xaxis": {"range": [first - 0.5, last + 0.5]}}}
 
-    @property
-    def says_nothing(self) -> bool:
-        """True if every curve is 0, or constant over several steps."""
-        if self.spec.always or self.non_finite_steps:
-            return False
-        flat = all(min(line.values) == max(line.values) for line in self.lines)
-        return flat and all(len(line.values) > 1 or line.values[0] == 0 for line in self.lines)
-
-    @property
-    def values(self) -> str:
-        """The title, and the first value of each curve."""
-        return f"{self.spec.title} {', '.join(f'{line.values[0]:.4g}' for line in self.lines)}"
-
 
 @dataclass(frozen=True, slots=True)
 class PhasePicture:
@@ -131,12 +116,9 @@ _REWARD = PanelSpec(
     "Weighted sum of the reward functions, mean over a step's responses.",
     ((REWARD, "mean reward"),),
     smooth=True,
-    always=True,
 )
 _SPECS = (
-    PanelSpec(
-        "Held-out accuracy", "Fraction of held-out prompts solved.", ((ACCURACY, "accuracy"),), dots=True, always=True
-    ),
+    PanelSpec("Held-out accuracy", "Fraction of held-out prompts solved.", ((ACCURACY, "accuracy"),), dots=True),
     PanelSpec(
         "Loss", "Total, and its policy-gradient part.", ((LOSS, "loss"), (f"{_TRAINING}policy_loss", "policy loss"))
     ),
@@ -180,18 +162,15 @@ _SPECS = (
 )
 
 
-def panels(run: RunData) -> tuple[list[Panel], list[Panel], list[str]]:
-    """Return the panels to draw, the panels whose values never change, and the titles without data."""
-    drawn, constant, missing = list[Panel](), list[Panel](), list[str]()
+def panels(run: RunData) -> list[Panel]:
+    drawn: list[Panel] = []
     steps = [record["step"] for record in current_records(run.records)]
     for spec in _specs(run):
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
         panel = Panel(spec, _lines(run, spec), bad, (min(steps), max(steps)))
         if bad or panel.lines:
-            (constant if panel.says_nothing else drawn).append(panel)
-        else:
-            missing.append(spec.title)
-    return drawn, constant, missing
+            drawn.append(panel)
+    return drawn
 
 
 def phase_picture(run: RunData) -> PhasePicture | None:
@@ -205,7 +184,6 @@ def phase_picture(run: RunData) -> PhasePicture | None:
 
 
 def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
-    """Return name and values of the step time and of every metric in ``drawn``."""
     shown = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
     return [(name, values) for name in shown if (values := run.series(name)[1])]
 
@@ -213,9 +191,9 @@ def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[fl
 def _specs(run: RunData) -> list[PanelSpec]:
     names = dict.fromkeys(name for record in run.records for name in record)
     means = tuple(function_means(names))
-    functions = PanelSpec("Reward functions", "Mean of each function, unweighted.", means, always=True)
+    functions = PanelSpec("Reward functions", "Mean of each function, unweighted.", means)
     by_source = tuple(source_means(names))
-    sources = PanelSpec("Sources", "Mean reward of each source of the mixture.", by_source, always=True)
+    sources = PanelSpec("Sources", "Mean reward of each source of the mixture.", by_source)
     return [_REWARD, *([functions] if means else []), *([sources] if by_source else []), *_SPECS]
 
 

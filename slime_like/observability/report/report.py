@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.report.data import Row, RunData, StoredTable, summary
+from slime_like.observability.report.data import Row, RunData, StoredTable, shortened, spelled_out, summary
 from slime_like.observability.report.panels import panels, phase_picture
-from slime_like.observability.report.text import last_user_message, shortened, spelled_out
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, response_column
 from slime_like.system.disk import whole_file
 
@@ -53,9 +52,9 @@ def _render_page(run: RunData) -> str:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown, "user": last_user_message}
+    environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown}
     environment.filters |= {"reading_order": reading_order, "response_column": response_column}
-    (drawn, constant, missing), phases = panels(run), phase_picture(run)
+    drawn, phases = panels(run), phase_picture(run)
     tokens = run.tables.get(TOKEN_TABLE)
     samples = _token_samples(tokens)
     figures = {f"chart-{index}": panel.figure() for index, panel in enumerate(drawn)}  # by the element's id
@@ -63,8 +62,6 @@ def _render_page(run: RunData) -> str:
         run=run,
         summary=summary(run),
         drawn=drawn,
-        constant=constant,
-        missing=missing,
         phases=phases,
         tables=[table for name, table in run.tables.items() if name != TOKEN_TABLE],
         tokens=tokens,

@@ -336,7 +336,7 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
     name = algorithm.importance.correction
     correcting = naming(TrainerError, "custom-loss-failed", "algorithm.importance.correction", name, "")
     with correcting if ":" in name else nullcontext():
-        weights = configured_weights(algorithm.importance, old, behaviour, mask, lengths).weights
+        weights, _ = configured_weights(algorithm.importance, old, behaviour, mask, lengths)
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
     ranks.call("scaling advantages", RankTraining.divide_advantages, mean)

@@ -35,7 +35,8 @@ def data_notes(
 
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
-    """Warn about an adapter of another base, a warm-up that outlasts the run, and an unset checkpoint interval."""
+    """Warn about an adapter of another base, a warm-up that outlasts the run, an unset checkpoint interval, and files
+    that are not evaluated."""
     base, model = config.model.lora.base, config.model.path
     if base is not None and Path(base).resolve() != model.resolve():
         yield f"the adapter in model.lora.path names {base} as its base; its factors are added to model.path={model}"
@@ -50,6 +51,8 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             f"the only checkpoint is written after step {config.steps}, so a run that ends earlier loses all steps; "
             "set checkpoint.every (0 if this is intended)"
         )
+    if config.supervised and config.evaluation.files:
+        yield "evaluation.files is not evaluated, because algorithm.loss=sft starts no engines; run `slime-like eval`"
 
 
 def critic_note(checkpoint: Checkpoint | None, needs_critic: bool) -> str:

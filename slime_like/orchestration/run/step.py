@@ -9,8 +9,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from slime_like.algorithms.losses.kl import kept_sequences
 from slime_like.algorithms.losses.loss import build_policy
-from slime_like.algorithms.losses.rejection import kept_sequences
 from slime_like.observability.names import source_kls
 from slime_like.observability.phases import PhaseClock
 from slime_like.observability.records import ScoringRecord

@@ -129,7 +129,7 @@ class ExperienceBatcher:
         parallel, budget = self._trainer.parallel, self._trainer.target_tokens_per_batch
         found = self._bundles(waiting)
         tokens = [bundle.tokens for bundle in found]
-        partition = with_members(partition_full_batches(tokens, budget, self._replicas).partition, found)
+        partition = with_members(partition_full_batches(tokens, budget, self._replicas), found)
         rounds = len(partition[0])
         fewest = _FEWEST_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
         rounds = rounds - rounds % parallel.pipeline if rounds >= fewest else 0

@@ -44,14 +44,12 @@ class Subject:
         return self.reference.gap(generation.logprobs, expected, temperature)
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Update all weights of the engine and of the reference."""
         receipt, sent = self.engine.run(self.engine.update(weights))
         if receipt.checksums != sent:
             raise Refuted("the hashes of the received tensors differ from those of the sent tensors")
         self.reference.use(weights)
 
     def swap(self) -> None:
-        """Switch the reference to the other weights."""
         before = dict(self.reference.weights)
         self.reference.use(self.others)
         self.others = before

@@ -110,12 +110,10 @@ class Enumeration:
         return torch.cat(found)
 
     def _sums(self, column: Tensor) -> Tensor:
-        """Return (prompts, responses) sums over tokens."""
         lengths = torch.tensor([len(each.tokens) for each in self._tree.responses] * len(self._rewards))
         return torch.segment_reduce(column, "sum", lengths=lengths).view(self._rewards.shape)
 
     def _tokens(self, place: _Place) -> Tensor:
-        """Return the rows of a response in a column."""
         lengths = [len(each.tokens) for each in self._tree.responses]
         start = place[0] * sum(lengths) + sum(lengths[: place[1]])
         return torch.arange(start, start + lengths[place[1]])

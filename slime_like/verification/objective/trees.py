@@ -35,7 +35,6 @@ class Tree:
     states: int
 
     def likeliest(self, logits: Tensor) -> int:
-        """Return the index of the greedy response."""
         best = logits.argmax(dim=-1).tolist()
         chosen = ([best[s] == t for s, t in zip(r.states, r.tokens, strict=True) if s >= 0] for r in self.responses)
         return next(index for index, each in enumerate(chosen) if all(each))

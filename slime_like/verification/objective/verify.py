@@ -223,7 +223,6 @@ def _percent(bias: float) -> str:
 
 
 def sentences(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield one line per finding."""
     for one in findings:
         where = f"{one.scenario}, {one.tree}: {one.part}"
         if not one.scale > _UPHILL:

@@ -120,7 +120,6 @@ class ColocatedSender:
         self._in_flight.clear()
 
     def _gathering_ranks(self, settings: TransportSettings) -> list[int]:
-        """Return the ranks that gather full buckets, by stage."""
         own = settings.stage if settings.gathers else None
         stages = [own] if self._num_ranks == 1 else all_gather_json(own, _collective_device())
         return [rank for _, rank in sorted((stage, rank) for rank, stage in enumerate(stages) if stage is not None)]
@@ -146,7 +145,6 @@ class ColocatedSender:
         return BucketMetadata(NAME, location, entries, hash_s)
 
     def _agreed(self, nbytes: int, sender: int) -> int:
-        """Return ``sender``'s value on all ranks."""
         if self._num_ranks == 1:
             return nbytes
         size = torch.tensor([nbytes], device=_collective_device())

@@ -27,7 +27,6 @@ def check_name(name: str, session: str) -> None:
 
 
 def buckets_in_flight(sender: str) -> WeightSyncError:
-    """Return the error for sending a third bucket before one is released."""
     return WeightSyncError(
         "two buckets are in flight", code="buckets-in-flight", who=f"weight sync {sender}", remedy="release one first"
     )

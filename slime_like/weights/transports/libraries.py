@@ -21,7 +21,6 @@ class Libraries:
 
     @classmethod
     def of(cls, packages: Mapping[str, str]) -> Self:
-        """Read the versions from an environment's packages, keyed by distribution."""
         nccl = next((packages[name] for name in cls._NCCL if name in packages), "")
         return cls(packages.get("torch", ""), nccl)
 

@@ -153,7 +153,6 @@ class Segment:
 
     @property
     def handle(self) -> dict[str, Any]:
-        """Return what a receiver needs to open the segment."""
         return {"segment": self.name, "nbytes": self.nbytes}
 
     @classmethod
@@ -199,7 +198,6 @@ class Segment:
         self._memory.let_go()
 
     def remove(self) -> None:
-        """Unlock the memory and remove the file."""
         self.let_go()
         with suppress(FileNotFoundError):  # cleanup() of the same session may have been faster
             self.path.unlink()

@@ -134,18 +134,18 @@ def test_gae_against_the_definition(lengths: list[int], seed: int) -> None:
     values = torch.randn(total, generator=g, dtype=torch.float64)
     rewards = torch.randn(len(lengths), generator=g, dtype=torch.float64)
     mask = torch.rand(total, generator=g) > 0.5
-    result = gae(rewards, values, mask, torch.tensor(lengths), gamma=0.97, lam=0.9)
+    advantages, returns = gae(rewards, values, mask, torch.tensor(lengths), gamma=0.97, lam=0.9)
     expected = []
     for r, v, m in zip(rewards.tolist(), values.split(lengths), mask.split(lengths), strict=True):
         expected += gae_by_definition(r, v.tolist(), m.tolist(), 0.97, 0.9)
-    assert result.advantages.tolist() == pytest.approx(expected, abs=1e-12)
-    assert torch.equal(result.returns, torch.where(mask, result.advantages + values, 0.0))
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-12)
+    assert torch.equal(returns, torch.where(mask, advantages + values, 0.0))
 
 
 def test_gae_token_rewards() -> None:
     """Advantages have no graph, even if the values have one."""
     values, mask = torch.zeros(3, requires_grad=True), torch.tensor([True, False, True])
     rewards = torch.tensor([0.5, 9, 0.25])
-    result = gae(torch.ones(1), values, mask, torch.tensor([3]), lam=1.0, token_rewards=rewards)
-    assert result.advantages.tolist() == [1.75, 0.0, 1.25]
-    assert not result.advantages.requires_grad and not result.returns.requires_grad
+    advantages, returns = gae(torch.ones(1), values, mask, torch.tensor([3]), lam=1.0, token_rewards=rewards)
+    assert advantages.tolist() == [1.75, 0.0, 1.25]
+    assert not advantages.requires_grad and not returns.requires_grad

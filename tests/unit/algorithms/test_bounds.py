@@ -140,8 +140,8 @@ def test_parts_called_directly(rows: list[tuple[float, float]]) -> None:
     one, other = torch.tensor(rows, dtype=torch.float32).unbind(1)
     mask, lengths = torch.ones(len(rows), dtype=torch.bool), torch.tensor([len(rows)])
     for correction, level in itertools.product(CORRECTIONS, LEVELS):
-        made = importance_weights(one, other, mask, lengths, correction, level)
-        assert torch.isfinite(made.weights).all() and torch.isfinite(made.ratio).all()
+        weights, _ = importance_weights(one, other, mask, lengths, correction, level)
+        assert torch.isfinite(weights).all()
     for estimator in ESTIMATORS:
         assert torch.isfinite(kl_estimate(one, other, estimator)).all()
         assert all(torch.isfinite(x).all() for x in kl_penalty(one, other, mask, lengths, 0.1, estimator))

@@ -20,7 +20,6 @@ from slime_like.algorithms import (
     build_loss,
     fused_logprobs,
     gae,
-    merge_from_context_parallel,
     pack_sequences,
     response_tokens,
     split_for_context_parallel,
@@ -199,7 +198,8 @@ def micro_batch_loss(
         hidden = model.hidden(shard.tokens, shard.position_ids)[shard.response_index]
         scored = (hidden, model.head, *(x[shard.response_slot] for x in (response_tokens(packed), temperatures)))
         local.append(fused_logprobs(*scored, vocab_size=VOCABULARY, chunk_tokens=chunk))
-    logprobs, entropy = (merge_from_context_parallel(shards, [pair[i] for pair in local]) for i in range(2))
+    merged = [[s.scatter(pair[i]) for s, pair in zip(shards, local, strict=True)] for i in range(2)]
+    logprobs, entropy = (torch.stack(parts).sum(0) for parts in merged)
     recorded = packed.old_logprobs, packed.logprobs, packed.ref_logprobs, packed.advantages, packed.response_lens
     output = build_loss(config)(LossInputs(logprobs, packed.loss_mask, packed.token_weights, entropy, *recorded))
     return output.loss, output.sums
@@ -285,9 +285,9 @@ def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> Non
         pack = pack_sequences(members, target_tokens_per_batch=budget)
         own_old = torch.cat([old[s.sequence_id] for s in members])
         rewards = torch.stack([s.rewards[0] for s in members])
-        returns = gae(rewards, own_old, pack.loss_mask, pack.response_lens, gamma=0.99, lam=0.9).returns
+        returns = gae(rewards, own_old, pack.loss_mask, pack.response_lens, gamma=0.99, lam=0.9)[1]
         values = torch.cat([moved[s.sequence_id] for s in members])
-        loss = value_loss(values, own_old, returns, pack.loss_mask, pack.token_weights, clip).loss
+        loss = value_loss(values, own_old, returns, pack.loss_mask, pack.token_weights, clip)[0]
         loss.backward()
         total = total + loss.detach()
     assert abs(total / denominator - expected.detach()) <= TOLERANCE[dtype] * expected.detach()

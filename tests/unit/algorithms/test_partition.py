@@ -152,15 +152,14 @@ def test_tensors_are_accepted() -> None:
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=60), ranks=st.integers(1, 4))
 @examples(60)
-def test_full_batches_and_spare(lengths: list[int], ranks: int) -> None:
-    result = partition_full_batches(lengths, 20, ranks)
-    sent = [i for bins in result.partition for batch in bins for i in batch]
-    assert sorted(sent + result.spare) == list(range(len(lengths)))
-    assert len({len(bins) for bins in result.partition}) == 1
-    for bins in result.partition:
+def test_full_batches(lengths: list[int], ranks: int) -> None:
+    partition = partition_full_batches(lengths, 20, ranks)
+    sent = [i for bins in partition for batch in bins for i in batch]
+    assert sorted(sent) == list(range(len(sent)))
+    assert len({len(bins) for bins in partition}) == 1
+    for bins in partition:
         for batch in bins:
             assert sum(lengths[i] for i in batch) <= 20 < sum(lengths[i] for i in [*batch, batch[-1] + 1])
-    assert result.spare == sorted(result.spare)
 
 
 def test_micro_batches_are_few_and_even() -> None:

@@ -21,7 +21,6 @@ from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 NAN = float("nan")
 PACK = algo.pack_sequences(batch(SHAPES))
 PLAIN = algo.pack_sequences([replace(s, temperature=1.0) for s in batch(SHAPES)])
-SHARD = algo.split_for_context_parallel(PACK, 2, 0)
 TWO, MASK, LENGTH = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.tensor([2])
 IDS, BEYOND = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 5])
 LOGITS, HEAD = torch.zeros(2, 5), torch.ones(5, 5)
@@ -46,11 +45,6 @@ def built(**config: Any) -> object:
 def padded(reduction: str = "tokens", **changes: Any) -> object:
     """Compute the direct loss of padded logits (2, 3, 5)."""
     return algo.GRPOLoss(AlgorithmConfig(reduction=reduction)).forward(**{"advantages": TWO, **PADDED, **changes})
-
-
-def merged(*other: Any) -> object:
-    shards = [SHARD, *other]
-    return algo.merge_from_context_parallel(shards, [torch.zeros(shard.response_slot.numel()) for shard in shards])
 
 
 def custom(name: str) -> object:
@@ -98,8 +92,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "logprobs of another pack": lambda: algo.unpack_response_logprobs(PACK, torch.zeros(16)),
     "no such layout": lambda: algo.padded_length(5, 1, "ring"),  # type: ignore[arg-type]
     "a rank outside the group": lambda: algo.split_for_context_parallel(PACK, 2, 2),
-    "a shard that is missing": merged,
-    "a shard of another layout": lambda: merged(algo.split_for_context_parallel(PACK, 2, 1, "contiguous")),
     "a sequence over the budget": lambda: algo.partition_full_batches([3, 11], 10, 1),
     "a sequence without tokens": lambda: algo.partition_by_tokens([3, 0], 10, 1),
     "an ignore_index that is a token's id": lambda: algo.pack_sequences(batch(SHAPES), ignore_index=0),

@@ -19,7 +19,6 @@ from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_met
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels, phase_picture
-from slime_like.observability.report.text import last_user_message
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import sft_record
@@ -117,10 +116,10 @@ def test_page_has_every_sample_and_token(page: Page) -> None:
 
 
 def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
-    titles = [panel.spec.title for panel in panels(read_run(run_dir))[0]]
+    titles = [panel.spec.title for panel in panels(read_run(run_dir))]
     *drawn, phases = json.loads(page.blocks["chart-data"]).values()
     charts = dict(zip(titles, drawn, strict=True))
-    assert titles == ["Reward", "Reward functions", "Held-out accuracy", "Loss"]  # nothing else changes in this run
+    assert titles[:4] == ["Reward", "Reward functions", "Held-out accuracy", "Loss"]
     ranges = [chart["layout"]["xaxis"]["range"] for chart in drawn]
     assert ranges == [[-0.5, STEPS + 0.5]] * len(titles)  # evaluated at step 0
     loss, policy = charts["Loss"]["data"]
@@ -134,19 +133,11 @@ def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
     assert sum(attributes.get("class") == "chart" for _, attributes in page.tags) == len(titles) + 1
 
 
-def test_constant_metrics_are_one_line(page: Page, run_dir: Path) -> None:
-    _, unchanged, missing = panels(read_run(run_dir))
-    constant = [panel.values for panel in unchanged]
-    assert {"Responses cut off 0.4", "Flat groups 2", "Importance ratio 1"} <= set(constant)
-    assert "KL to the reference 0, 0" in constant and "Turns" not in missing
-    assert f"The same at every step: {'; '.join(constant)}." in "".join(page.texts)
-
-
 def test_sources_have_a_panel(tmp_path: Path, logger: MetricLogger) -> None:
     names = [f"sources/{name}/total_reward_mean" for name in ("sums", "words")]
     for step in (1, 2):
         logger.log(step, {names[0]: step, names[1]: 0.5, "sources/sums/share": 0.25})
-    drawn, _, _ = panels(read_run(tmp_path))
+    drawn = panels(read_run(tmp_path))
     assert [[(line.label, list(line.values)) for line in panel.lines] for panel in drawn] == [
         [("sums", [1, 2]), ("words", [0.5, 0.5])]
     ]
@@ -222,14 +213,12 @@ def test_long_runs_show_the_newest_rows(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path, logger: MetricLogger) -> None:
     logger.log(1, step_metrics(sft_record()))
-    drawn, _, missing = panels(read_run(tmp_path))
-    titles = [panel.spec.title for panel in drawn]
-    assert "Loss" in titles and {"Reward", "Held-out accuracy"} <= set(missing)
-    assert "Response length" in titles and "Entropy" not in titles  # with one step, only values of 0 are left out
+    titles = [panel.spec.title for panel in panels(read_run(tmp_path))]
+    assert {"Loss", "Response length"} <= set(titles) and not {"Reward", "Held-out accuracy"} & set(titles)
     entries = dict(summary(read_run(tmp_path)))
     assert entries["configuration"].startswith("not recorded") and entries["steps"] == "1"
     shown = "".join(Page(write_report(tmp_path).read_text()).texts)
-    assert "Not logged in this run: Reward, Held-out accuracy" in shown and "Tokens of a sample" not in shown
+    assert "Held-out accuracy" not in shown and "Tokens of a sample" not in shown
 
 
 def test_summary_of_a_short_run(tmp_path: Path, logger: MetricLogger) -> None:
@@ -393,26 +382,8 @@ def test_terminal_samples(tmp_path: Path, logger: MetricLogger) -> None:
     cells = " ".join(line.split("│")[2].strip() for line in lines if line.count("│") == 3)
     for text in ("What is 40+2?", "Well, so", 'it is 42. 42 1 {"math": {"found": 42}}'):
         assert text in cells
-    assert "Be brief" not in cells
     logger.log_table(2, SAMPLE_TABLE, [{"Conversation": "1 model: [6*7]\n1 environment: 42"}])
     assert {"1 model: [6*7]", "1 environment: 42"} <= set(re.split(r" *│ *|\n", printed(tmp_path, 80)))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\n2<|im_end|>\n", "2"),
-        ("<|start_header_id|>user<|end_header_id|>\n\nA <b>user</b>?<|eot_id|><|start_header_id|>", "A <b>user</b>?"),
-        ("<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n", "Hi"),
-        ("system<\uff5cUser\uff5c>Why?<\uff5cAssistant\uff5c><think>\n", "Why?"),
-        ("<s>[INST] Hey [/INST]", "Hey"),
-        ("<user>1+1=<assistant>", "1+1="),
-        ("no template, user", "no template, user"),
-        ("<|im_start|>user\n<|im_end|>", "<|im_start|>user\n<|im_end|>"),
-    ],
-)
-def test_last_user_message(prompt: str, message: str) -> None:
-    assert last_user_message(prompt) == message
 
 
 def test_closed_pipe(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

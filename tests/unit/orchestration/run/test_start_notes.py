@@ -65,9 +65,10 @@ SAVING: dict[str, Any] = {"checkpoint": {"every": 2, "keep": 1}}
         ({}, 1),  # a run of five steps and a single checkpoint
         ({"steps": 1}, 0),
         ({"checkpoint": {"every": 0}}, 0),
+        ({**SAVING, "algorithm": {"loss": "sft"}, "evaluation": {"files": ["eval.jsonl"]}}, 1),  # it starts no engines
     ],
 )
-def test_settings_that_may_lose_every_step(settings: dict[str, Any], count: int) -> None:
+def test_settings_that_lose_something(settings: dict[str, Any], count: int) -> None:
     assert len(list(settings_notes(config(**settings, rollout={"prompts_per_step": 4})))) == count
 
 
