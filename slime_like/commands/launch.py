@@ -114,7 +114,7 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
 
     parallel, devices = config.trainer.parallel, config.cluster.gpus_per_node
     yield f"nodes:    {options.nodes}" + (f" ({', '.join(names)})" if names else "")
-    yield f"this one: node {options.node_rank}" + (", which leads" if options.leads else "")
+    yield f"this one: node {options.node_rank}" + (", which leads" if options.node_rank == 0 else "")
     pieces, engines = pieces_of(config), counted(config.rollout.num_engines, "engine")
     needed = sum(pieces.bundles)
     idle = options.nodes * devices - needed

@@ -49,10 +49,6 @@ class LaunchOptions:
         if problems:
             raise ConfigError(problems, code="option-range")
 
-    @property
-    def leads(self) -> bool:
-        return self.node_rank == 0
-
     def token_path(self, run_dir: Path) -> Path:
         """Return the file of Ray's token."""
         return self.token_file or launch_directory(run_dir) / "key"

@@ -43,7 +43,7 @@ def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
         return Verdict(verdict.code)  # the command has printed the cause
     notes, here = ExitNotes(config.run_dir, options), f"node {options.node_rank} ({socket.gethostname()})"
     try:
-        return lead(options, config, notes) if options.leads else follow(options, config, notes)
+        return lead(options, config, notes) if options.node_rank == 0 else follow(options, config, notes)
     except NodeEndedError as ended:
         return ended.verdict
     except RefusedError:

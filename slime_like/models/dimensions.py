@@ -307,13 +307,11 @@ class ModelDimensions:
         if not path.is_file():
             raise ConfigError(f"model.path={directory}{what_instead(Path(directory))}")
         raw = config_json.read_object(path)
-        if (settings := language_settings(raw)) is not None:
-            return replace(cls._from_raw(settings, path), tower=not values, values=values)
-        if not values:
-            return cls._from_raw(raw, path)
-        if isinstance(architectures := raw.get("architectures"), list):
+        if values and isinstance(architectures := raw.get("architectures"), list):
             raw["architectures"] = [_CLASSIFIER.sub(_CAUSAL[0], str(name)) for name in architectures]
-        return replace(cls._from_raw(raw, path), values=True, tied_embeddings=False)
+        settings = language_settings(raw)
+        found = replace(cls._from_raw(settings or raw, path), tower=settings is not None and not values)
+        return replace(found, values=True, tied_embeddings=False) if values else found
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any], path: Path) -> Self:
@@ -359,8 +357,5 @@ def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def keeps_type(name: str) -> bool:
-    """Return whether the Hugging Face tensor keeps its type on disk.
-
-    Router biases do: rounding would change the chosen experts.
-    """
+    """Return whether the Hugging Face tensor keeps its type: rounding a router's bias would change its choices."""
     return name.endswith(".e_score_correction_bias")

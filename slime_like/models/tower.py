@@ -24,8 +24,13 @@ _LANGUAGE_MODELS = {
 """By model type: type and architecture of a language model that computes the same on text. Multimodal rotary embedding
 is plain rotary embedding there, because a text token has the same position on all axes."""
 
-_TIED = frozenset({"gemma3", "mistral3"})
-"""Model types that tie embeddings unless ``config.json`` says otherwise."""
+_LEFT_OUT = {
+    "gemma3": {
+        "vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+    }
+}  # fmt: skip
+"""By model type: settings of the language model that published files leave out, with transformers' values."""
 
 _SHARED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 """Settings of the whole model that the language model's may leave out."""
@@ -50,14 +55,17 @@ def language_settings(raw: dict[str, Any]) -> dict[str, Any] | None:
     own = raw.get("text_config")
     # Some publishers' files have the language model's settings beside the tower's.
     text = dict(own) if isinstance(own, dict) else {key: raw[key] for key in raw if key != "vision_config"}
-    text = {key: raw[key] for key in _SHARED if key in raw} | text
+    model_type, architecture = _LANGUAGE_MODELS[kind]
+    if text.get("model_type", kind) not in (kind, f"{kind}_text", model_type):
+        return None  # another language model, which may compute something else
+    defaults = _LEFT_OUT.get(kind, {})
     ties = [each["tie_word_embeddings"] for each in (raw, text) if each.get("tie_word_embeddings") is not None]
+    text = defaults | {key: raw[key] for key in _SHARED if key in raw} | text
+    text["tie_word_embeddings"] = any(ties) if ties else bool(defaults.get("tie_word_embeddings"))
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(key), dict):
             text[key] = _plain_rotary(text[key])
-    model_type, architecture = _LANGUAGE_MODELS[kind]
-    text |= {"model_type": model_type, "architectures": [architecture]}
-    return {**text, "tie_word_embeddings": any(ties) if ties else kind in _TIED}
+    return {**text, "model_type": model_type, "architectures": [architecture]}
 
 
 def _plain_rotary(given: dict[str, Any]) -> dict[str, Any]:

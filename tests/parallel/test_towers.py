@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
@@ -210,13 +211,30 @@ def _config(directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_settings_of_a_language_model_are_those_of_its_publisher() -> None:
-    """Multimodal rotary embedding becomes plain, and either place may tie the embeddings."""
+def test_the_settings_of_a_language_model_are_those_of_its_publisher(tmp_path: Path) -> None:
+    """Multimodal rotary embedding becomes plain, and either place may tie the embeddings.
+
+    The file of the smallest Gemma 3 leaves most out.
+    """
     rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     flat = {"model_type": "qwen2_5_vl", "vision_config": {}, "rope_scaling": rope, "tie_word_embeddings": True}
     found = language_settings(flat)
     assert found is not None and found["rope_scaling"] == {"type": "default"}
     assert (found["model_type"], found["tie_word_embeddings"]) == ("qwen2", True)
-    inner = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}}
-    assert (language_settings(inner) or {})["tie_word_embeddings"] is True
+    small = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    inner = {"text_config": {"model_type": "gemma3_text", **small, "rope_scaling": scaling}, "vision_config": {}}
+    inner |= {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(inner))
+    gemma, theirs = ModelDimensions.from_checkpoint(tmp_path), transformers.Gemma3Config(**inner).get_text_config()
+    assert (gemma.num_heads, gemma.num_kv_heads, gemma.head_dim, gemma.vocab_size, gemma.norm_eps) == (
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+        theirs.head_dim,
+        theirs.vocab_size,
+        theirs.rms_norm_eps,
+    )
+    assert language_settings({**inner, "tie_word_embeddings": False})["tie_word_embeddings"] is False  # type: ignore[index]
+    assert gemma.tied_embeddings and gemma.eos_token_ids == (1, 106)
+    assert language_settings({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}) is None
     assert language_settings({"model_type": "qwen2"}) is None

@@ -127,7 +127,7 @@ class ExperienceBatcher:
         A pipeline's window has at least ``4 * trainer.parallel.pipeline`` micro-batches, to keep the bubble small.
         """
         parallel, budget = self._trainer.parallel, self._trainer.target_tokens_per_batch
-        found = self._bundles(waiting)
+        found = bundles_of(waiting, self._trainer)
         tokens = [bundle.tokens for bundle in found]
         partition = with_members(partition_full_batches(tokens, budget, self._replicas), found)
         rounds = len(partition[0])
@@ -162,7 +162,7 @@ class ExperienceBatcher:
         for sequence in sequences:
             parts[sequence.source if by_source else None].append(sequence)
         for part in parts.values():
-            partition = partition_over_replicas(self._bundles(part), budget, self._replicas, costs)
+            partition = partition_over_replicas(bundles_of(part, self._trainer), budget, self._replicas, costs)
             for packs, more in zip(window, fill_to_equal_counts(self._packed(part, partition)), strict=True):
                 packs += more
         return window
@@ -175,9 +175,6 @@ class ExperienceBatcher:
         ordered = sorted(sequences, key=lambda each: each.total_len)
         sharing = self._trainer.share_prefixes or None
         return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing)
-
-    def _bundles(self, sequences: Sequence[ScoredTrajectory]) -> list[Bundle]:
-        return bundles_of(sequences, self._trainer)
 
     def _costs(self, lengths: Sequence[int]) -> Sequence[float]:
         """Return the costs to balance replicas by."""
