@@ -65,8 +65,7 @@ class Attention:
         rotary_fraction: the leading part of a head that has rotary embedding.
         output_gate: outputs are multiplied by the sigmoid of a gate, whose rows follow each query head's.
         linear: what some layers have instead of attention.
-        windows: keys that queries of each layer see at most, their own included; ``None`` for all, and empty if every
-            layer's queries see all.
+        windows: keys that queries of each layer see at most, their own included; ``None`` for all. Empty: all do.
         window_theta: base of the rotary embedding of layers with windows, which is not scaled; ``None``: the others'.
         scale: factor of the products of queries and keys; ``None``: that of the head's size.
         sinks: every head has a score in its softmax that no value belongs to.
@@ -181,8 +180,6 @@ class ModelDimensions:
         qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys pass a per-head RMSNorm.
         zero_centered_norms: norms multiply by 1 + weight, except those inside linear attention.
-        gelu: MLPs have GELU's tanh approximation instead of SiLU.
-        scaled_embeddings: embeddings are multiplied by the square root of the hidden size.
         capped_logits: logits are capped, which only transformers' modules do.
         post_norms: outputs of attention and of MLPs pass a norm, too.
         eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
@@ -219,8 +216,6 @@ class ModelDimensions:
     qk_norm: bool = False
     zero_centered_norms: bool = False
     post_norms: bool = False
-    gelu: bool = False
-    scaled_embeddings: bool = False
     capped_logits: bool = False
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
@@ -66,8 +67,17 @@ _NORMS = tuple(
 )
 
 
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 class Gemma3Family(MegatronFamily):
-    """Layers with a norm before and after each part."""
+    """Layers with a norm before and after each part, and GELU."""
+
+    scales_embeddings = True
+
+    def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
+        return super().settings(dimensions) | {"activation_func": _gelu, "bias_activation_fusion": False}
 
     def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
         attention.module = NormedAttention

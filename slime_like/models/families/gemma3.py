@@ -36,8 +36,6 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
         qk_norm=True,
         zero_centered_norms=True,
         post_norms=True,
-        gelu=True,
-        scaled_embeddings=True,
         capped_logits=raw.get("final_logit_softcapping") is not None,
     ) | {"max_position_embeddings": count(raw, "max_position_embeddings", 131_072)}  # which includes any scaling
 
