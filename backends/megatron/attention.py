@@ -80,6 +80,7 @@ class PackedLayout(PackedSeqParams):
 
     Attributes:
         cos, sin: (T_local, 1, rotary_dim / 2) rotary table of the local tokens.
+        window_table: the same, cos and sin, in layers with a sliding window, if they have another one.
         interleaved: rotate adjacent elements instead of elements half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
         recurrence: does it in recurrent layers, if the model has some.
@@ -88,6 +89,7 @@ class PackedLayout(PackedSeqParams):
 
     cos: Tensor | None = None
     sin: Tensor | None = None
+    window_table: tuple[Tensor, Tensor] | None = None
     interleaved: bool = False
     attention: AnyAttention | None = None
     recurrence: Recurrence | None = None
@@ -100,10 +102,11 @@ class PackedLayout(PackedSeqParams):
         assert packed_seq_params is not None
         return packed_seq_params
 
-    def rotated(self, *heads: Tensor) -> tuple[Tensor, ...]:
+    def rotated(self, *heads: Tensor, slides: bool = False) -> tuple[Tensor, ...]:
         """Rotate queries or keys, (T_local, heads, rotary_dim) each, to their positions."""
-        assert self.cos is not None and self.sin is not None
-        return tuple(apply_rotary(x, self.cos, self.sin, self.interleaved) for x in heads)
+        cos, sin = (self.window_table if slides else None) or (self.cos, self.sin)
+        assert cos is not None and sin is not None
+        return tuple(apply_rotary(x, cos, sin, self.interleaved) for x in heads)
 
 
 class PackedCoreAttention(torch.nn.Module):
@@ -155,7 +158,7 @@ class PackedCoreAttention(torch.nn.Module):
         """Return (T, H * D), where D is the values' head size."""
         layout = PackedLayout.given(packed_seq_params)
         if self.rotates:
-            query, key = layout.rotated(query, key)
+            query, key = layout.rotated(query, key, slides=self.window is not None)
         assert layout.attention is not None
         out = layout.attention.attend(query, key, value, self.scale, self.window, self.sinks)
         return out.reshape(out.shape[0], -1)

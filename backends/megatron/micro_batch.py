@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from backends.common.attention.choice import choose_attention
 from backends.common.linear_attention import Recurrence
@@ -37,6 +38,9 @@ class BatchBuilder:
         self._vocab_size = dimensions.vocab_size
         self._dtype = dtype
         self._rotary = Rotary.of(dimensions, device)
+        self._window_rotary = None
+        if (theta := dimensions.attention.window_theta) is not None:
+            self._window_rotary = Rotary.of(replace(dimensions, rope_theta=theta, rope_scaling=None), device)
         self._is_recurrent = dimensions.attention.linear is not None
         self._context_group = parallel_state.get_context_parallel_group()
         # The attention determines how packs are split over these ranks.
@@ -75,9 +79,13 @@ class BatchBuilder:
         layout.routed = RoutedTokens.of(pack, shard, self._rows(shard), balance, replay)
         needed = replace(pack, teacher_hidden=None)  # ``layout`` has this rank's part
         moved, shard, layout = on_device((needed, shard, layout), self._device)
-        table = rotary_table(self._rotary.inv_freq, shard.position_ids, torch.float32)
-        layout.cos, layout.sin = ((part * self._rotary.magnitude).to(self._dtype) for part in table)
+        layout.cos, layout.sin = self._table(self._rotary, shard)
+        layout.window_table = None if self._window_rotary is None else self._table(self._window_rotary, shard)
         return ModelInput(pack, moved, shard, self._context_group, layout)
+
+    def _table(self, rotary: Rotary, shard: ContextShard) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary_table(rotary.inv_freq, shard.position_ids, torch.float32)
+        return (cos * rotary.magnitude).to(self._dtype), (sin * rotary.magnitude).to(self._dtype)
 
     def _layout(self, pack: PackedTrajectory, shard: ContextShard) -> PackedLayout:
         """Compute everything that attention and head need, except the rotary table."""

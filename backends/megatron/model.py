@@ -53,8 +53,6 @@ def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: M
         use_cpu_initialization=not torch.cuda.is_available(),
         # The loss is a weighted sum, so its gradient is averaged over neither micro-batches nor ranks.
         calculate_per_token_loss=True,
-        # SwiGLU in one pass, compiled by torch on a GPU. It also keeps less for the backward pass.
-        bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         # Megatron's layers need APEX for it; Transformer Engine's get it in ``_build``.
@@ -83,6 +81,9 @@ def _architecture(dimensions: ModelDimensions) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": dimensions.zero_centered_norms,
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        # SwiGLU in one pass, compiled by torch on a GPU. It also keeps less for the backward pass.
+        "bias_activation_fusion": True,
+        "softmax_scale": dimensions.attention.scale,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -227,6 +228,9 @@ def _build(
         if dimensions.values and model.post_process:
             model.output_layer = None
             model.score = torch.nn.Linear(dimensions.hidden_size, 1, bias=False, dtype=transformer.params_dtype)
+        if family_of(dimensions).scales_embeddings and model.pre_process:
+            scale = float(torch.tensor(dimensions.hidden_size**0.5, dtype=transformer.params_dtype, device="cpu"))
+            model.embedding.register_forward_hook(lambda _module, _inputs, out, scale=scale: out * scale)
         model.true_vocab_size = dimensions.vocab_size
         model.chunk_tokens = trainer.head_chunk_tokens
         model.entropy_gradient = entropy_gradient

@@ -65,6 +65,7 @@ def local_layer_spec(
     mlp = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if num_experts is None else {}
     spec.submodules.sharded_state_dict_keys_map = family.fused_norms | mlp
     spec.submodules.self_attention = family.attention(config, layer, spec.submodules.self_attention)
+    spec.submodules.mlp = family.mlp(spec.submodules.mlp)
     grouped = GroupedExperts if config.moe_grouped_gemm else None
     return _with_balanced_experts(spec, num_experts, family.experts or grouped)
 

@@ -35,6 +35,8 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         reason = dimensions.attention.unsupported
         if reason is None and not FAMILIES[dimensions.family].megatron:
             reason = f"{config.model.path} is a model of type {dimensions.family}"
+        if dimensions.capped_logits:
+            reason = f"{config.model.path} caps its logits (final_logit_softcapping)"
         if reason is not None:
             yield (
                 f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "

@@ -65,8 +65,9 @@ class Attention:
         rotary_fraction: the leading part of a head that has rotary embedding.
         output_gate: outputs are multiplied by the sigmoid of a gate, whose rows follow each query head's.
         linear: what some layers have instead of attention.
-        windows: keys that queries of each layer see at most, their own included; ``None`` for all, and empty if every
-            layer's queries see all.
+        windows: keys that queries of each layer see at most, their own included; ``None`` for all. Empty: all do.
+        window_theta: base of the rotary embedding of layers with windows, which is not scaled; ``None``: the others'.
+        scale: factor of the products of queries and keys; ``None``: that of the head's size.
         sinks: every head has a score in its softmax that no value belongs to.
         output_bias: the output projection has a bias.
         reloads: a weight update replaces every tensor that an engine computes with.
@@ -76,6 +77,8 @@ class Attention:
     output_gate: bool = False
     linear: LinearAttention | None = None
     windows: tuple[int | None, ...] = ()
+    window_theta: float | None = None
+    scale: float | None = None
     sinks: bool = False
     output_bias: bool = False
     reloads: ClassVar[bool] = True
@@ -90,6 +93,7 @@ class Attention:
             "partial rotary embedding": self.rotary_fraction < 1,
             "sliding windows": self.window is not None,
             "attention sinks": self.sinks,
+            "another scale of scores": self.scale is not None,
         }
         return " and ".join(name for name, has_it in properties.items() if has_it)
 
@@ -176,6 +180,7 @@ class ModelDimensions:
         qkv_bias: query, key and value projections have biases.
         qk_norm: queries and keys pass a per-head RMSNorm.
         zero_centered_norms: norms multiply by 1 + weight, except those inside linear attention.
+        capped_logits: logits are capped, which only transformers' modules do.
         post_norms: outputs of attention and of MLPs pass a norm, too.
         eos_token_ids: from ``generation_config.json`` if present, else from ``config.json``.
         num_experts: 0 for dense models; the ``moe_*`` fields are meaningful only above 0.
@@ -211,6 +216,7 @@ class ModelDimensions:
     qk_norm: bool = False
     zero_centered_norms: bool = False
     post_norms: bool = False
+    capped_logits: bool = False
     eos_token_ids: tuple[int, ...]
     num_experts: int = 0
     moe_top_k: int = 0

@@ -40,6 +40,11 @@ _LATENT_REPLICATED = {
     "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
     "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
 }
+_POST_NORMS = {
+    "self_attention.post_layernorm.weight": "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
+    "mlp.post_layernorm.weight": "post_feedforward_layernorm.weight",
+}
 _LATENT_ROWS = {
     "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
@@ -113,6 +118,7 @@ def _converted(name: str, parts: list[Tensor], dimensions: ModelDimensions) -> d
     if dimensions.moe_bias and rest.startswith("mlp.router."):
         return {prefix + rest: parts[0]}
     replicated = _REPLICATED | (_LATENT_REPLICATED if isinstance(dimensions.attention, LatentAttention) else {})
+    replicated |= _POST_NORMS if dimensions.post_norms else {}
     if rest in replicated:
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=0, atol=1e-7, msg=f"{name} differs between tensor ranks")

@@ -32,6 +32,7 @@ from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config
 FAMILIES = (
     "llama",
     "mistral",
+    "gemma3_text",
     "qwen2",
     "qwen3",
     "qwen3_5_text",

@@ -77,6 +77,8 @@ def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("deepseek_v3", "tp2-sp"),
         ("deepseek_v3_direct", "pp2-dp2-ep2"),
         ("qwen3_5_moe_text", "tp2-sp"),
+        pytest.param("gemma3", "tp2-sp", marks=pytest.mark.acceptance),
+        pytest.param("glm4_moe", "tp2-sp-ep2", marks=pytest.mark.acceptance),
         pytest.param("qwen3_next", "tp2-sp-ep2", marks=pytest.mark.acceptance),
     ],
 )

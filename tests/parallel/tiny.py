@@ -136,6 +136,20 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3": (  # two kinds of layers with two rotary embeddings, of which one is scaled
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+            "pad_token_id": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "qwen3_next": ("Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "qwen3_5_text": ("Qwen3_5TextConfig", _HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),

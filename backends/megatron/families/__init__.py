@@ -38,11 +38,13 @@ class MegatronFamily:
 
     Attributes:
         config: Megatron's class of configurations.
+        scales_embeddings: embeddings are multiplied by the square root of the hidden size.
         experts: module of all experts of a layer, if it is not one of the usual ones.
         fused_norms: prefixes of the attention's norms in our layers, and in Transformer Engine's, which are canonical.
     """
 
     config: ClassVar[type[TransformerConfig]] = TransformerConfig
+    scales_embeddings: ClassVar[bool] = False
     experts: ClassVar[type[torch.nn.Module] | None] = None
     fused_norms: ClassVar[dict[str, str]] = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
@@ -63,6 +65,10 @@ class MegatronFamily:
         if config.qk_layernorm:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
         return attention
+
+    def mlp(self, mlp: ModuleSpec) -> ModuleSpec:
+        """Return a layer's feed-forward part, made from Megatron's local ``mlp``."""
+        return mlp
 
     def rules(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
         """Return the rules of all tensors. A rule without a layer in this model is ignored."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from slime_like.models import config_json
-from slime_like.models.config_json import UnsupportedError, count
+from slime_like.models.config_json import UnsupportedError, count, number
 from slime_like.models.dimensions import Attention, Family
 
 
@@ -21,15 +21,22 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
     kinds = ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
     # transformers 5 gives every kind of layer its rotary embedding; that of layers with windows is never scaled.
     rotary = raw.get("rope_parameters") or {}
-    rotary = rotary.get("full_attention", rotary) if isinstance(rotary, dict) else rotary
+    sliding = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
+    if isinstance(rotary, dict):
+        sliding, rotary = rotary.get("sliding_attention", sliding), rotary.get("full_attention", rotary)
     defaults = {"tie_word_embeddings": True, "sliding_window": 4096, "rope_theta": 1e6}
     given = {**defaults, **raw, "rope_parameters": rotary}
     return config_json.decoder(
         given,
-        attention=Attention(windows=config_json.windows(given, kinds)),
+        attention=Attention(
+            windows=config_json.windows(given, kinds),
+            window_theta=number(sliding, "rope_theta"),
+            scale=number({"query_pre_attn_scalar": 256, **raw}, "query_pre_attn_scalar") ** -0.5,
+        ),
         qk_norm=True,
         zero_centered_norms=True,
         post_norms=True,
+        capped_logits=raw.get("final_logit_softcapping") is not None,
     ) | {"max_position_embeddings": count(raw, "max_position_embeddings", 131_072)}  # which includes any scaling
 
 
@@ -37,6 +44,6 @@ GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     _read,
-    megatron="",
+    megatron="backends.megatron.families.gemma3:Gemma3Family",
     tiny={"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
 )

@@ -28,6 +28,7 @@ from tests.unit.backends.models import dimensions
 FAMILIES = (
     "llama",
     "mistral",
+    "gemma3_text",
     "qwen2",
     "qwen3",
     "qwen3_moe",

@@ -505,7 +505,7 @@ FOREIGN: list[dict[str, Any]] = [
     {"architectures": ["GraniteForCausalLM"]},
     {"hidden_act": "gelu"},
     {"use_sliding_window": True, "sliding_window": 1280},
-    {"architectures": ["Gemma3ForCausalLM"]},
+    {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
     {**EXPERTS, "mlp_only_layers": [0]},
     {**EXPERTS, "decoder_sparse_step": 2},
     {"attention_bias": True},
@@ -526,6 +526,17 @@ def test_settings_that_fsdp_families_do_not_support(flags: list[str], rejects: R
     with rejects(ConfigError, "model.family") as caught:
         require_valid(load_config(None, [*flags, *FSDP, "--algorithm.moe_aux_loss_coef", "0.1", *RATE]))
     assert len(caught.value.problems) == 4
+
+
+def test_layers_that_transformer_engine_lacks(
+    flags: list[str], rejected: Rejected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3 has norms after attention and MLPs even without windows, so it never gets Transformer Engine's layers."""
+    write_checkpoint(tmp_path / "model", architectures=["Gemma3ForCausalLM"], sliding_window=None)
+    monkeypatch.setattr("slime_like.checks.packages.has_transformer_engine", lambda: True)
+    assert check(load_config(None, flags)) == []
+    problem = rejected([*flags, "--trainer.attention", "transformer_engine"], "model.family")
+    assert problem.field == "trainer.attention"
 
 
 def test_windows_and_sinks_need_the_all_gather(flags: list[str], rejected: Rejected, tmp_path: Path) -> None:

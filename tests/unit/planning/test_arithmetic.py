@@ -80,7 +80,8 @@ def test_bundled_models_have_the_published_number_of_parameters(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v3_direct", "glm4_moe", "qwen3_next", "qwen3_5_text"]
+    "family",
+    ["qwen2", "qwen3_moe", "deepseek_v3", "deepseek_v3_direct", "glm4_moe", "gemma3", "qwen3_next", "qwen3_5_text"],
 )
 def test_parameters_match_the_stored_tensors(family: str, tmp_path: Path) -> None:
     model = save_checkpoint(family, tmp_path)
