@@ -26,8 +26,9 @@ from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import ConfigError
-from slime_like.models.dimensions import HEADS, VALUE_HEAD, keeps_type
+from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.models.tower import transformers_config
+from slime_like.models.weight_files import keeps_type
 from slime_like.system.words import counted
 
 _PREFIX, _SCORE = "hugging_face.", VALUE_HEAD.partition(".")[0]

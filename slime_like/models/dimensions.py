@@ -292,8 +292,7 @@ class ModelDimensions:
     def from_checkpoint(cls, directory: Path, values: bool = False) -> Self:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.
 
-        Args:
-            values: describe the value model that is made of it. The checkpoint may be of one.
+        ``values``: describe the value model that is made of it. The checkpoint may be of one.
 
         Raises:
             ConfigError: file missing, not JSON, not a causal language model, or sizes missing or wrong.
@@ -349,8 +348,3 @@ def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     if family is None:
         raise config_json.UnsupportedError(f"architecture {architecture} is not one of {_known()}")
     return {"family": family.name, **family.read(raw)}
-
-
-def keeps_type(name: str) -> bool:
-    """Return whether the Hugging Face tensor keeps its type: rounding a router's bias would change its choices."""
-    return name.endswith(".e_score_correction_bias")

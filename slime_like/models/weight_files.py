@@ -106,6 +106,11 @@ def stack_parts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     return found if found and ModelDimensions.from_checkpoint(directory).family != OTHER else {}
 
 
+def keeps_type(name: str) -> bool:
+    """Return whether the Hugging Face tensor keeps its type: rounding a router's bias would change its choices."""
+    return name.endswith(".e_score_correction_bias")
+
+
 def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of a model, by its stored name. Leaves out a vision tower, and stored tensors
     that are not separate weights (``ModelDimensions.is_ignored``). Raises like ``header_shapes`` and

@@ -13,7 +13,7 @@ import transformers
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
 from slime_like.examples.tiny_model import VOCAB_SIZE, byte_tokenizer, make_tiny_model, write_random_weights
-from slime_like.models.dimensions import keeps_type
+from slime_like.models.weight_files import keeps_type
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import (
     EngineUnderTest,

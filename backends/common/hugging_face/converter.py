@@ -36,8 +36,8 @@ from slime_like.interfaces.conversion import (
     TensorSource,
 )
 from slime_like.models.converted import leaves_out
-from slime_like.models.dimensions import keeps_type
 from slime_like.models.tower import has_tower
+from slime_like.models.weight_files import keeps_type
 from slime_like.system.threads import Tracker
 from slime_like.weights.adapter import ADAPTER_FILE, factor_names, with_tower
 from slime_like.weights.checksums import as_bytes

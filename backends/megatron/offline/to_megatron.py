@@ -29,7 +29,8 @@ from slime_like.config import ModelConfig, ParallelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report
 from slime_like.models.converted import KEPT, MODEL, WEIGHTS, write_description
-from slime_like.models.dimensions import ModelDimensions, keeps_type
+from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import keeps_type
 from slime_like.system.threads import Tracker
 
 _Job = FileJob[RankPlan]

@@ -7,8 +7,8 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC
 from slime_like.data.prompts import Prompt, PromptSource
-from slime_like.models.dimensions import OTHER, ModelDimensions, keeps_type
-from slime_like.models.weight_files import WeightFilesError, header_shapes
+from slime_like.models.dimensions import OTHER, ModelDimensions
+from slime_like.models.weight_files import WeightFilesError, header_shapes, keeps_type
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.system.words import counted
 
