@@ -48,9 +48,8 @@ def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions,
 def for_factors(config: RunConfig) -> RunConfig:
     """Avoid Transformer Engine's layers in ``auto`` if there are low-rank factors: a layer that contains the norm does
     not return the factors' input."""
-    if not config.model.lora.is_set or config.trainer.attention != "auto":
-        return config
-    if ModelDimensions.from_checkpoint(config.model.path).attention.special:  # never has these layers
+    special = ModelDimensions.from_checkpoint(config.model.path).attention.special  # never has these layers
+    if not config.model.lora.is_set or config.trainer.attention != "auto" or special:
         return config
     attention = "allgather" if config.trainer.share_prefixes else "ring"
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": attention})})

@@ -22,7 +22,7 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
     if rate > 0 and not dimensions.moe_sigmoid:
         yield f"trainer.router_bias_rate={rate:g}, but the model has no sigmoid routers of a known family; use 0"
     if (special := dimensions.attention.special) and config.trainer.attention == "transformer_engine":
-        yield f"trainer.attention=transformer_engine is not supported for {special}; use auto, ring or allgather"
+        yield f"trainer.attention=transformer_engine is not supported for {special}; use auto"
     if config.trainer.share_prefixes and dimensions.attention.linear is not None:
         yield (
             f"trainer.share_prefixes={config.trainer.share_prefixes}: layers with linear attention keep one state per "

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -110,11 +111,12 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
             )
         elif role.path is not None:
             yield from _token_problems(role.setting, role.path, config.model.path)
-        if role.name == REFERENCE and config.reference.update_interval and model != policy:
+        copied = role.name == REFERENCE and config.reference.update_interval > 0
+        if (copied or role.placement == "trainer") and model != replace(policy, vocab_size=model.vocab_size):
+            other = "reference.update_interval=0" if copied else f"{role.section}.placement=workers"
             yield (
-                f"reference.update_interval={config.reference.update_interval} copies the policy's weights, but "
-                f"reference.path={role.path} has other sizes than model.path={config.model.path}; use 0, or a "
-                "reference with the policy's sizes"
+                f"{role.setting}={role.path} has other sizes or settings than model.path={config.model.path}; use a "
+                f"model with the same ones, or {other}"
             )
         has_own = role.placement == "workers" or (role.name == CRITIC and config.critic.parallel is not None)
         for problem in layout_problems(role.parallel, model) if has_own else ():

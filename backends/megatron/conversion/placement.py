@@ -37,8 +37,7 @@ class Placement:
     Attributes:
         name: Megatron's name with global layer and expert numbers.
         layer, expert: these numbers; ``None`` if the rule has none.
-        tp: this rank's position in the group that shards the parameter (for an expert, its tensor-parallel group; for a
-            stack of experts, the expert-parallel group).
+        tp: this rank's position in the group that shards the parameter.
     """
 
     name: str

@@ -47,8 +47,8 @@ def rank_kinds(trainer: TrainerConfig) -> list[RankKind]:
 
 def planned_attention(trainer: TrainerConfig, dimensions: ModelDimensions) -> Attention:
     """Return the traced attention. Transformer Engine's layers need CUDA, so ours represent them."""
-    asked = attention_of(trainer, dimensions, on_cuda=False)
-    return "ring" if asked == "transformer_engine" else asked
+    asked = "auto" if trainer.attention == "transformer_engine" else trainer.attention
+    return attention_of(trainer.model_copy(update={"attention": asked}), dimensions, on_cuda=False)
 
 
 def estimate(config: RunConfig, rank: int, role: str = POLICY) -> RankEstimate:

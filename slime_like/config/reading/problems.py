@@ -22,8 +22,11 @@ _CODES = dict.fromkeys(_RANGE, "field-range") | {
 """Code by pydantic's type of error; all others are ``field-type``."""
 
 
-_ELSEWHERE = {"adv_estimator": "advantage", "gamma": "advantage.gamma", "lam": "advantage.lam"}
-"""Our fields of ``algorithm`` by their names in other trainers."""
+_ELSEWHERE = {
+    "adv_estimator": "algorithm.advantage", "gamma": "algorithm.advantage.gamma", "lam": "algorithm.advantage.lam",
+    "cliprange_value": "critic.value_clip", "n": "rollout.samples_per_prompt", "total_training_steps": "steps",
+}  # fmt: skip
+"""Our fields by their names in other trainers."""
 
 
 def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
@@ -46,7 +49,7 @@ def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``did you mean X?``, or that the name is to be removed if no known name is near."""
     if meant := _ELSEWHERE.get(name.rpartition(".")[2]):
-        return f"did you mean algorithm.{meant}?"
+        return f"did you mean {meant}?"
     name = name.replace("learning_rate", "lr")
     known = [field for field in known if not name.startswith(f"{field}.")]
     section, _, last = name.rpartition(".")

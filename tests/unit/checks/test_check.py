@@ -386,6 +386,14 @@ def test_a_reference_with_another_vocabulary_is_rejected(tmp_path: Path, flags: 
     assert check(load_config(None, [*flags, "--algorithm.kl.coef", "0"])) == []
 
 
+def test_a_teacher_of_other_sizes_needs_workers(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
+    """On the trainer's ranks it computes with the policy's modules."""
+    teacher = write_checkpoint(tmp_path / "teacher", num_hidden_layers=3)
+    given = [*flags, "--distillation.coef", "1", "--distillation.path", str(teacher)]
+    assert rejected(given, "reference.model").field == "distillation.path"
+    assert check(load_config(None, [*given, "--distillation.placement", "workers"])) == []
+
+
 def test_a_teacher_with_other_token_ids_is_rejected(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
     teacher, model = write_checkpoint(tmp_path / "teacher"), Path(flags[flags.index("--model.path") + 1])
     flags += ["--distillation.coef", "1", "--distillation.path", str(teacher)]

@@ -258,6 +258,8 @@ def test_a_wrong_setting_is_rejected_with_its_field(
         ("algorithm.adv_estimator", "algorithm.advantage"),
         ("algorithm.lam", "algorithm.advantage.lam"),
         ("critic.lr", "critic.optimizer.lr"),
+        ("critic.cliprange_value", "critic.value_clip"),
+        ("actor_rollout_ref.rollout.n", "rollout.samples_per_prompt"),
         ("learning_rate", "critic.optimizer.lr or trainer.optimizer.lr"),
         ("trainer.optimizer.learning_rate", "trainer.optimizer.lr"),
         ("no_such_thing", None),
