@@ -48,8 +48,9 @@ def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions,
 def for_factors(config: RunConfig) -> RunConfig:
     """Avoid Transformer Engine's layers in ``auto`` if there are low-rank factors: a layer that contains the norm does
     not return the factors' input."""
-    special = ModelDimensions.from_checkpoint(config.model.path).attention.special  # never has these layers
-    if not config.model.lora.is_set or config.trainer.attention != "auto" or special:
+    if not config.model.lora.is_set or config.trainer.attention != "auto":
+        return config
+    if ModelDimensions.from_checkpoint(config.model.path).attention.special:  # never has these layers
         return config
     attention = "allgather" if config.trainer.share_prefixes else "ring"
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"attention": attention})})
