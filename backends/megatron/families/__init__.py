@@ -66,7 +66,7 @@ class MegatronFamily:
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
         return attention
 
-    def mlp(self, mlp: ModuleSpec) -> ModuleSpec:
+    def mlp(self, mlp: Any) -> Any:
         """Return a layer's feed-forward part, made from Megatron's local ``mlp``."""
         return mlp
 

@@ -1,7 +1,9 @@
 """Gemma 3: layers whose attention and MLP end with a norm."""
 
+import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.transformer.attention import SelfAttention
@@ -15,6 +17,7 @@ from backends.megatron.families import MegatronFamily
 from backends.megatron.families.blocks import ATTENTION, OUTER, QK_NORM, feed_forward, layer_rule
 from backends.megatron.families.rules import Rule, hf
 from backends.megatron.families.transforms import Replicated
+from backends.megatron.installed import IS_NEW
 from backends.megatron.norm import RMSNorm
 from slime_like.models.dimensions import ModelDimensions
 
@@ -30,30 +33,25 @@ class _Norm(RMSNorm):
         return state
 
 
-class NormedAttention(SelfAttention):
+class _Normed(torch.nn.Module):
+    """Adds a norm of the output to one of Megatron's modules."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.post_layernorm = _Norm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
+        """Return (T, 1, H)."""
+        out, _ = super().forward(*arguments, **options)
+        return self.post_layernorm(out), None
+
+
+class NormedAttention(_Normed, SelfAttention):
     """Megatron's attention with a norm of its output."""
 
-    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        self.post_layernorm = _Norm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
-        """Return (T, 1, H)."""
-        out, _ = super().forward(*arguments, **options)
-        return self.post_layernorm(out), None
-
-
-class NormedMLP(MLP):
+class NormedMLP(_Normed, MLP):
     """Megatron's MLP with a norm of its output."""
-
-    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
-        super().__init__(config, *arguments, **options)
-        self.post_layernorm = _Norm(config, config.hidden_size, config.layernorm_epsilon)
-
-    def forward(self, *arguments: Any, **options: Any) -> tuple[Tensor, None]:
-        """Return (T, 1, H)."""
-        out, _ = super().forward(*arguments, **options)
-        return self.post_layernorm(out), None
 
 
 _NORMS = tuple(
@@ -83,7 +81,9 @@ class Gemma3Family(MegatronFamily):
         attention.module = NormedAttention
         return super().attention(config, layer, attention)
 
-    def mlp(self, mlp: ModuleSpec) -> ModuleSpec:
+    def mlp(self, mlp: Any) -> Any:
+        if IS_NEW:
+            return functools.partial(NormedMLP.as_mlp_submodule, **mlp.keywords)
         mlp.module = NormedMLP
         return mlp
 
