@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from backends.common.attention.choice import AnyAttention
 from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
+from backends.megatron.parallel import new_parameter
 from backends.megatron.rotary import apply_rotary
 from slime_like.algorithms.context import Layout
 from slime_like.checks.packages import (
@@ -140,10 +140,7 @@ class PackedCoreAttention(torch.nn.Module):
         self.window: int | None = windows[layer_number - 1] or None if windows else None
         self.sinks: Any = None
         if config.softmax_type == "learnable":
-            device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            heads = config.num_attention_heads // pg_collection.tp.size()
-            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
-            set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
+            self.sinks = new_parameter(config, (config.num_attention_heads // pg_collection.tp.size(),))
 
     def forward(
         self,

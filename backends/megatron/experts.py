@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,7 +16,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 
 from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
-from backends.megatron.parallel import expert_tensor_size
+from backends.megatron.parallel import expert_tensor_size, new_parameter
 from slime_like.config import ParallelConfig
 from slime_like.models.dimensions import ModelDimensions
 
@@ -51,11 +50,8 @@ class GroupedLinear(torch.nn.Module):
         self.num_gemms, self._groups = num_gemms, pg_collection
         shape = [output_size, input_size]
         shape[self.axis] = divide(shape[self.axis], pg_collection.expt_tp.size())
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for number in range(num_gemms):
-            weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-            # Attributes that Megatron's optimizer and DDP require of a parameter.
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.axis, stride=1)
+            weight = new_parameter(config, shape, self.axis)
             weight.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(f"weight{number}", weight)
 

@@ -1,11 +1,13 @@
 """Process groups of one trainer rank."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from backends.common.process.rendezvous import fake_world, join_world
 from backends.megatron.cpu_runtime import megatron_runtime
@@ -16,6 +18,15 @@ from slime_like.interfaces import RankCoordinates, RankPlacement
 def expert_tensor_size(parallel: ParallelConfig) -> int:
     """Return the tensor-parallel size inside one expert: 1 with expert parallelism, else as in the dense layers."""
     return 1 if parallel.expert > 1 else parallel.tensor
+
+
+def new_parameter(config: TransformerConfig, shape: Sequence[int], axis: int | None = 0) -> Any:
+    """Return a parameter without values, marked as one that ranks split along ``axis``, if they do."""
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+    if axis is not None:
+        tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
+    return parameter
 
 
 def initialize(trainer: TrainerConfig, placement: RankPlacement, seed: int) -> RankCoordinates:

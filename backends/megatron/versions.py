@@ -47,6 +47,14 @@ class AsSpecified:
         return {name: getattr(submodules, name) for name in _LATENT_PARTS}
 
 
+def mlp_built_by(module: Any, mlp: Any) -> Any:
+    """Return the specification ``mlp`` of a dense layer's MLP with another ``module``."""
+    if IS_NEW:
+        return functools.partial(module.as_mlp_submodule, **mlp.keywords)
+    mlp.module = module
+    return mlp
+
+
 def set_experts(layer: Any, module: Any, router: type, experts: type | None) -> None:
     """Build ``module`` with ``router`` and ``experts`` (Megatron's if ``None``) as the layer's mixture of experts."""
     built: object = layer.mlp.func if IS_NEW else layer.mlp.module

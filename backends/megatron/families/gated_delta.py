@@ -5,13 +5,10 @@ tensor-parallel ranks. The fused projection has the rows of each key head togeth
 number of ranks.
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -38,6 +35,7 @@ from backends.megatron.families.blocks import (
 from backends.megatron.families.rules import HfTensor, Rule
 from backends.megatron.families.transforms import ByHead, Replicated, Split, Transform
 from backends.megatron.norm import rms_norm
+from backends.megatron.parallel import new_parameter
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -64,13 +62,9 @@ class GatedDeltaNet(MegatronModule):
             "A_log": (self._heads * per_head,),
             "dt_bias": (self._heads * per_head,),
         }
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        new = partial(torch.empty, dtype=config.params_dtype, device=device)
         for name, shape in shapes.items():
-            weight = torch.nn.Parameter(new(shape))
-            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
-            self.register_parameter(name, weight)
-        self.norm_weight = torch.nn.Parameter(new(config.linear_value_head_dim))
+            self.register_parameter(name, new_parameter(config, shape))
+        self.norm_weight = new_parameter(config, (config.linear_value_head_dim,), axis=None)
 
     def forward(
         self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout | None = None, **options: Any

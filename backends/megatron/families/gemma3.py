@@ -1,6 +1,5 @@
 """Gemma 3: layers whose attention and MLP end with a norm."""
 
-import functools
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from backends.megatron.families import MegatronFamily
 from backends.megatron.families.blocks import ATTENTION, OUTER, QK_NORM, feed_forward, layer_rule
 from backends.megatron.families.rules import Rule, hf
 from backends.megatron.families.transforms import Replicated
-from backends.megatron.installed import IS_NEW
 from backends.megatron.norm import RMSNorm
+from backends.megatron.versions import mlp_built_by
 from slime_like.models.dimensions import ModelDimensions
 
 
@@ -82,10 +81,7 @@ class Gemma3Family(MegatronFamily):
         return super().attention(config, layer, attention)
 
     def mlp(self, mlp: Any) -> Any:
-        if IS_NEW:
-            return functools.partial(NormedMLP.as_mlp_submodule, **mlp.keywords)
-        mlp.module = NormedMLP
-        return mlp
+        return mlp_built_by(NormedMLP, mlp)
 
     def rules(self, dimensions: ModelDimensions) -> tuple[Rule, ...]:
         return (*OUTER, *_NORMS, *ATTENTION, *QK_NORM, *feed_forward(dimensions))

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from backends.common.step.grouped_product import grouped_linear
 from backends.megatron.families import MegatronFamily
+from backends.megatron.parallel import new_parameter
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.families.gpt_oss import ALPHA, LIMIT
 
@@ -26,11 +26,8 @@ class StackedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._groups = pg_collection
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for name, shape in {"weight": (experts, input_size, output_size), "bias": (experts, output_size)}.items():
-            parameter: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-            # Attributes that Megatron's optimizer and DDP require of a parameter.
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            parameter = new_parameter(config, shape)
             parameter.allreduce = config.expert_model_parallel_size == 1
             self.register_parameter(name, parameter)
 
