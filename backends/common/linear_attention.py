@@ -118,7 +118,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, alive: tu
     decay = g.double().cumsum(2)
     ratio = (decay - decay.transpose(2, 3)).tril().to(g.dtype).exp().tril()  # the first tril avoids infinities
     kept, rest, whole = (x.to(g.dtype).exp() for x in (decay, decay[:, :, -1:] - decay, decay[:, :, -1:]))
-    # What a token adds to the state depends on what earlier ones of the chunk added: a triangular system.
+    # A token's update of the state depends on earlier updates in its chunk: a triangular system.
     system = beta * (k @ k.transpose(2, 3)) * ratio
     right = beta * torch.cat([v, kept * k], dim=3)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)

@@ -114,7 +114,7 @@ class KeyValueCache:
 
     Attributes:
         buffers: keys and values, by the layers' indices.
-        states: those of layers with linear attention.
+        states: recurrent and convolution states of layers with linear attention.
         layers: the same as the model's ``past_key_values``.
         lengths: (rows,) int64, cached tokens of each row.
     """

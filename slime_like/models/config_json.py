@@ -130,7 +130,7 @@ def decoder(raw: dict[str, Any], **features: Any) -> dict[str, Any]:
 
 
 def sigmoid_experts(raw: dict[str, Any]) -> dict[str, Any]:
-    """Read experts after leading dense layers, beside shared experts, chosen by DeepSeek-V3's routers."""
+    """Read DeepSeek-V3's kind of experts: sigmoid routers, leading dense layers, and shared experts."""
     layers, experts = count(raw, "num_hidden_layers"), count(raw, "n_routed_experts")
     top_k, dense = count(raw, "num_experts_per_tok"), count(raw, "first_k_dense_replace", least=0)
     groups, top_groups = count(raw, "n_group"), count(raw, "topk_group")

@@ -39,7 +39,7 @@ def write_description(checkpoint: Path, facts: Mapping[str, Any]) -> None:
 
 
 def leaves_out(model: Path) -> bool:
-    """Return whether ``model`` is a converted checkpoint's, and its source has tensors beside the language model's."""
+    """Return whether ``model`` belongs to a conversion that left out tensors outside the language model."""
     file = model.parent / DESCRIPTION
     return model.name == MODEL and file.is_file() and bool(json.loads(file.read_bytes()).get(KEPT))
 

@@ -67,7 +67,7 @@ class Attention:
         linear: what some layers have instead of attention.
         windows: keys that queries of each layer see at most, their own included; ``None`` for all. Empty: all do.
         window_theta: base of the rotary embedding of layers with windows, which is not scaled; ``None``: the others'.
-        scale: factor of the products of queries and keys; ``None``: that of the head's size.
+        scale: factor of the products of queries and keys; ``None``: ``head_dim ** -0.5``.
         sinks: every head has a score in its softmax that no value belongs to.
         output_bias: the output projection has a bias.
         reloads: a weight update replaces every tensor that an engine computes with.

@@ -53,7 +53,7 @@ def language_settings(raw: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(kind, str) or kind not in _LANGUAGE_MODELS:
         return None
     own = raw.get("text_config")
-    # Some publishers' files have the language model's settings beside the tower's.
+    # Some publishers put the language model's settings next to the tower's.
     text = dict(own) if isinstance(own, dict) else {key: raw[key] for key in raw if key != "vision_config"}
     model_type, architecture = _LANGUAGE_MODELS[kind]
     if text.get("model_type", kind) not in (kind, f"{kind}_text", model_type):

@@ -24,7 +24,7 @@ _STACKED = {
     "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
     "mlp.experts.linear_fc2.bias": "mlp.experts.down_proj_bias",
 }
-"""gpt-oss's parameters of all experts of a rank. Each expert's part is a shard of its own, numbered after an ``@``."""
+"""Stacks of a rank's experts in gpt-oss. Every expert is a separate shard, numbered after an ``@``."""
 
 _REPLICATED = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",

@@ -32,7 +32,7 @@ class HfCheckpoint(contextlib.ExitStack):
     """Tensors of one language model, opened for reading. A context manager that closes the files.
 
     Opening reads only headers; values are read on request. In a checkpoint with a vision tower, the language model's
-    tensors have the names of its own checkpoint. Stacks of experts are matrices here (see ``stack_parts``).
+    tensors have the names of a checkpoint without one. Stacks of experts are read as matrices (see ``stack_parts``).
 
     Attributes:
         stored: their names in the files.

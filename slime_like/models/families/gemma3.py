@@ -19,7 +19,7 @@ def _read(raw: dict[str, Any]) -> dict[str, Any]:
             raise UnsupportedError(f"{key}={raw[key]} is not {only}")
     layers, every = count(raw, "num_hidden_layers"), count(raw, "sliding_window_pattern", 6)
     kinds = ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
-    # transformers 5 gives every kind of layer its rotary embedding; that of layers with windows is never scaled.
+    # transformers 5 has one rotary embedding per kind of layer. Layers with windows never scale theirs.
     rotary = raw.get("rope_parameters") or {}
     sliding = {"rope_theta": raw.get("rope_local_base_freq", 10_000.0)}
     if isinstance(rotary, dict):
