@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from slime_like.checks import (
     agent,
+    demonstrations,
     devices,
     directories,
     earlier_run,
@@ -79,6 +80,7 @@ CHECKS: Sequence[Check] = (
     # names, and sizes that may be `auto`
     Check("trainer.backend", {"trainer"}, lambda run: names.backend_name_problems(run.trainer.backend)),
     Check("algorithm", {"training"}, lambda run: names.algorithm_name_problems(run.algorithm)),
+    Check("algorithm.demonstrations", {"training"}, demonstrations.unread_problems),
     Check("algorithm.advantage", {"training", "engine"}, lambda run: names.advantage_name_problems(run.algorithm)),
     Check("rollout.engine", {"engine"}, lambda run: names.engine_name_problems(run.rollout)),
     Check("algorithm.minibatches", {"training"}, devices.minibatch_problems),
@@ -101,11 +103,7 @@ CHECKS: Sequence[Check] = (
     Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
     Check("rollout.agent", {"engine"}, agent.agent_problems),
     # the model's sizes
-    Check(
-        "model.adapter",
-        {"files", "model"},
-        sized=lambda run, _: model_directories.factor_problems(run.model),
-    ),
+    Check("model.adapter", {"files", "model"}, sized=lambda run, _: model_directories.factor_problems(run.model)),
     Check("model.family", {"model", "trainer"}, sized=families.family_problems),
     Check(
         "trainer.layout",

@@ -12,7 +12,7 @@ from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig, read_adapter
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE, Roles
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, field_of
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import (
     WeightFilesError,
@@ -118,9 +118,15 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
                 f"{role.setting}={role.path} has other sizes or settings than model.path={config.model.path}; use a "
                 f"model with the same ones, or {other}"
             )
-        has_own = role.placement == "workers" or (role.name == CRITIC and config.critic.parallel is not None)
-        for problem in layout_problems(role.parallel, model) if has_own else ():
-            yield problem.replace("trainer.parallel", f"{role.section}.parallel")
+        given = config.critic.parallel if role.name == CRITIC else role.parallel
+        if given is None or role.placement == "trainer":
+            continue
+        for problem in layout_problems(role.parallel, model):
+            axis, setting = field_of(problem).rpartition(".")[2], f"{role.section}.parallel"
+            if role.name == CRITIC and axis not in given.model_fields_set:
+                yield problem.replace("the model", "the critic") + f", or set {setting}.{axis}"
+            else:
+                yield problem.replace("trainer.parallel", setting)
 
 
 def _token_problems(setting: str, path: Path, model: Path) -> Iterator[str]:

@@ -5,15 +5,13 @@
 
 import sys
 import textwrap
-from collections.abc import Mapping
-from importlib.metadata import entry_points
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slime_like.config.reading.fields import Field, sections
 from slime_like.config.reading.parts import PartDocs, documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
-from slime_like.plugins.resolve import BACKEND_GROUP, ENGINE_GROUP
 from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
 from slime_like.weights.transports import names
@@ -25,7 +23,6 @@ _NAMES = """\
 These names are built in. [Rewards](rewards.md) have a page, and [you can add more](extending.md).
 """
 _TRANSPORTS = {name: f"slime_like.weights.transports.{module}" for name, (module, _) in names.TRANSPORTS.items()}
-_OWN_PACKAGES = ("backends.", "rollout.")
 
 
 def fields_help() -> str:
@@ -35,13 +32,24 @@ def fields_help() -> str:
 
 def reference_text(prefix: str = "") -> str:
     """Return the fields, section by section, and the names that they accept. ``prefix`` precedes each field."""
-    fields = [
-        f"## {f'`{section}`' if section else 'The run'}\n\n" + "\n".join(_field(one, prefix) for one in leaves) + "\n"
-        for section, leaves in sections().items()
-        if leaves
-    ]
+    fields = [_section(name, leaves, prefix) for name, leaves in sections().items() if leaves]
     names = {setting: _names if prefix or "algorithm" not in setting else _explained for setting in named_parts()}
     return "\n".join([*fields, _NAMES, *(listed(setting) for setting, listed in names.items() if setting != _REWARDS)])
+
+
+def _section(name: str, leaves: Sequence[Field], prefix: str) -> str:
+    """Return a section. The page lists fields of other models' ranks only if the trainer's fields differ."""
+    home = f"trainer.{name.rpartition('.')[2]}"
+    known = {_meaning(one) for one in sections().get(home, ()) if home != name and not prefix}
+    lines = [_field(one, prefix) for one in leaves if _meaning(one) not in known]
+    if known:
+        link = f"[`{home}`](#{home.replace('.', '')})"
+        lines = [f"The fields of {link}, with other defaults:\n", *lines] if lines else [f"The fields of {link}."]
+    return f"## {f'`{name}`' if name else 'The run'}\n\n" + "\n".join(lines) + "\n"
+
+
+def _meaning(field: Field) -> tuple[str, str | None, str]:
+    return field.name.rpartition(".")[2], field.default_text, field.description
 
 
 def _field(field: Field, prefix: str) -> str:
@@ -108,8 +116,6 @@ def named_parts() -> dict[str, tuple[PartDocs, ...]]:
         "algorithm.advantage": ADVANTAGES,
         "algorithm.reduction": REDUCTIONS,
         "rollout.environment.name": ENVIRONMENTS,
-        "rollout.engine": _modules(ENGINE_GROUP),
-        "trainer.backend": _modules(BACKEND_GROUP),
         "sync.transport": _TRANSPORTS,
     }
     found = {
@@ -120,12 +126,6 @@ def named_parts() -> dict[str, tuple[PartDocs, ...]]:
         PartDocs(AGENT, "The reward that `rollout.agent` returned.", "", ()),
     )
     return found
-
-
-def _modules(group: str) -> dict[str, str]:
-    """Return the modules of this distribution's entry points, which describe engines and trainers."""
-    points = [point for point in entry_points(group=group) if point.value.startswith(_OWN_PACKAGES)]
-    return {point.name: point.module for point in points}
 
 
 def main() -> int:

@@ -17,10 +17,8 @@ class KLConfig(Section):
     """KL divergence to the reference in the loss."""
 
     coef: float = Field(0.0, ge=0, description="Coefficient; 0: off.")
-    estimator: str = "k3"
-    """k1, k2, k3, low_var_kl (k3, at most 10) or custom code."""
-    importance_weighted: bool = False
-    """Multiply by pi / pi_old, for an unbiased gradient."""
+    estimator: str = Field("k3", description="k1, k2, k3, low_var_kl (k3, at most 10) or custom code.")
+    importance_weighted: bool = Field(False, description="Multiply by pi / pi_old, for an unbiased gradient.")
     straight_through: bool = False
     """Use the gradient of k2, which is unbiased on-policy, with the estimator's value (verl's `k3+`)."""
 
@@ -55,16 +53,13 @@ class KLRewardConfig(Section):
 class ImportanceConfig(Section):
     """Importance weights from the engine's policy to the trainer's."""
 
-    correction: str = "none"
-    """none, truncate (tis), clip, mask (mis, icepop) or custom code."""
+    correction: str = Field("none", description="none, truncate (tis), clip, mask (mis, icepop) or custom code.")
     level: Literal["token", "sequence", "geometric"] = "token"
     """Ratio per token, product over the sequence, or its geometric mean."""
     low: float = Field(0.5, ge=0, description="Lower bound on ratios, except for `truncate`.")
     high: float = Field(2.0, gt=0, description="Upper bound on ratios.")
-    veto: float | None = Field(None, gt=0)
-    """Sequences that contain a ratio below this get weight 0."""
-    normalize: bool = False
-    """Divide advantages by the batch's mean weight."""
+    veto: float | None = Field(None, gt=0, description="Sequences that contain a ratio below this get weight 0.")
+    normalize: bool = Field(False, description="Divide advantages by the batch's mean weight.")
 
     _absolute = field_validator("correction")(absolute_code)
 
@@ -88,8 +83,7 @@ class RejectionConfig(Section):
 
     estimator: Literal["none", "k2", "k3"] = "none"
     """Estimator of the KL divergence from the engine to the trainer, per token; none: off."""
-    over: Literal["sum", "mean", "max"] = "mean"
-    """How a sequence's tokens are combined."""
+    over: Literal["sum", "mean", "max"] = Field("mean", description="How a sequence's tokens are combined.")
     bound: float = Field(0.01, gt=0, description="Largest divergence of a kept sequence, in nats.")
     in_denominator: bool = True
     """Rejected sequences count in the mean of the loss. false: the mean is over the kept ones."""
@@ -135,8 +129,7 @@ class AlgorithmConfig(Section):
     off_policy_mask: float | None = Field(None, ge=0)
     """Mask sequences with a negative advantage if the policy has moved by more nats per token than this."""
     overlong: OverlongConfig = OverlongConfig()
-    moe_aux_loss_coef: float = Field(0.0, ge=0)
-    """Coefficient of the experts' load-balancing loss."""
+    moe_aux_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the experts' load-balancing loss.")
     routing_replay: Literal["none", "old", "rollout"] = "none"
     """Experts of each token in the policy's passes. none: the trainer's choice in each pass. old: its choice at the
     start of the step. rollout: the engine's choice."""
@@ -209,8 +202,8 @@ class AlgorithmConfig(Section):
         """Yield changed settings that training on demonstrations does not read."""
         if self.needs_reference:
             yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
-        for name in _OF_SAMPLES:
-            if getattr(self, name) != type(self).model_fields[name].default:
+        for name in self.all_changed:
+            if name in _OF_SAMPLES:
                 yield f"algorithm.{name} is set, but algorithm.loss=sft has no sampled responses; remove it"
 
     def conflicts(self) -> Iterator[str]:

@@ -95,10 +95,15 @@ class Section(BaseModel):
         return value
 
     @property
-    def changed(self) -> str:
-        """The first field, by name, that differs from its default. A run's config.yaml contains defaults, too."""
+    def all_changed(self) -> list[str]:
+        """The fields that differ from their defaults, by name. A run's config.yaml contains defaults, too."""
         defaults = type(self).model_construct()
-        return next((key for key, value in sorted(self) if value != getattr(defaults, key)), "")
+        return [key for key, value in sorted(self) if value != getattr(defaults, key)]
+
+    @property
+    def changed(self) -> str:
+        """The first of these fields, or an empty text."""
+        return next(iter(self.all_changed), "")
 
     def conflicts(self) -> Iterator[str]:
         """Yield combinations of fields that exclude each other. Each sentence starts with a field of this section."""
@@ -112,8 +117,9 @@ class Section(BaseModel):
         yield from self.conflicts()
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if found := list(self.conflicts()):
+    def _consistent(self, info: ValidationInfo) -> Self:
+        """Reject conflicts. With a context, the caller collects the conflicts of all sections."""
+        if info.context is None and (found := list(self.conflicts())):
             raise PydanticCustomError(CONFLICT, "{conflicts}", {"conflicts": found})
         return self
 

@@ -39,20 +39,16 @@ class EnvironmentConfig(Section):
     The response is everything after the prompt. `rollout.max_new_tokens` bounds it.
     """
 
-    name: str | None = None
-    """calculator or custom code; none: single-turn responses."""
+    name: str | None = Field(None, description="calculator or custom code; none: single-turn responses.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
     max_turns: int = Field(4, ge=1, description="Turns of the model per conversation.")
-    max_turn_tokens: int | None = Field(None, ge=1)
-    """Token limit of one turn."""
-    max_observation_tokens: int = Field(256, ge=1)
-    """Token limit of an observation, which is cut."""
+    max_turn_tokens: int | None = Field(None, ge=1, description="Token limit of one turn.")
+    max_observation_tokens: int = Field(256, ge=1, description="Token limit of an observation, which is cut.")
     template: str | None = None
     """Text between two turns, with {observation}; none: the template's role `tool` or `user`."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
-    timeout_s: float = Field(10.0, gt=0)
-    """Timeout of one step. The sample then gets reward 0."""
+    timeout_s: float = Field(10.0, gt=0, description="Timeout of one step. The sample then gets reward 0.")
     memory_mb: int = Field(1024, ge=128, description="Memory limit of a worker.")
 
     _absolute = field_validator("name")(absolute_code)
@@ -68,14 +64,12 @@ class AgentConfig(Section):
     `rollout.max_new_tokens` bounds one turn, and `rollout.max_model_len` its prompt and the turn together.
     """
 
-    name: str | None = None
-    """Custom code, an `async def`."""
+    name: str | None = Field(None, description="Custom code, an `async def`.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the agent.")
     command: tuple[str, ...] = ()
     """Program with arguments such as {base_url}, {key}, {model}, {prompt}, {task_file} and {result_file}, instead of
     `name`."""
-    host: str = "127.0.0.1"
-    """Address of the endpoint, for agents on other hosts; node: each node's."""
+    host: str = Field("127.0.0.1", description="Address of the endpoint, for agents on other hosts; node: each node's.")
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: str = "auto"
     """Form of tool calls: a name, a JSON response template, none, or auto (the chat template's)."""
@@ -84,8 +78,7 @@ class AgentConfig(Section):
     (repeated, then continued)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
-    timeout_s: float = Field(600.0, gt=0)
-    """Timeout of one rollout. The sample then gets reward 0."""
+    timeout_s: float = Field(600.0, gt=0, description="Timeout of one rollout. The sample then gets reward 0.")
     memory_mb: int = Field(4096, ge=128, description="Resident memory limit of a worker with its children.")
 
     _absolute = field_validator("name")(absolute_code)
@@ -128,8 +121,7 @@ class AgentConfig(Section):
 class RolloutConfig(Section):
     """Inference engines and sampling."""
 
-    engine: str = "vllm"
-    """vllm, sglang, transformers or a custom engine."""
+    engine: str = Field("vllm", description="vllm, sglang, transformers or a custom engine.")
     python: Path | None = None
     """Python of the engines, with the same Ray, if their packages conflict with the trainer's."""
     num_engines: int = Field(1, ge=1)
@@ -141,8 +133,7 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(256, ge=1, description="Token limit of a response.")
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature in training.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling.")
-    top_k: int = Field(-1, ge=-1)
-    """Top-k sampling, at most 512; -1: off."""
+    top_k: int = Field(-1, ge=-1, description="Top-k sampling, at most 512; -1: off.")
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     """Lowest probability of a token, relative to the likeliest token."""
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, besides EOS.")
@@ -154,16 +145,12 @@ class RolloutConfig(Section):
     max_staleness: int = Field(0, ge=0)
     """Largest age, in training steps, of the weights that sample a response's first token. 0: on-policy. Above 0:
     sampling and training overlap."""
-    stream: bool = False
-    """Train on full micro-batches while the rest of the step is generated."""
-    oversample: float = Field(1.0, ge=1)
-    """Ratio of started to trained groups."""
+    stream: bool = Field(False, description="Train on full micro-batches while the rest of the step is generated.")
+    oversample: float = Field(1.0, ge=1, description="Ratio of started to trained groups.")
     drop_zero_spread: bool = False
     """Replace groups whose samples all have the same reward (DAPO's dynamic sampling)."""
-    max_drops_per_step: int = Field(1000, ge=1)
-    """Groups that a step may replace before the run fails."""
-    max_engine_restarts: int = Field(2, ge=0)
-    """Restarts of dead engines in a run."""
+    max_drops_per_step: int = Field(1000, ge=1, description="Groups that a step may replace before the run fails.")
+    max_engine_restarts: int = Field(2, ge=0, description="Restarts of dead engines in a run.")
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
@@ -240,9 +227,7 @@ class RolloutConfig(Section):
 class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
-    name: str
-    """math_verify, format, length, http, majority, `package.module:name`, `path/to/file.py:name`, environment (the sum
-    of the environment's rewards) or agent (the agent's reward)."""
+    name: str = Field(description="A name in docs/rewards.md, or custom code.")
     weight: float = Field(1.0, description="Weight in the total reward.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
 
@@ -266,10 +251,8 @@ class RewardConfig(Section):
     """Reward functions, summed by weight."""
     workers: int = Field(1, ge=1, description="Worker processes.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
-    timeout_s: float = Field(5.0, gt=0)
-    """Timeout of scoring one response or group."""
-    memory_mb: int = Field(2048, ge=128)
-    """Memory limit of a worker."""
+    timeout_s: float = Field(5.0, gt=0, description="Timeout of scoring one response or group.")
+    memory_mb: int = Field(2048, ge=128, description="Memory limit of a worker.")
 
     def conflicts(self) -> Iterator[str]:
         names, labels = [one.name for one in self.functions], [one.label for one in self.functions]
@@ -293,8 +276,7 @@ class SyncConfig(Section):
 
     transport: Literal["auto", "shared_memory", "gloo", "nccl", "colocated", "directory"] = "auto"
     """How weights are sent. auto: by device, host and placement."""
-    directory: Path | None = None
-    """Directory of the transport `directory`."""
+    directory: Path | None = Field(None, description="Directory of the transport `directory`.")
     bucket_mb: float | None = Field(None, gt=0)
     """Largest bucket in MiB; none: 1024 on shared GPUs, else 256."""
     delta: Literal["auto", "always", "never"] = "auto"

@@ -40,8 +40,7 @@ _START_S, _GPU_START_S = 300.0, 1200.0
 class RunConfig(Section):
     """Root of the configuration. YAML keys and command-line flags have these names."""
 
-    run_dir: Path
-    """Directory that the run writes."""
+    run_dir: Path = Field(description="Directory that the run writes.")
     steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = "auto"
@@ -108,10 +107,8 @@ class RunConfig(Section):
         """Return the configuration of the critic's ranks, whose modules hold its weights and a value head."""
         config = self.for_worker(self.roles[CRITIC])
         settings = {"optimizer": self.critic.optimizer, "router_bias_rate": 0.0}
-        trainer, critic = (
-            config.trainer.model_copy(update=settings),
-            config.critic.model_copy(update={"warmup_steps": 0}),
-        )
+        trainer = config.trainer.model_copy(update=settings)
+        critic = config.critic.model_copy(update={"warmup_steps": 0})
         return config.model_copy(update={"trainer": trainer, "critic": critic})
 
     def has_same_base(self, role: ModelRole) -> bool:
@@ -198,7 +195,8 @@ class RunConfig(Section):
         if self.algorithm.needs_critic:
             yield from self.critic.conflicts_of_use(self.trainer, self.steps, self.model)
         elif changed := self.critic.changed:
-            yield f"critic.{changed} is set, but only algorithm.advantage=gae has a critic; use it, or remove it"
+            use = "algorithm.loss=sft has no critic" if self.supervised else "only algorithm.advantage=gae has a critic"
+            yield f"critic.{changed} is set, but {use}; remove it"
         if self.supervised:
             yield from self.algorithm.unread()
             if self.distillation.is_set:

@@ -13,6 +13,7 @@ from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import TEACHER, ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
 from slime_like.config.trainer import OptimizerConfig, ParallelConfig, TrainerConfig
+from slime_like.errors import field_of
 
 
 class ModelConfig(Section):
@@ -21,8 +22,7 @@ class ModelConfig(Section):
     path: Path = Field(description="Hugging Face checkpoint of the initial policy: directory or hub id.")
     weights: Path | None = None
     """Checkpoint with the policy's weights, from `slime-like convert to-megatron` or a run's checkpoints/step-N."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision in trainer and engine."""
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Precision in trainer and engine.")
     trust_remote_code: bool = Field(False, description="Run Python code from the checkpoint.")
     lora: LoraConfig = LoraConfig()
 
@@ -31,11 +31,8 @@ class FrozenModelConfig(Section):
     """A model that scores the sampled tokens and is not trained."""
 
     path: Path | None = Field(None, description="Hugging Face checkpoint; none: the initial policy.")
-    placement: Literal["trainer", "workers"] = Field(
-        "trainer",
-        description="trainer: the trainer ranks swap in its weights. workers: separate devices score groups during "
-        "sampling.",
-    )
+    placement: Literal["trainer", "workers"] = "trainer"
+    """trainer: the trainer ranks swap in its weights. workers: separate devices score groups during sampling."""
     workers: int = Field(1, ge=1, description="Number of workers.")
     parallel: ParallelConfig = ParallelConfig()
     max_worker_restarts: int = Field(2, ge=0, description="Restarts of failed workers in a run.")
@@ -59,15 +56,15 @@ class FrozenModelConfig(Section):
 class ReferenceConfig(FrozenModelConfig):
     """The reference policy of the KL term. Used only when a KL coefficient is above 0."""
 
-    update_interval: int = Field(0, ge=0)
-    """Steps after which the policy becomes the reference; 0: never."""
+    update_interval: int = Field(0, ge=0, description="Steps after which the policy becomes the reference; 0: never.")
 
 
 class DistillationConfig(FrozenModelConfig):
     """On-policy distillation from a teacher (arXiv:2306.13649, with the reverse KL)."""
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the teacher.")
-    teachers: dict[str, Path] = Field(default_factory=dict, description="Instead, one for each source of data.mixture.")
+    teachers: dict[str, Path] = Field(default_factory=dict)
+    """Instead, one for each source of data.mixture; flags add to the file's."""
     mode: Literal["sampled", "exact"] = "sampled"
     """sampled: add log(pi_teacher / pi_old) to advantages. exact: add the KL over the vocabulary to the loss."""
     coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the teacher; 0: off.")
@@ -117,17 +114,22 @@ class DistillationConfig(FrozenModelConfig):
             yield f"{changed} is set, but distillation.coef=0; set a coefficient, or remove it"
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic."""
+
+    lr: float = Field(1e-5, gt=0, le=1, description="Peak learning rate.")
+
+
 class CriticConfig(Section):
     """The value model of `algorithm.advantage: gae` (PPO)."""
 
     path: Path | None = None
     """Hugging Face checkpoint of its first weights, perhaps with a value head; none: the initial policy, whose head
     starts at 0."""
-    placement: Literal["shared", "separate"] = Field(
-        "shared", description="shared: on the policy's devices, in turns. separate: on its own devices."
-    )
+    placement: Literal["shared", "separate"] = "shared"
+    """shared: on the policy's devices, in turns. separate: on its own devices."""
     parallel: ParallelConfig | None = Field(None, description="Axes that differ from trainer.parallel.")
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     lam: float | None = Field(None, ge=0, le=1)
     """Trace decay of the returns that it learns; none: the estimator's `lam` (VAPO, arXiv:2504.05118, uses 1)."""
     value_clip: float | None = Field(0.2, gt=0, description="Largest change of a value that lowers the loss.")
@@ -147,7 +149,9 @@ class CriticConfig(Section):
             yield f"model.weights={model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
         if self.parallel is not None:
             layout = self.layout(trainer.parallel)
-            yield from (f"critic.{text}" for text in trainer.layout_conflicts(layout))
+            for text in trainer.layout_conflicts(layout):  # the trainer reports inherited axes
+                if field_of(text).rpartition(".")[2] in self.parallel.model_fields_set:
+                    yield f"critic.{text}"
             ranks, policy = layout.world_size, trainer.parallel.world_size
             if self.placement == "shared" and ranks > policy:
                 yield (
@@ -182,22 +186,18 @@ class DataConfig(Section):
     saved. owner/name[@revision][/files] is a hub id."""
     mixture: tuple[DataSource, ...] = ()
     """Several sources instead of `train`, each with a relative share of the prompts."""
-    format: DataFormat = "keys"
-    """Form of the rows: the keys below, or a data set's published form."""
+    format: DataFormat = Field("keys", description="Form of the rows: the keys below, or a data set's published form.")
     system_prompt: str | None = Field(None, description="A system message before every prompt.")
     prompt_key: str = Field("prompt", description="Row key of the prompt, text or chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
     response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
     messages_key: str | None = None
     """Row key of a conversation whose assistant turns carry loss (supervised only)."""
-    token_ids_key: str = "input_token_ids"
-    """Row key of a tokenized prompt, which replaces the text."""
-    environment_key: str | None = None
-    """Row key of a mapping for the environment or agent."""
+    token_ids_key: str = Field("input_token_ids", description="Row key of a tokenized prompt, which replaces the text.")
+    environment_key: str | None = Field(None, description="Row key of a mapping for the environment or agent.")
     apply_chat_template: bool = Field(True, description="Apply the tokenizer's chat template to prompts.")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables of the chat template.")
-    allow_special_tokens: bool = False
-    """Accept text that spells special tokens."""
+    allow_special_tokens: bool = Field(False, description="Accept text that spells special tokens.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Longer prompts are dropped and counted, never truncated.")
     shuffle: bool = Field(True, description="Shuffle every epoch.")
 
@@ -261,8 +261,7 @@ class CheckpointConfig(Section):
 
     every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
-    async_save: bool = False
-    """Write checkpoints during training."""
+    async_save: bool = Field(False, description="Write checkpoints during training.")
     override: tuple[Literal["schedule", "data"], ...] = ()
     """Changes that a resumed run accepts. Changed data begin with a new epoch."""
     export_hf: bool = Field(True, description="Write a Hugging Face model at the end.")
@@ -284,13 +283,11 @@ class LoggingConfig(Section):
 class DebugConfig(Section):
     """Control runs, debug tables and saved rollouts."""
 
-    shuffle_advantages: bool = False
-    """Permute advantages: a control run, which must not learn."""
+    shuffle_advantages: bool = Field(False, description="Permute advantages: a control run, which must not learn.")
     samples_per_step: int = Field(4, ge=0, description="Samples per logged step in the debug tables; 0: none.")
     tables_every: int = Field(10, ge=1, description="Interval of debug tables in steps.")
     save_rollouts: Path | None = Field(None, description="Directory for every step's scored rollouts.")
-    load_rollouts: Path | None = None
-    """Directory of saved rollouts to train on, without engines."""
+    load_rollouts: Path | None = Field(None, description="Directory of saved rollouts to train on, without engines.")
 
     def conflicts(self) -> Iterator[str]:
         if self.load_rollouts is not None and self.shuffle_advantages:
@@ -301,8 +298,7 @@ class ClusterConfig(Section):
     """The Ray cluster."""
 
     address: str | None = Field(None, description="Address of a running Ray cluster.")
-    object_store_mb: int = Field(512, ge=80)
-    """Ray's object store, in MiB per node."""
+    object_store_mb: int = Field(512, ge=80, description="Ray's object store, in MiB per node.")
     placement: Literal["separate", "colocated"] = "separate"
     """colocated: engines and trainer ranks take turns on the same devices."""
     nodes: int | None = Field(None, ge=1, description="Nodes; `slime-like launch` sets it. none: as many as needed.")
@@ -311,10 +307,8 @@ class ClusterConfig(Section):
     gpu: GpuName = Field("h100-80gb", description="GPU assumed by `slime-like plan`.")
     gpu_memory_gib: float | None = Field(None, gt=0, description="GPU memory in GiB, for the plan.")
     host_memory_gib: float | None = Field(None, gt=0, description="Node memory in GiB, for the plan.")
-    nvlink_gb_per_s: float | None = Field(None, gt=0)
-    """GB/s between GPUs of a node, for the plan."""
-    network_gb_per_s: float = Field(50.0, gt=0)
-    """GB/s between nodes per GPU, for the plan."""
+    nvlink_gb_per_s: float | None = Field(None, gt=0, description="GB/s between GPUs of a node, for the plan.")
+    network_gb_per_s: float = Field(50.0, gt=0, description="GB/s between nodes per GPU, for the plan.")
 
     def nodes_for(self, devices: int) -> int:
         """Count the nodes of an engine with this many devices."""

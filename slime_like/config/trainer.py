@@ -42,12 +42,9 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     clip_grad: float = Field(1.0, gt=0, description="Global gradient-norm bound.")
     distributed: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
-    offload: bool = False
-    """Keep optimizer state in host memory, and update on the CPU."""
-    overlap: bool = False
-    """Sum gradients during backward, and gather weights during forward."""
-    overlap_bucket_params: int | None = Field(None, ge=1)
-    """Parameters per message of `overlap`."""
+    offload: bool = Field(False, description="Keep optimizer state in host memory, and update on the CPU.")
+    overlap: bool = Field(False, description="Sum gradients during backward, and gather weights during forward.")
+    overlap_bucket_params: int | None = Field(None, ge=1, description="Parameters per message of `overlap`.")
 
     @property
     def depends_on_length(self) -> bool:
@@ -56,20 +53,19 @@ class OptimizerConfig(Section):
 
     def conflicts(self) -> Iterator[str]:
         if self.min_lr > self.lr:
-            yield f"min_lr={self.min_lr:g} is above trainer.optimizer.lr={self.lr:g}; use at most that"
+            yield f"min_lr={self.min_lr:g} is above lr={self.lr:g}; use at most that"
         final = self.final_weight_decay
         if final is not None and final < self.weight_decay:
             yield (
-                f"final_weight_decay={final:g} is below trainer.optimizer.weight_decay={self.weight_decay:g}, but "
-                "weight decay can only grow; use at least that"
+                f"final_weight_decay={final:g} is below weight_decay={self.weight_decay:g}, but weight decay can only "
+                "grow; use at least that"
             )
 
 
 class FsdpConfig(Section):
     """Settings of the backend `fsdp`."""
 
-    reshard_after_forward: bool = True
-    """Free gathered weights after a layer's forward pass."""
+    reshard_after_forward: bool = Field(True, description="Free gathered weights after a layer's forward pass.")
     accumulate: Literal["whole", "sharded"] = "whole"
     """Each rank keeps float32 gradients of the whole model, or only its shard."""
 
@@ -87,20 +83,16 @@ class TrainerConfig(Section):
     """Token budget of one packed micro-batch; every sequence must fit."""
     share_prefixes: Literal[False, "prompts", "tree"] = False
     """Compute shared prefixes once per micro-batch: equal prompts, or also an agent's histories."""
-    balance: Literal["tokens", "flops"] = "tokens"
-    """Quantity balanced over data-parallel replicas."""
+    balance: Literal["tokens", "flops"] = Field("tokens", description="Quantity balanced over data-parallel replicas.")
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
     """Attention and its context parallelism. auto: by machine and backend."""
     recompute: Literal["none", "full", "auto"] | int = "none"
     """Layers recomputed in backward. N: the first N, at most all, of a stage or model chunk. auto: as few as fit."""
-    activation_offload: bool = False
-    """Keep saved activations in host memory."""
+    activation_offload: bool = Field(False, description="Keep saved activations in host memory.")
     router_bias_rate: float = Field(0.0, ge=0)
     """Step of sigmoid routers' biases against their experts' load. 0: frozen."""
-    head_chunk_tokens: int | None = Field(None, ge=1)
-    """Tokens whose logits are in memory at once."""
-    rendezvous_port: int | None = Field(None, ge=1024, le=65535)
-    """Port on rank 0's host where ranks meet."""
+    head_chunk_tokens: int | None = Field(None, ge=1, description="Tokens whose logits are in memory at once.")
+    rendezvous_port: int | None = Field(None, ge=1024, le=65535, description="Port on rank 0's host where ranks meet.")
     start_timeout_s: float = Field(600.0, gt=0, description="Timeout of the start of all ranks.")
     step_timeout_s: float = Field(3600.0, gt=0, description="Timeout of one call of a rank, collectives included.")
     cpu_threads: int | None = Field(None, ge=1, description="Threads per rank on CPU; none shares a node's cores.")

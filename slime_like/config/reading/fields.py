@@ -84,7 +84,8 @@ def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, list[F
         annotation, optional = split_optional(info.annotation)
         name, default = f"{prefix}{key}", info.get_default(call_default_factory=True, validated_data={})
         type_text = _type_text(annotation) + (" or none" if optional else f" or {AUTO}" if name in FILLING else "")
-        description = info.description or _docstrings(model.__module__).get(f"{model.__name__}.{key}", "")
+        below = (_docstrings(one.__module__).get(f"{one.__name__}.{key}") for one in model.__mro__[:2])
+        description = info.description or next(filter(None, below), "")
         leaves.append(Field(name, _kind(annotation), type_text, default, description))
     yield prefix.rstrip("."), leaves
     for section in inner:

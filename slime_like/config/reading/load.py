@@ -4,7 +4,7 @@ OmegaConf merges the file with the flags and resolves ``${other.field}``; pydant
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,24 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from slime_like.config.base import CONFLICT
 from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.hub import with_snapshots
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
-from slime_like.errors import ConfigError, Problem
+from slime_like.errors import ConfigError, Problem, field_of
 
 _ASSIGNMENT = re.compile(r"([a-z_]+)(\.[\w.\[\]-]+)?=")
 _ESCAPED = re.compile(r"(\\*)\$\{")
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path | None = None) -> RunConfig:
+def load_config(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    run_dir: Path | None = None,
+    more: Callable[[RunConfig], Iterable[Problem]] = lambda _: (),
+) -> RunConfig:
     """Read ``path`` if there is one, apply the flags in order, and validate.
 
     Relative paths are relative to the current directory, in the file and in flags. All paths of the result are
@@ -35,6 +41,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
         overrides: flags as on a command line: ``--rollout.engine sglang``, ``rollout.engine=sglang``,
             ``--data.train a.jsonl b.jsonl``, ``--rollout.engine_args.key value``. The last one wins; mappings merge.
         run_dir: the run directory if neither names one.
+        more: finds further problems of a configuration that is rejected only for conflicts between its fields.
 
     Raises:
         ConfigError: with every problem found, each naming field, value and remedy.
@@ -52,9 +59,13 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), run_dir: Path 
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
-        config = RunConfig.model_validate(with_snapshots(data))
+        config = RunConfig.model_validate(given := with_snapshots(data))
     except ValidationError as error:
         found = describe(error.errors())
+        if {problem.code for problem in found} == {CONFLICT}:  # of some sections; the others may have more
+            config = RunConfig.model_validate(given, context={"collects": CONFLICT})
+            found = [Problem(CONFLICT, text, field_of(text)) for text in config.all_conflicts()]
+            found += () if filling else more(config)  # ``auto`` has no size yet
         problems += [problem for problem in found if problem.field not in undecided]
     if problems:
         raise ConfigError(problems)

@@ -71,7 +71,8 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
     code = _CODES.get(kind, "field-type")
     wrong = _SUBJECT.sub("", detail["msg"]).replace("should ", "must ", 1)
     if code == "field-type" and field is not None:
-        wrong = f"must be of type {field.type_text}"
+        remedy = "; write {name: value}, or remove it" if field.kind == "entries" else ""
+        wrong = f"must be of type {field.type_text}{remedy}"
     elif name in sections():
         wrong = "must be a section; write its fields below it"
     return code, f"{name}={_shown(detail['input'])} {wrong}"

@@ -31,7 +31,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "steps": steps,
         "resume": "auto",
         "model": {"path": str(model), "weights": None, "dtype": "float32", "lora": {"path": None}},
-        "rollout": _rollout(config.rollout, new_tokens, length),
+        "rollout": _rollout(config.rollout, new_tokens, length, 8 if config.supervised else 4),
         "reward": {"workers": min(2, config.reward.workers)},
         "sync": {
             "transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport,
@@ -72,14 +72,14 @@ def _lengths(rollout: RolloutConfig, prompt: int) -> tuple[int, int | None]:
     return new_tokens, min(rollout.max_model_len, prompt + new_tokens + observed)
 
 
-def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None) -> dict[str, Any]:
+def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None, samples: int) -> dict[str, Any]:
     environment = rollout.environment
     small: dict[str, Any] = {
         "num_engines": 1,
         "tensor": min(2, rollout.tensor),
         "pipeline": 1,
         "prompts_per_step": min(4, rollout.prompts_per_step),
-        "samples_per_prompt": min(4, rollout.samples_per_prompt),
+        "samples_per_prompt": min(samples, rollout.samples_per_prompt),
         "max_new_tokens": new_tokens,
         "max_model_len": length,
         "engine_args": {},

@@ -200,6 +200,14 @@ fields-conflict data.train --data.mixture '[{name: a, files: [TMP/train.jsonl]}]
 fields-conflict data.mixture --data.train [] --data.mixture '[{name: a, files: [TMP/train.jsonl]}, {name: a, files: [TMP/train.jsonl]}]'
 fields-conflict reference.placement --reference.placement workers
 fields-conflict critic.lam --critic.lam 1
+fields-conflict critic.value_clip --algorithm.loss sft --critic.value_clip 0.1
+fields-conflict critic.optimizer.min_lr --algorithm.advantage gae --critic.optimizer.min_lr 1
+algorithm.demonstrations rollout.samples_per_prompt --algorithm.loss sft --rollout.samples_per_prompt 4
+algorithm.demonstrations rollout.temperature --algorithm.loss sft --rollout.temperature 0.5 --evaluation.files TMP/train.jsonl
+algorithm.demonstrations rollout.engine --algorithm.loss sft --rollout.engine transformers
+algorithm.demonstrations rollout.environment --algorithm.loss sft --rollout.environment.name calculator
+algorithm.demonstrations reward.functions --algorithm.loss sft --reward.functions '[{name: gsm8k}]'
+algorithm.demonstrations sync.verify --algorithm.loss sft --sync.verify false --evaluation.files TMP/train.jsonl
 algorithm.options algorithm.advantage.gamma --algorithm.advantage '{name: gae, gamma: -1}'
 algorithm.options algorithm.advantage.lam --algorithm.advantage '{name: gae, lam: 2}'
 reference.model critic.path --algorithm.advantage gae --critic.path TMP/none
@@ -299,6 +307,27 @@ def test_a_fault_is_named_with_its_field(
         more = more.replace(name, meaning)
     problem = rejected([*sound_flags(tmp_path), *shlex.split(more)], code)
     assert problem.field == field and problem.text.startswith(field)
+
+
+def test_demonstrations_keep_settings_that_are_read(flags: list[str]) -> None:
+    """``slime-like eval`` of the trained model reads those of engines and rewards, if there are held-out files."""
+    read = "--rollout.prompts_per_step 2 --rollout.max_new_tokens 9 --rollout.num_engines 2 --rollout.stop_token_ids 3"
+    flags += ["--algorithm.loss", "sft", *read.split()]
+    assert check(load_config(None, flags)) == []
+    flags += ["--evaluation.files", flags[flags.index("--data.train") + 1]]
+    assert check(load_config(None, [*flags, "--rollout.engine", "vllm", "--reward.functions", "[{name: gsm8k}]"])) == []
+
+
+def test_axes_that_a_critic_inherits_keep_their_name(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:
+    """Only a critic with other sizes can lack them."""
+    critic = write_checkpoint(tmp_path / "critic", num_attention_heads=12, num_key_value_heads=6)
+    flags += ["--algorithm.advantage", "gae", "--critic.path", str(critic), "--trainer.parallel.tensor", "4"]
+    inherited = rejected([*flags, "--critic.parallel.pipeline", "1"], "reference.model")
+    assert inherited.field == "trainer.parallel.tensor" and "critic.parallel.tensor" in inherited.text
+    ring = ["--trainer.attention", "ring", "--trainer.parallel.context", "2", "--trainer.share_prefixes", "prompts"]
+    given = ["--critic.parallel.tensor", "2"]
+    assert check(load_config(None, [*flags, *given])) == []
+    assert rejected([*flags, *given, *ring], "fields-conflict").field == "trainer.parallel.context"
 
 
 def test_saved_rollouts_must_reach_the_last_step(tmp_path: Path, flags: list[str], rejected: Rejected) -> None:

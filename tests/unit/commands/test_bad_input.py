@@ -1,5 +1,6 @@
 """Wrong settings and rows give one line on standard error before anything starts."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ STAGES = [
     ("--rollout.top_k 600", "fields-conflict"),
     ("--model.path nowhere", "model.path"),
 ]
+
+
+def test_conflicts_and_checks_are_in_one_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--rollout.top_k 600 --critic.lam 1 --model.path nowhere"
+    assert main(["train", *sound_flags(tmp_path), *flags.split()]) == _REFUSED
+    printed = re.findall(r"  - ([\w.]+)[= ].*\[([\w.-]+)\]$", capsys.readouterr().err, re.MULTILINE)
+    conflicts = [("rollout.top_p", "fields-conflict"), ("critic.lam", "fields-conflict")]
+    assert printed == [*conflicts, ("model.path", "model.path")]
 
 
 @pytest.mark.parametrize(("flags", "code"), STAGES)

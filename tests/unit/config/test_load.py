@@ -12,7 +12,7 @@ from slime_like.config import RewardFunction, RunConfig
 from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.config.reading.problems import did_you_mean
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, Problem
 from tests.support.rejections import Rejects
 
 REPOSITORY = Path(__file__).parents[3]
@@ -200,6 +200,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("algorithm: {loss: sft, kl: {coef: 0.1}}", "", "fields-conflict", "algorithm.loss"),
     ("algorithm: {loss: sft, kl_reward: {coef: 0.1}}", "", "fields-conflict", "algorithm.loss"),
     ("algorithm: {loss: 5}", "", "field-type", "algorithm.loss"),
+    ("distillation: {coef: 1, teachers: []}", "", "field-type", "distillation.teachers"),
     ("algorithm: {loss: [gspo]}", "", "field-type", "algorithm.loss"),
     ("algorithm: {kl_coef: 1}", "", "field-unknown", "algorithm.kl_coef"),
     ("algorithm: {importance: {low: 3}}", "", "fields-conflict", "algorithm.importance.low"),
@@ -301,6 +302,23 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, rejects: Rejects) -> 
         ("field-unknown", "nope"),
         ("field-unknown", "rollout.enigne"),
     ]
+
+
+def test_conflicts_of_all_sections_are_reported_at_once_with_further_problems(tmp_path: Path, rejects: Rejects) -> None:
+    """Those between two sections, too."""
+    text = "critic: {lam: 1}\nalgorithm: {loss: ppo_clip, importance: {low: 3}}\n"
+    fields = ["algorithm.importance.low", "critic.lam"]
+    for more, found in ((lambda _: (), fields), (lambda _: [Problem("c", "x=1", "x")], [*fields, "x"])):
+        with rejects(ConfigError, "fields-conflict" if found == fields else "config") as caught:
+            load_config(write(tmp_path, HEAD + text), more=more)
+        assert [problem.field for problem in caught.value.problems] == found
+
+
+def test_a_critic_has_its_learning_rate_next_to_other_settings(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path, f"{HEAD}critic: {{optimizer: {{warmup_steps: 5}}}}\nalgorithm: {{advantage: gae}}\n")
+    )
+    assert (config.critic.optimizer.lr, config.trainer.optimizer.lr) == (1e-5, 1e-6)
 
 
 @pytest.mark.parametrize(
