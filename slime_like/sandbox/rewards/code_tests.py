@@ -40,14 +40,13 @@ def code_tests(
     """1 if the Python code of the response passes the tests in ``answer``, else 0.
 
     The code is the response's last fenced block of Python. ``answer`` is Python with ``assert``, a JSON list of such
-    texts, or ``{"inputs": [...], "outputs": [...]}``: standard input and output of one run each. The code can compute
-    and print. It has no network or processes, and reads only Python's own files. It can deceive Python tests, which
-    share its process, but not outputs.
+    texts, or ``{"inputs": [...], "outputs": [...]}``: standard input and output of one run each. The code has no
+    network or processes, and reads only Python's own files. It can deceive Python tests, but not outputs.
 
     Args:
         timeout_s: limit on all tests of a response; keep it below ``reward.timeout_s``.
         memory_mb: limit on the address space.
-        partial: run all tests; the reward is the share that passes. Success still requires all.
+        partial: the reward is the share of tests that pass.
 
     Raises:
         ValueError: ``answer`` has no tests.

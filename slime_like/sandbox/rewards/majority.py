@@ -21,16 +21,14 @@ def majority(
 ) -> list[RewardResult]:
     """1 if a response's final answer is the most frequent answer of its group, else 0.
 
-    ``r_i = 1[a_i = argmax_a n(a)]``; ``n(a)`` counts the responses with final answer ``a`` (TTRL, arXiv:2504.16084,
-    equation 2). If several answers are the most frequent, no response is rewarded.
-
-    The final answer is the content of the last ``\\boxed{}``, else the last number. Numbers are compared by value.
+    TTRL (arXiv:2504.16084, equation 2). If several answers are the most frequent, no response is rewarded. The final
+    answer is the content of the last ``\\boxed{}``, else the last number. Numbers are compared by value.
 
     Args:
         prompt, answer: ignored.
         responses: all responses of one group.
-        min_share: no reward if the most frequent answer has a smaller share of the responses.
-        require_answer: if false, the whole text of a response without box and number is its answer.
+        min_share: least share of the most frequent answer.
+        require_answer: if false, a response without box and number is its own answer.
     """
     answers = [_final_answer(after_thinking(response, prompt)[-_MAX_CHARS:], require_answer) for response in responses]
     counts = Counter(answer for answer in answers if answer is not None).most_common(2)

@@ -61,9 +61,9 @@ def math_verify(
     from the last line with a digit: the whole line if it has no words, else its last number.
 
     Args:
-        max_chars: characters parsed, from the response's end; the metadata reports a cut.
+        max_chars: characters parsed, from the response's end.
         require_boxed: no reward without ``\boxed{}``.
-        allow_arithmetic: accept ``12+34`` for 46; then a model can earn the reward by repeating the question.
+        allow_arithmetic: accept ``12+34`` for 46, which a model can copy from the question.
 
     Raises:
         ValueError: the ground truth itself cannot be parsed.

@@ -61,8 +61,7 @@ def remote(
 
     Args:
         url: starts with http:// or https://.
-        timeout_s: limit on connecting, and on every wait for bytes; keep it below ``reward.timeout_s``. Within it,
-            requests to an unreachable service are repeated.
+        timeout_s: limit on connecting, and on every wait for bytes; keep it below ``reward.timeout_s``.
         headers: sent with the request, and saved with the configuration: credentials are rejected.
         headers_from: header to the environment variable that has its value, e.g. ``{Authorization: JUDGE_AUTH}``.
 
@@ -103,19 +102,17 @@ def judge(
 ) -> RewardResult:
     r"""The score that a judging model writes, divided by ``best``.
 
-    One greedy chat completion per pair of prompt and response. A busy or unreachable server is asked again until
-    ``timeout_s``.
+    It gets one greedy chat completion per response.
 
     Args:
         url: API address, e.g. ``http://127.0.0.1:8000/v1``; ``/chat/completions`` is appended.
         model: its name there.
-        instructions: replaces the built-in user message; contains ``{response}``, and may contain ``{prompt}`` and
-            ``{answer}``.
+        instructions: user message with ``{response}``, and perhaps ``{prompt}`` and ``{answer}``.
         pattern: a regular expression; the first group of its last match is the score.
         best: the score that becomes 1.
         success_from: the lowest reward that is a success.
         max_tokens: limit on the completion.
-        timeout_s: limit on the whole call. ``reward.timeout_s`` (default 5) must be above it.
+        timeout_s: limit on the whole call; keep it below ``reward.timeout_s``.
         headers_from: as for ``http``.
 
     Raises:

@@ -16,8 +16,7 @@ def reasoning_gym(
     For rows of ``slime-like make-tasks``.
 
     Args:
-        pattern: A regular expression. Its last match (the first group, if it has one) is judged, and a response
-            without a match gets 0; none: the whole response is judged.
+        pattern: as for ``exact_match``; none: the whole response is judged.
 
     Raises:
         ValueError: ``answer`` is not from such a row.

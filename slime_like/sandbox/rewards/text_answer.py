@@ -57,9 +57,8 @@ def exact_match(
     r"""1 if the response equals ``answer`` up to white space, else 0.
 
     Args:
-        pattern: a regular expression, e.g. ``Answer: (.*)``. Its last match (the first group, if it has one) is
-            compared instead of the whole response.
-        ignore_case: compare without regard to case.
+        pattern: a regular expression, e.g. ``Answer: (.*)``. Its last match, or that match's first group, is compared.
+        ignore_case: ignore case.
     """
     found = after_thinking(response, prompt) if pattern is None else last_match(pattern, response, prompt)
     if found is None:
@@ -72,7 +71,7 @@ def exact_match(
 def gsm8k(prompt: str, response: str, answer: str, *, require_marker: bool = True) -> RewardResult:
     """1 if the number after the response's last ``####`` equals the number after ``####`` in ``answer``, else 0.
 
-    For rows of GSM8K (arXiv:2110.14168), and for answers that are numbers. 1,104 equals 1104.0.
+    For rows of GSM8K (arXiv:2110.14168), and for answers that are numbers.
 
     Args:
         require_marker: if false, a response without ``####`` gives its last number.
@@ -104,7 +103,7 @@ def multiple_choice(prompt: str, response: str, answer: str) -> RewardResult:
 
     The choice is the content of the last ``\boxed{}``; else what follows the last ``Answer:``, ``the answer is`` or
     ``<answer>`` on its line; else the whole response. It must be one capital letter, alone or in front of its option's
-    text (``B) Paris``). Ask for one of these forms in the prompt.
+    text (``B) Paris``).
 
     Raises:
         ValueError: ``answer`` is not a letter. Numbers start at 0 in some data sets and at 1 in others.
