@@ -79,8 +79,8 @@ def _shown(part: PartDocs) -> str:
 
 
 def _note(kind: str, default: str | None) -> str:
-    """Return type and default. The type is left out if the default shows it, and so is the default `none`."""
-    if default in (None, "none"):
+    """Return type and default. A type that the default shows is left out, and so are `none`, `[]` and `{}`."""
+    if default in (None, "none", "[]", "{}"):
         return f" ({kind})" if default else f" ({kind}; required)"
     shown = kind in ("switch", "integer", "number", "text", "name or mapping") and default != "none"
     return f" (`{default}`)" if shown else f" ({kind}; `{default}`)"

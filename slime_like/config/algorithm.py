@@ -20,7 +20,7 @@ class KLConfig(Section):
     estimator: str = Field("k3", description="k1, k2, k3, low_var_kl (k3, at most 10) or custom code.")
     importance_weighted: bool = Field(False, description="Multiply by pi / pi_old, for an unbiased gradient.")
     straight_through: bool = False
-    """Use the gradient of k2, which is unbiased on-policy, with the estimator's value (verl's `k3+`)."""
+    """Use the gradient of k2 with the estimator's value (verl's `k3+`)."""
 
     _absolute = field_validator("estimator")(absolute_code)
 
@@ -39,9 +39,9 @@ class KLRewardConfig(Section):
 
     coef: float = Field(0.0, ge=0, description="Coefficient; 0: off.")
     estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
-    """k1 and k3 are unbiased values. Only k1's sum over a response has the gradient of the KL."""
+    """Only k1's sum over a response has the gradient of the KL."""
     target: float | None = Field(None, gt=0)
-    """Adapt the coefficient, after every step, towards this KL of a response, in nats; none: constant."""
+    """Adapt the coefficient towards this KL of a response, in nats; none: constant."""
     gain: float = Field(0.1, gt=0)
     """The coefficient changes by this factor of the relative error, of which at most 0.2 counts."""
 
@@ -82,11 +82,11 @@ class RejectionConfig(Section):
     """Rejection of sequences on which engine and trainer differ too much. They carry no loss."""
 
     estimator: Literal["none", "k2", "k3"] = "none"
-    """Estimator of the KL divergence from the engine to the trainer, per token; none: off."""
+    """Estimator of the KL from the engine to the trainer, per token; none: off."""
     over: Literal["sum", "mean", "max"] = Field("mean", description="How a sequence's tokens are combined.")
     bound: float = Field(0.01, gt=0, description="Largest divergence of a kept sequence, in nats.")
     in_denominator: bool = True
-    """Rejected sequences count in the mean of the loss. false: the mean is over the kept ones."""
+    """Rejected sequences count in the mean of the loss."""
 
     @property
     def is_set(self) -> bool:
@@ -118,7 +118,7 @@ class AlgorithmConfig(Section):
     advantage: Part = Part(name="grpo")
     """Advantage estimator, in the same form."""
     whiten: bool = False
-    """Normalize advantages to mean 0 and standard deviation 1 over the batch's tokens that carry loss."""
+    """Normalize advantages to mean 0 and standard deviation 1 over tokens with loss."""
     reduction: Part = Part(name="tokens")
     """Mean of the loss."""
     kl: KLConfig = KLConfig()
@@ -127,16 +127,15 @@ class AlgorithmConfig(Section):
     importance: ImportanceConfig = ImportanceConfig()
     rejection: RejectionConfig = RejectionConfig()
     off_policy_mask: float | None = Field(None, ge=0)
-    """Mask sequences with a negative advantage if the policy has moved by more nats per token than this."""
+    """Mask sequences of negative advantage if the policy moved by more nats per token."""
     overlong: OverlongConfig = OverlongConfig()
     moe_aux_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the experts' load-balancing loss.")
     routing_replay: Literal["none", "old", "rollout"] = "none"
-    """Experts of each token in the policy's passes. none: the trainer's choice in each pass. old: its choice at the
-    start of the step. rollout: the engine's choice."""
+    """Experts of each token. none: the trainer's choice in each pass. old: in the first. rollout: the engine's."""
     epochs: int = Field(1, ge=1, description="Passes over one batch (ppo_epochs).")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass.")
     old_logprobs: Literal["auto", "score"] = "auto"
-    """score: compute old logprobs in an extra forward pass. auto: only if the update's pass cannot provide them."""
+    """score: compute old logprobs in an extra pass. auto: only if the update's pass cannot provide them."""
 
     @field_validator("loss", "advantage")
     @classmethod

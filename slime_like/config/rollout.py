@@ -148,7 +148,7 @@ class RolloutConfig(Section):
     stream: bool = Field(False, description="Train on full micro-batches while the rest of the step is generated.")
     oversample: float = Field(1.0, ge=1, description="Ratio of started to trained groups.")
     drop_zero_spread: bool = False
-    """Replace groups whose samples all have the same reward (DAPO's dynamic sampling)."""
+    """Replace groups of equal rewards (DAPO's dynamic sampling)."""
     max_drops_per_step: int = Field(1000, ge=1, description="Groups that a step may replace before the run fails.")
     max_engine_restarts: int = Field(2, ge=0, description="Restarts of dead engines in a run.")
     environment: EnvironmentConfig = EnvironmentConfig()

@@ -44,8 +44,7 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1, le=MAX_STEPS, description="Training steps.")
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = "auto"
-    """auto: resume from the latest checkpoint, if any. never: start over and rename the earlier run. PATH: resume from
-    that checkpoint."""
+    """auto: from the latest checkpoint, if any. never: start over and rename the earlier run. PATH: that checkpoint."""
     model: ModelConfig
     reference: ReferenceConfig = ReferenceConfig()
     distillation: DistillationConfig = DistillationConfig()

@@ -124,14 +124,13 @@ class CriticConfig(Section):
     """The value model of `algorithm.advantage: gae` (PPO)."""
 
     path: Path | None = None
-    """Hugging Face checkpoint of its first weights, perhaps with a value head; none: the initial policy, whose head
-    starts at 0."""
+    """Hugging Face checkpoint of its first weights; none: the initial policy, with a head that starts at 0."""
     placement: Literal["shared", "separate"] = "shared"
     """shared: on the policy's devices, in turns. separate: on its own devices."""
     parallel: ParallelConfig | None = Field(None, description="Axes that differ from trainer.parallel.")
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     lam: float | None = Field(None, ge=0, le=1)
-    """Trace decay of the returns that it learns; none: the estimator's `lam` (VAPO, arXiv:2504.05118, uses 1)."""
+    """Trace decay of its returns; none: the estimator's `lam` (VAPO, arXiv:2504.05118, uses 1)."""
     value_clip: float | None = Field(0.2, gt=0, description="Largest change of a value that lowers the loss.")
     warmup_steps: int = Field(0, ge=0, description="First training steps that leave the policy as it is.")
 
@@ -186,7 +185,7 @@ class DataConfig(Section):
     saved. owner/name[@revision][/files] is a hub id."""
     mixture: tuple[DataSource, ...] = ()
     """Several sources instead of `train`, each with a relative share of the prompts."""
-    format: DataFormat = Field("keys", description="Form of the rows: the keys below, or a data set's published form.")
+    format: DataFormat = Field("keys", description="Keys below, or a data set's published form.")
     system_prompt: str | None = Field(None, description="A system message before every prompt.")
     prompt_key: str = Field("prompt", description="Row key of the prompt, text or chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
@@ -260,7 +259,7 @@ class CheckpointConfig(Section):
     """Checkpoints and the exported model."""
 
     every: int = Field(0, ge=0, description="Checkpoint interval in steps; 0: at the end only.")
-    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones are removed after a save.")
+    keep: int = Field(2, ge=1, description="Number of checkpoints kept.")
     async_save: bool = Field(False, description="Write checkpoints during training.")
     override: tuple[Literal["schedule", "data"], ...] = ()
     """Changes that a resumed run accepts. Changed data begin with a new epoch."""

@@ -87,7 +87,7 @@ class TrainerConfig(Section):
     attention: Literal["auto", "transformer_engine", "ring_flash_attn", "ring", "allgather"] = "auto"
     """Attention and its context parallelism. auto: by machine and backend."""
     recompute: Literal["none", "full", "auto"] | int = "none"
-    """Layers recomputed in backward. N: the first N, at most all, of a stage or model chunk. auto: as few as fit."""
+    """Layers recomputed in backward. N: the first N of a stage or model chunk. auto: as few as fit."""
     activation_offload: bool = Field(False, description="Keep saved activations in host memory.")
     router_bias_rate: float = Field(0.0, ge=0)
     """Step of sigmoid routers' biases against their experts' load. 0: frozen."""
