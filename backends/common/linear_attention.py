@@ -157,7 +157,7 @@ class Recurrence:
         Raises:
             TrainerError: sequences share prefixes.
         """
-        if shard.parents is not None:  # a policy's is rejected before the start
+        if shard.parents is not None:  # for a policy, rejected before the start
             raise TrainerError(
                 "layers with linear attention keep one state per sequence, so sequences cannot share prefixes",
                 code="prefixes-not-supported",

@@ -1,7 +1,7 @@
 """Bounds of logprobs and log ratios, so that no difference, product or exponential of them overflows float32.
 
 Values inside the bounds don't change. A value outside becomes the bound, with gradient 0. So a token that a masked
-vocabulary forbids (logprob -inf) has finite ratios and trains nothing. NaN stays NaN, as it shows a fault.
+vocabulary forbids (logprob -inf) has finite ratios and trains nothing. NaN stays NaN, because it shows a fault.
 
 The bound of log ratios is verl's (``verl/trainer/ppo/core_algos.py`` and ``rollout_corr_helper.py``). exp(20) is 4.9e8,
 far beyond every clip, and its product with any advantage, and sums of such products, fit into float32.

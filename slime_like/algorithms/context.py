@@ -59,7 +59,7 @@ class ContextShard:
     cp_rank: int
 
     def scatter(self, local_values: Tensor) -> Tensor:
-        """Put local values at their places among zeros, so that all shards add up to the whole. Differentiable.
+        """Place local values among zeros, so that all shards add up to the whole. Differentiable.
 
         Args:
             local_values: (R_local,) or (R_local, ...), in the order of ``response_index``.

@@ -23,7 +23,7 @@ def segment_sum(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True)
 
 
-# Values per sequence are float64, forwards and backwards: the exponential of a float32 sum over hundreds of tokens, or
+# Values per sequence are float64, in forward and backward: the exponential of a float32 sum over hundreds of tokens, or
 # a gradient summed over them, would be off by more than 1e-6.
 def masked_segment_sum(x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """Sum ``x`` over the True entries of ``mask`` in every segment. Return (S,) float64. Check ``lengths`` first."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 CUT = "\ufdd0"
-"""Mark at which text is cut before encoding. It is a Unicode noncharacter, so text never contains it."""
+"""Mark at which text is cut before it is encoded: a Unicode noncharacter, which text never contains."""
 
 SAID = "said-by-the-model"
 """Content of a placeholder turn."""
@@ -76,7 +76,7 @@ def encoded(tokenizer: Any, pieces: Iterable[str]) -> list[int]:
 
 
 def last_turn_end(render: Callable[..., str], called: bool = False) -> str:
-    """Return what the template writes behind the content of an assistant's turn that is the last message.
+    """Return what the template writes after the content of an assistant's turn that is the last message.
 
     Args:
         render: renders a list of messages; ``prompt`` says whether the generation prompt follows.

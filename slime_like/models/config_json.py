@@ -75,8 +75,8 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
 def _rotary(raw: dict[str, Any]) -> dict[str, Any]:
     """Read either spelling: ``rope_theta`` with ``rope_scaling``, or transformers 5's ``rope_parameters``.
 
-    What is absent has transformers' value: a base of 10,000, and ``max_position_embeddings`` as the original length.
-    Engines serve a linear scaling's factor times ``max_position_embeddings``; for YaRN, this number as it is.
+    Absent settings have transformers' values: a base of 10,000, and ``max_position_embeddings`` as the original length.
+    Engines serve a linear scaling's factor times ``max_position_embeddings``; for YaRN, they serve it unchanged.
     """
     readings = [_rope(raw, key) for key in ("rope_parameters", "rope_scaling") if raw.get(key)] or [_rope(raw, "")]
     if readings[0] != readings[-1]:
@@ -118,7 +118,7 @@ def rotary_fraction(raw: dict[str, Any], default: float = 1.0) -> float:
 
 
 def decoder(raw: dict[str, Any], **features: Any) -> dict[str, Any]:
-    """Read a decoder with RMSNorms, SwiGLU and attention to all earlier tokens; ``features`` are the family's."""
+    """Read a decoder with RMSNorms, SwiGLU and attention to all earlier tokens; ``features`` are its family's."""
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedError(f"hidden_act={raw['hidden_act']} is not silu (SwiGLU)")
     if raw.get("use_sliding_window"):

@@ -15,7 +15,7 @@ from slime_like.models.linear_attention import LinearAttention
 from slime_like.models.tower import language_settings
 
 OTHER = "other"
-"""The family of causal language models that transformers supports, but this project's formulas do not."""
+"""Family of the causal language models that transformers supports, but this project's formulas do not."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """Name of the input embedding in the known families, and in most others."""
@@ -64,11 +64,11 @@ class Attention:
     Attributes:
         rotary_fraction: the leading part of a head that has rotary embedding.
         output_gate: outputs are multiplied by the sigmoid of a gate, whose rows follow each query head's.
-        linear: what some layers have instead of attention.
-        windows: keys that queries of each layer see at most, their own included; ``None`` for all. Empty: all do.
+        linear: sizes of the layers that have linear attention instead.
+        windows: most keys that a query of each layer sees, including its own; ``None``: all keys. Empty: all layers.
         window_theta: base of the rotary embedding of layers with windows, which is not scaled; ``None``: the others'.
         scale: factor of the products of queries and keys; ``None``: ``head_dim ** -0.5``.
-        sinks: every head has a score in its softmax that no value belongs to.
+        sinks: every head has a score in its softmax that belongs to no value.
         output_bias: the output projection has a bias.
         reloads: a weight update replaces every tensor that an engine computes with.
     """
@@ -141,7 +141,7 @@ class Attention:
         return model.attention_layers * (biases + 2 * model.head_dim * model.qk_norm + outputs) + linear
 
     def cached(self, model: ModelDimensions, gpus: int) -> int:
-        """Return the elements that an engine caches of one token on each of ``gpus`` GPUs."""
+        """Return the elements that an engine caches for one token on each of ``gpus`` GPUs."""
         return model.attention_layers * 2 * -(-model.num_kv_heads // gpus) * model.head_dim
 
     def split_columns(self, model: ModelDimensions) -> dict[str, int]:
@@ -292,7 +292,7 @@ class ModelDimensions:
     def from_checkpoint(cls, directory: Path, values: bool = False) -> Self:
         """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint.
 
-        ``values``: describe the value model that is made of it. The checkpoint may be of one.
+        ``values``: describe the value model made from it. The checkpoint may be a value model already.
 
         Raises:
             ConfigError: file missing, not JSON, not a causal language model, or sizes missing or wrong.

@@ -51,7 +51,7 @@ class LinearAttention:
         return len(self.layers) * hidden_size * (2 * self.keys + 3 * self.values + 2 * self.num_value_heads)
 
     def state_bytes(self, element_bytes: int) -> int:
-        """Return the bytes that an engine keeps of one sequence: states in float32, and the convolution's inputs."""
+        """Return the bytes that an engine keeps for one sequence: states in float32, and the convolution's inputs."""
         states = 4 * self.num_value_heads * self.key_dim * self.value_dim
         return len(self.layers) * (states + (self.conv_width - 1) * (2 * self.keys + self.values) * element_bytes)
 

@@ -33,7 +33,7 @@ _LEFT_OUT = {
 """By model type: settings of the language model that published files leave out, with transformers' values."""
 
 _SHARED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
-"""Settings of the whole model that the language model's may leave out."""
+"""Settings of the whole model that the language model's settings may leave out."""
 
 _INNER = re.compile(r"(model\.language_model|language_model\.model|model)\.(?=(embed_tokens|layers|norm)\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -48,7 +48,7 @@ _KEY_MAPPING = {
 
 
 def language_settings(raw: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the ``config.json`` of the language model alone, or ``None`` if ``raw`` has no tower."""
+    """Return the language model's own ``config.json``, or ``None`` if ``raw`` has no tower."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in _LANGUAGE_MODELS:
         return None
@@ -74,7 +74,7 @@ def _plain_rotary(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_tower(directory: Path) -> bool:
-    """Return whether a directory's ``config.json`` is of a model with a tower."""
+    """Return whether a directory's ``config.json`` describes a model with a tower."""
     file = directory / "config.json"
     return file.is_file() and language_settings(read_object(file)) is not None
 

@@ -41,7 +41,7 @@ class Pairing:
 
     Attributes:
         causal: without a window, requires equal lengths.
-        window: keys that a query sees at most, its own included. Then ``causal`` is true, and the last query of a
+        window: most keys that a query sees, including its own. Then ``causal`` is true, and the last query of a
             segment is at its last key.
     """
 
@@ -192,7 +192,7 @@ class _Rows:
         whole[self.where] = part.transpose(1, 2).flatten(0, 1)
 
 
-@lru_cache(maxsize=64)  # all layers of a micro-batch request the same ones, forward and backward
+@lru_cache(maxsize=64)  # all layers of a micro-batch ask for the same groups, forward and backward
 def _alike(q_boundaries: tuple[int, ...], k_boundaries: tuple[int, ...]) -> list[tuple[_Rows, _Rows]]:
     """Group segments by query length and key length; return each group's queries and keys."""
     starts: dict[tuple[int, int], tuple[list[int], list[int]]] = {}

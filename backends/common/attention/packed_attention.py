@@ -17,7 +17,7 @@ class Scores(NamedTuple):
 
     Attributes:
         scale: factor of the products of queries and keys.
-        window: keys that a query sees at most, its own included; ``None``: all earlier ones.
+        window: most keys that a query sees, including its own; ``None``: all earlier keys.
     """
 
     scale: float
@@ -37,7 +37,7 @@ class PackedAttention(ABC):
         """Map the local tokens' (T, H, D) queries, (T, G, D) keys and values to (T, H, D) outputs; differentiable.
 
         Args:
-            window: keys that a query sees at most, its own included.
+            window: most keys that a query sees, including its own.
             sinks: (H,) scores that are part of a head's softmax without having a value (gpt-oss, arXiv:2508.10925).
         """
         return _Attend.apply(q, k, v, sinks, self, Scores(scale, window))
@@ -72,7 +72,7 @@ class _Attend(torch.autograd.Function):
         attention, scores = ctx.setting
         q, k, v, sinks, out, lse, *more = ctx.saved_tensors
         grad = grads[0].contiguous()
-        # A kernel's probabilities are exp(score - lse), and its sums are of grad * out: a sink changes both as it must.
+        # A kernel's probabilities are exp(score - lse), and its sums are of grad * out: a sink changes both correctly.
         gradients = attention.backward(grad, Saved(q, k, v, out, lse), scores, more)
         if sinks is None:
             return *gradients, None, None, None
@@ -82,7 +82,7 @@ class _Attend(torch.autograd.Function):
 
 
 def unsupported(attention: str, what: str) -> TrainerError:
-    """Return the error for layers that only the all-gather shares among context ranks."""
+    """Return the error for layers that need the all-gather among context ranks."""
     return TrainerError(
         f"{attention} does not support {what} over several context ranks",
         code="attention-not-shared",

@@ -162,7 +162,7 @@ class PrefixAttention(PackedAttention):
                 code="prefixes-not-supported",
                 remedy="set trainer.share_prefixes=false",
             )
-        assert isinstance(self.far, slice)  # one segment's, if none share prefixes
+        assert isinstance(self.far, slice)  # they belong to one segment, if none share prefixes
         rows = self.far if self.group is None else slice(max(self.far.start, self.far.stop - window + 1), self.far.stop)
         near = 0 if self.group is None else rows.stop - rows.start
         moved = tuple(end + near for end in self.local.host[1:])
@@ -248,7 +248,7 @@ def _moved(span: range, by: int) -> range:
 
 
 def _joined(spans: Sequence[range]) -> list[range]:
-    """Return their union, in order."""
+    """Return the union of the spans, in order."""
     joined: list[range] = []
     for span in sorted(spans, key=lambda each: each.start):
         if joined and span.start <= joined[-1].stop:

@@ -34,7 +34,7 @@ NORMS = (
 
 
 def qkv(kind: str, *width: str, query: str = "query") -> Rule:
-    """Return the rule of the fused projection's weight or bias; ``query`` is the size of the queries' one."""
+    """Return the rule of the fused projection's weight or bias; ``query`` names the size of all queries."""
     rows = {"q": query, "k": "key_value", "v": "key_value"}
     sources = (hf(f"self_attn.{letter}_proj.{kind}", size, *width) for letter, size in rows.items())
     return layer_rule(f"self_attention.linear_qkv.{kind}", GroupedQkv(), *sources)

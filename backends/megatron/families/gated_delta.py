@@ -102,8 +102,8 @@ class GatedDeltaNet(MegatronModule):
 
 
 class GatedAttention(SelfAttention):
-    """Megatron's attention with a gate of every output, whose projection stays in the published models' order: query
-    and gate of one head after the other. Ranks may share a query group, which Megatron doesn't support for gates."""
+    """Megatron's attention with a gate for every output. Its projection keeps the published models' order: query and
+    gate of one head after the other. Ranks may share a query group, which Megatron doesn't support for gates."""
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *unused: Any, **options: Any
@@ -123,7 +123,7 @@ class GatedAttention(SelfAttention):
         return self.q_layernorm(query), self.k_layernorm(key), value, gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Multiply by the gate. Megatron's version is compiled, also on a CPU."""
+        """Multiply by the gate. Megatron compiles its version, even on a CPU."""
         return x * gate.reshape(x.shape).sigmoid()
 
 

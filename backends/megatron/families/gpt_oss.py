@@ -16,7 +16,7 @@ from slime_like.models.families.gpt_oss import ALPHA, LIMIT
 
 
 class StackedLinear(torch.nn.Module):
-    """The same linear layer of all experts of a rank: (E, input size, output size) weights, (E, output size) biases."""
+    """One linear layer of all experts of a rank: (E, input size, output size) weights, (E, output size) biases."""
 
     weight: Tensor
     bias: Tensor

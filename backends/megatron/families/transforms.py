@@ -200,7 +200,7 @@ class Stacked(Transform):
 
 
 class Rows(Transform):
-    """Rows of the sources ``chosen`` among a fused layout's, which has zeros in place of the others."""
+    """Rows of the ``chosen`` sources of a fused layout, with zeros in place of the other sources."""
 
     def __init__(self, fused: Transform, shapes: Sequence[Shape], chosen: Sequence[int]) -> None:
         """Take the fused transform, the shapes of all its sources, and the indices of the ones that exist."""

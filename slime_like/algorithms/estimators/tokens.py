@@ -8,7 +8,7 @@ from slime_like.algorithms.advantages import Groups, estimator
 from slime_like.algorithms.gae import gae as packed_gae
 
 _LEAST_ENERGY = 1e-12
-"""Weight of a path without energy, such as one of certain tokens: a group of them has the plain mean as baseline."""
+"""Weight of a path without energy, such as a path of certain tokens. For a group of them, the baseline is the mean."""
 
 
 @estimator("group", level="token", needs=("logprobs",))
@@ -17,7 +17,7 @@ def optimal_token_baseline(rewards: Tensor, groups: Groups, lengths: Tensor, log
 
     ``G_t`` sums the rewards from sampled token t on, ``W_t`` the energies up to it: a proxy of the squared norm of the
     path's gradient. The paper's energy is ``1 - 2 p + sum(p^2)`` over the vocabulary. This one is ``1 - p``: trainers
-    return no sum of squares, of which the token's probability ``p`` is an unbiased estimate.
+    return no sum of squares, but the token's probability ``p`` is an unbiased estimate of it.
 
     After the last token of all other samples, their last baseline stays. verl 0.9.1 has 0 there, and its baseline
     includes the sample itself, which biases the gradient. If no other sample has a token, the advantage is 0.
@@ -46,7 +46,7 @@ def gae(
 ) -> Tensor:
     """Generalized advantage estimation with the critic's values (arXiv:1506.02438, eq. 16).
 
-    The next state of a turn's last token is the first one of the next turn, whatever was observed between them.
+    The state after a turn's last token is the first state of the next turn, whatever was observed between them.
 
     Args:
         gamma: discount per sampled token.

@@ -46,7 +46,7 @@ class ClipCov(PPOClip):
         require_option("share", self.share, 0, 1, above=True)
 
     def set_apart(self, logprobs: Tensor, advantages: Tensor, generator: torch.Generator) -> Tensor:
-        """Return (n,) bool, True for the drawn ones of an optimizer step's n loss-carrying tokens."""
+        """Return (n,) bool, True for the tokens drawn among an optimizer step's n loss-carrying tokens."""
         covariances = _covariances(logprobs, advantages)
         (candidates,) = ((covariances > self.least) & (covariances < self.most)).nonzero(as_tuple=True)
         count = min(max(1, int(self.share * len(covariances))), len(candidates))
@@ -61,7 +61,7 @@ class ClipCov(PPOClip):
 
 @dataclass(frozen=True)
 class KLCov(RatioLoss):
-    """KL-Cov (arXiv:2505.22617, section 4.2): the tokens of highest covariance pay for leaving the old policy.
+    """KL-Cov (arXiv:2505.22617, section 4.2): a penalty for tokens of highest covariance that leave the old policy.
 
     ``-r A`` for all others, without a clip; for these ``-r A + coef (r - 1 - log r)``: k3 of KL(pi_old || pi), whose
     gradient vanishes at r = 1. (The published code has ``|log r|``, whose gradient does not.)
@@ -81,7 +81,7 @@ class KLCov(RatioLoss):
         require_option("coef", self.coef, 0)
 
     def set_apart(self, logprobs: Tensor, advantages: Tensor, generator: torch.Generator) -> Tensor:
-        """Return (n,) bool, True for the tokens of highest covariance of an optimizer step's n loss-carrying ones."""
+        """Return (n,) bool, True for the loss-carrying tokens of highest covariance in an optimizer step."""
         covariances = _covariances(logprobs, advantages)
         highest = covariances.topk(max(1, int(self.share * len(covariances)))).indices
         return torch.zeros(len(covariances), dtype=torch.bool).index_fill(0, highest, True)

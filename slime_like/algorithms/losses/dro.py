@@ -10,7 +10,7 @@ from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 
 @dataclass(frozen=True)
 class DRO(RatioLoss):
-    """Direct reward optimization (arXiv:2405.19107), with the advantage for the reward minus its baseline.
+    """Direct reward optimization (arXiv:2405.19107), with the advantage instead of the reward minus its baseline.
 
     ``-A log pi + beta / 2 (log pi - log pi_old)^2`` per token. The paper's squared log ratio is of whole sequences and
     to the reference; per token and to the old policy, as others use it with group advantages, it bounds the step.

@@ -11,7 +11,7 @@ from slime_like.statistics import GRPOStats, StepStats, ValueStats
 
 _TINY = torch.finfo(torch.float64).tiny
 _LEAST_VARIANCE = 1e-12
-"""Below it, returns are equal up to rounding, and no variance can be explained."""
+"""Variance below which returns are equal up to rounding, so nothing can be explained."""
 
 
 @dataclass(slots=True)

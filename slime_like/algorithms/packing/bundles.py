@@ -76,7 +76,7 @@ def bundles(
 
 
 def split_for(parts: int, given: Sequence[Bundle], costs: Costs) -> list[Bundle]:
-    """Split bundles for ``parts`` replicas if there are too few bundles, or one replica had too much to do."""
+    """Split bundles for ``parts`` replicas if there are too few bundles, or one replica would have too much to do."""
     found = list(given)
     while len(found) < parts and _split_costliest(found, range(len(found)), costs):
         pass
