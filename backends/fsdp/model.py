@@ -24,7 +24,7 @@ from backends.fsdp.parallel import Groups, shard_of
 from backends.fsdp.sharding import parameters_on_meta, recompute_layers, shard_layers
 from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
-from slime_like.config import ModelConfig, RunConfig
+from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.models.tower import transformers_config
@@ -102,11 +102,7 @@ class LogprobModel(nn.Module):
         return logits
 
     def score_part(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        boundaries: attention.Boundaries,
-        rows: ResponseRows,
+        self, tokens: Tensor, positions: Tensor, boundaries: attention.Boundaries, rows: ResponseRows
     ) -> Tensor:
         """Return (2, r) logprobs and entropies (nats) of one rank's part of a pack.
 
@@ -224,8 +220,15 @@ class LogprobModel(nn.Module):
                 module.set_is_last_backward(now)
 
 
-def build(config: RunConfig, groups: Groups, device: torch.device, values: bool = False) -> LogprobModel:
-    """Build the model of ``config.model.path``, sharded over all ranks, without weights.
+def build(
+    settings: ModelConfig,
+    trainer: TrainerConfig,
+    groups: Groups,
+    device: torch.device,
+    entropy_gradient: bool = False,
+    values: bool = False,
+) -> LogprobModel:
+    """Build the model of ``settings.path``, sharded over all ranks, without weights.
 
     No rank ever holds the whole model: it is created without memory, sharded, and then allocated. Master weights and
     their gradients are float32; weights are gathered, and computed with, in ``model.dtype``.
@@ -234,14 +237,13 @@ def build(config: RunConfig, groups: Groups, device: torch.device, values: bool 
         ConfigError: the model cannot be sharded, read or written.
     """
     with parameters_on_meta():
-        chunk, has_entropy = config.trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0
-        model = _model(config.model, torch.float32, chunk, has_entropy, values)
+        model = _model(settings, torch.float32, trainer.head_chunk_tokens, entropy_gradient, values)
     _require_nothing_else(model.hugging_face)
     # Buffers follow from the configuration, except routers' biases, which are read from the checkpoint later.
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
-    recompute_layers(model, config.trainer)
-    shard_layers(model, getattr(torch, config.model.dtype), config.trainer, groups)
-    model.to_empty(device=torch.device("cpu") if config.trainer.optimizer.offload else device)
+    recompute_layers(model, trainer)
+    shard_layers(model, getattr(torch, settings.dtype), trainer, groups)
+    model.to_empty(device=torch.device("cpu") if trainer.optimizer.offload else device)
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer)
@@ -260,14 +262,15 @@ def meta_model(
         return _model(settings, dtype, chunk_tokens, entropy_gradient, values)
 
 
-def sharded_meta_model(config: RunConfig, groups: Groups, values: bool = False) -> LogprobModel:
+def sharded_meta_model(
+    settings: ModelConfig, trainer: TrainerConfig, groups: Groups, entropy_gradient: bool = False, values: bool = False
+) -> LogprobModel:
     """Build the model of ``build`` as sharded shapes only. Offloaded state stays with everything else."""
-    optimizer = config.trainer.optimizer.model_copy(update={"offload": False})
-    trainer = config.trainer.model_copy(update={"optimizer": optimizer})
-    chunk, has_entropy = trainer.head_chunk_tokens, config.algorithm.entropy_coef > 0
-    model = meta_model(config.model, torch.float32, chunk, has_entropy, values)
+    optimizer = trainer.optimizer.model_copy(update={"offload": False})
+    trainer = trainer.model_copy(update={"optimizer": optimizer})
+    model = meta_model(settings, torch.float32, trainer.head_chunk_tokens, entropy_gradient, values)
     recompute_layers(model, trainer)
-    shard_layers(model, getattr(torch, config.model.dtype), trainer, groups)
+    shard_layers(model, getattr(torch, settings.dtype), trainer, groups)
     return model
 
 

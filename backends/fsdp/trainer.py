@@ -63,7 +63,8 @@ class FsdpTrainer(TrainerBase):
         on_cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         torch.manual_seed(self.config.seed + self.placement.rank)
-        self.model = build(self.config, self.groups, self.device, self.dimensions.values)
+        has_entropy, values = self.config.algorithm.entropy_coef > 0, self.dimensions.values
+        self.model = build(self.config.model, self.config.trainer, self.groups, self.device, has_entropy, values)
         self.models = [self.model]
         if self._replays != "none" and self.model.routed_layers != list(self.dimensions.expert_layers):
             raise ConfigError(

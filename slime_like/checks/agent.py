@@ -4,8 +4,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from slime_like.config.rollout import NODE, AgentConfig
-from slime_like.config.run import RunConfig
+from slime_like.config.rollout import NODE, AgentConfig, RewardConfig
 from slime_like.config.sections import ClusterConfig
 from slime_like.plugins.resolve import import_path_problem
 from slime_like.sandbox.agents.command import PLACES
@@ -16,15 +15,15 @@ _PREFIX = "rollout.agent"
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 
 
-def agent_problems(config: RunConfig) -> Iterator[str]:
+def agent_problems(agent: AgentConfig, reward: RewardConfig, cluster: ClusterConfig) -> Iterator[str]:
     """Check what judges the agent, the placeholders in its command, and that each node can have its address."""
-    agent, judge = config.rollout.agent, config.reward.functions[0].name
-    if agent.is_set and "functions" not in config.reward.model_fields_set:
+    judge = reward.functions[0].name
+    if agent.is_set and "functions" not in reward.model_fields_set:
         yield f"reward.functions is not set, so {judge} would judge, not the agent; set it, e.g. to [{{name: agent}}]"
     for place in sorted({found for part in agent.command for found in _PLACE.findall(part)} - {*PLACES}):
         yield f"{_PREFIX}.command: {{{place}}} is unknown; use {', '.join(f'{{{name}}}' for name in PLACES)}"
-    host, nodes = f"{_PREFIX}.host={agent.host}", config.cluster.nodes or 1
-    if agent.host == NODE and nodes == 1 and config.cluster.address is None:
+    host, nodes = f"{_PREFIX}.host={agent.host}", cluster.nodes or 1
+    if agent.host == NODE and nodes == 1 and cluster.address is None:
         yield f"{host}: a cluster of one node is on loopback; use an address of this host"
     if agent.host != NODE and nodes > 1 and not is_loopback(agent.host):
         yield f"{host} is the address of one node, but cluster.nodes={nodes}; use {NODE}"

@@ -83,7 +83,11 @@ CHECKS: Sequence[Check] = (
     Check("algorithm.demonstrations", {"training"}, demonstrations.unread_problems),
     Check("algorithm.advantage", {"training", "engine"}, lambda run: names.advantage_name_problems(run.algorithm)),
     Check("rollout.engine", {"engine"}, lambda run: names.engine_name_problems(run.rollout)),
-    Check("algorithm.minibatches", {"training"}, devices.minibatch_problems),
+    Check(
+        "algorithm.minibatches",
+        {"training"},
+        lambda run: devices.minibatch_problems(run.rollout, run.algorithm, run.trainer.parallel.data),
+    ),
     Check("rollout.engine-args", {"engine"}, lambda run: engine_arguments.engine_problems(run.rollout)),
     Check(
         "rollout.adapter",
@@ -91,7 +95,11 @@ CHECKS: Sequence[Check] = (
         sized=lambda run, size: engine_arguments.adapter_problems(run.model, run.rollout.engine, size),
     ),
     Check("cluster.gpus-idle", {"training"}, devices.idle_gpu_problems),
-    Check("cluster.placement", {"training", "engine"}, devices.colocation_problems),
+    Check(
+        "cluster.placement",
+        {"training", "engine"},
+        lambda run: devices.colocation_problems(run.rollout, run.cluster, run.trainer.parallel.world_size),
+    ),
     Check(
         "rollout.nodes",
         {"engine"},
@@ -101,7 +109,7 @@ CHECKS: Sequence[Check] = (
     ),
     Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),
     Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
-    Check("rollout.agent", {"engine"}, agent.agent_problems),
+    Check("rollout.agent", {"engine"}, lambda run: agent.agent_problems(run.rollout.agent, run.reward, run.cluster)),
     # the model's sizes
     Check("model.adapter", {"files", "model"}, sized=lambda run, _: model_directories.factor_problems(run.model)),
     Check("model.family", {"model", "trainer"}, sized=families.family_problems),
@@ -120,7 +128,11 @@ CHECKS: Sequence[Check] = (
     Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
     # slow checks
     Check("algorithm.options", {"training", "code"}, lambda run: names.option_problems(run.algorithm)),
-    Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
+    Check(
+        "reward.custom",
+        {"engine", "code"},
+        lambda run: names.custom_reward_problems(run.reward, run.data, run.evaluation),
+    ),
     Check(
         "rollout.environment-custom",
         {"engine", "code"},

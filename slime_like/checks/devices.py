@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
+from slime_like.config.sections import ClusterConfig
 from slime_like.system.words import counted
 
 
@@ -28,11 +30,10 @@ def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def colocation_problems(config: RunConfig) -> Iterator[str]:
+def colocation_problems(rollout: RolloutConfig, cluster: ClusterConfig, ranks: int) -> Iterator[str]:
     """Check that there are enough trainer ranks for colocated engines to share devices with."""
-    engines, size = config.rollout.num_engines, config.rollout.ranks
-    ranks = config.trainer.parallel.world_size
-    if config.cluster.placement == "colocated" and engines * size > ranks:
+    engines, size = rollout.num_engines, rollout.ranks
+    if cluster.placement == "colocated" and engines * size > ranks:
         yield (
             f"cluster.placement=colocated: rollout.num_engines={engines} times rollout.tensor * pipeline={size} is "
             f"more than the {ranks} trainer ranks; use at most {ranks} in all, or placement: separate"
@@ -69,11 +70,10 @@ def engine_node_problems(rollout: RolloutConfig, per_node: int, factors: bool, r
         )
 
 
-def minibatch_problems(config: RunConfig) -> Iterator[str]:
+def minibatch_problems(rollout: RolloutConfig, algorithm: AlgorithmConfig, replicas: int) -> Iterator[str]:
     """Check that a step has enough samples for its minibatches and replicas."""
-    prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
-    samples = 1 if config.supervised else config.rollout.samples_per_prompt
-    replicas = config.trainer.parallel.data
+    prompts, minibatches = rollout.prompts_per_step, algorithm.minibatches
+    samples = 1 if algorithm.supervised else rollout.samples_per_prompt
     if minibatches > prompts:
         yield (
             f"algorithm.minibatches={minibatches} is more than rollout.prompts_per_step={prompts}: each minibatch "

@@ -11,7 +11,6 @@ from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.part import Part
 from slime_like.config.reading.parts import documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, RewardConfig, RolloutConfig
-from slime_like.config.run import RunConfig
 from slime_like.config.sections import DataConfig, EvaluationConfig
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from slime_like.plugins.resolve import (
@@ -140,17 +139,17 @@ def custom_code_problems(reward: RewardConfig, rollout: RolloutConfig) -> Iterat
             yield f"{field}={name} {problem}"
 
 
-def custom_reward_problems(config: RunConfig) -> Iterator[str]:
+def custom_reward_problems(reward: RewardConfig, data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
     """Have a reward worker, with its limits, import and call each custom function whose module is found.
 
     Registered functions that need answers of a certain form are called, too.
     """
-    names = enumerate(function.name for function in config.reward.functions)
+    names = enumerate(function.name for function in reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
-    first = first_row(config.data, config.evaluation) if found else None
+    first = first_row(data, evaluation) if found else None
     sample = first and RewardItem(first[0].prompt, first[0].answer, first[0].answer, first[1])
     for index in found:
-        yield from start_problems(config.reward, index, sample)
+        yield from start_problems(reward, index, sample)
 
 
 def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:

@@ -8,8 +8,7 @@ from slime_like.commands.command import Command, given_path, option, output_prob
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reference import fields_help
 from slime_like.config.reading.load import load_config
-from slime_like.config.run import RunConfig
-from slime_like.errors import ConfigError, Problem
+from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 from slime_like.system.words import counted
 
@@ -22,9 +21,10 @@ _FILE = {"[CONFIG.yaml]": "configuration file"}
 
 
 def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
-    config = load_config(arguments.config, flags, more=_problems)
-    if problems := _problems(config):
-        raise ConfigError(problems)
+    from slime_like.checks.check import check, require_valid
+
+    config = load_config(arguments.config, flags, more=check)
+    require_valid(config)
     with permanent_allocations():
         from slime_like.train import train  # imports torch and Ray, so only after the checks
 
@@ -44,12 +44,6 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
     for name, path in summary.files.items():
         print(f"{name}: {path}")
     return 0
-
-
-def _problems(config: RunConfig) -> list[Problem]:
-    from slime_like.checks.check import check
-
-    return check(config)
 
 
 def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:

@@ -85,8 +85,7 @@ class RejectionConfig(Section):
     """Estimator of the KL from the engine to the trainer, per token; none: off."""
     over: Literal["sum", "mean", "max"] = Field("mean", description="How a sequence's tokens are combined.")
     bound: float = Field(0.01, gt=0, description="Largest divergence of a kept sequence, in nats.")
-    in_denominator: bool = True
-    """Rejected sequences count in the mean of the loss."""
+    in_denominator: bool = Field(True, description="Rejected sequences count in the mean of the loss.")
 
     @property
     def is_set(self) -> bool:
@@ -113,14 +112,11 @@ class OverlongConfig(Section):
 class AlgorithmConfig(Section):
     """Loss, advantages and corrections."""
 
-    loss: Part = Part(name="ppo_clip")
-    """Policy term: a name or custom code, with its options."""
-    advantage: Part = Part(name="grpo")
-    """Advantage estimator, in the same form."""
+    loss: Part = Field(Part(name="ppo_clip"), description="Policy term: a name or custom code, with its options.")
+    advantage: Part = Field(Part(name="grpo"), description="Advantage estimator, in the same form.")
     whiten: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over tokens with loss."""
-    reduction: Part = Part(name="tokens")
-    """Mean of the loss."""
+    reduction: Part = Field(Part(name="tokens"), description="Mean of the loss.")
     kl: KLConfig = KLConfig()
     kl_reward: KLRewardConfig = KLRewardConfig()
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")

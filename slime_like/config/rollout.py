@@ -124,8 +124,9 @@ class RolloutConfig(Section):
     engine: str = Field("vllm", description="vllm, sglang, transformers or a custom engine.")
     python: Path | None = None
     """Python of the engines, with the same Ray, if their packages conflict with the trainer's."""
-    num_engines: int = Field(1, ge=1)
-    """Number of engines. auto: fill the cluster, or the trainer's GPUs if colocated."""
+    num_engines: int = Field(
+        1, ge=1, description="Engines. auto: fill the cluster, or the trainer's GPUs if colocated."
+    )
     tensor: int = Field(1, ge=1, description="Tensor parallelism of one engine.")
     pipeline: int = Field(1, ge=1, description="Pipeline parallelism of one engine.")
     prompts_per_step: int = Field(64, ge=1, description="Prompt groups per training step.")
@@ -134,29 +135,25 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=MIN_TEMPERATURE, description="Sampling temperature in training.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Nucleus sampling.")
     top_k: int = Field(-1, ge=-1, description="Top-k sampling, at most 512; -1: off.")
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    """Lowest probability of a token, relative to the likeliest token."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Lowest probability of a token, relative to the likeliest.")
     stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response, besides EOS.")
     stop: tuple[str, ...] = Field((), description="Texts that end a response, and stay in it.")
     ignore_eos: bool = Field(False, description="EOS does not end a response.")
-    max_model_len: int | None = Field(None, ge=2)
-    """Longest sequence; none: prompt limit plus response limit."""
+    max_model_len: int | None = Field(None, ge=2, description="Longest sequence; none: prompt and response limits.")
     max_concurrent_requests: int = Field(1024, ge=1, description="Concurrent requests per engine.")
     max_staleness: int = Field(0, ge=0)
     """Largest age, in training steps, of the weights that sample a response's first token. 0: on-policy. Above 0:
     sampling and training overlap."""
     stream: bool = Field(False, description="Train on full micro-batches while the rest of the step is generated.")
     oversample: float = Field(1.0, ge=1, description="Ratio of started to trained groups.")
-    drop_zero_spread: bool = False
-    """Replace groups of equal rewards (DAPO's dynamic sampling)."""
+    drop_zero_spread: bool = Field(False, description="Replace groups of equal rewards (DAPO's dynamic sampling).")
     max_drops_per_step: int = Field(1000, ge=1, description="Groups that a step may replace before the run fails.")
     max_engine_restarts: int = Field(2, ge=0, description="Restarts of dead engines in a run.")
     environment: EnvironmentConfig = EnvironmentConfig()
     agent: AgentConfig = AgentConfig()
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine that do not change the model. `vllm: {max_num_seqs: 64}` is only for vllm."""
-    start_timeout_s: float | None = Field(None, gt=0)
-    """Timeout of a start; none: 1200 on GPUs, 300 on CPUs."""
+    start_timeout_s: float | None = Field(None, gt=0, description="Timeout of a start; none: 1200 on GPUs, else 300.")
     request_timeout_s: float | None = Field(None, gt=0)
     """Timeout of a request; none: 0.2 per token, at least 600."""
 
@@ -284,8 +281,7 @@ class SyncConfig(Section):
     quantization: Literal["none", "fp8_blocks"] = "none"
     """fp8_blocks: send 8-bit matrices (e4m3, blocks of 128 x 128), and sample with them."""
     verify: bool = Field(True, description="Verify hashes and logprobs after every sync.")
-    probe_tolerance: float | None = Field(None, gt=0)
-    """Largest difference of logprobs; none: by precision and depth."""
+    probe_tolerance: float | None = Field(None, gt=0, description="Logprob tolerance; none: by precision and depth.")
     timeout_s: float = Field(300.0, gt=0, description="Timeout of one sync.")
 
     def conflicts(self) -> Iterator[str]:

@@ -9,8 +9,8 @@ from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.layout import divisors, layout_problems
 from slime_like.checks.transport import chosen_transport
-from slime_like.config import ParallelConfig, RunConfig, TrainerConfig
-from slime_like.config.filling import gpus_needed
+from slime_like.config import ClusterConfig, ParallelConfig, TrainerConfig
+from slime_like.config.filling import GpusNeeded, gpus_needed
 from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
@@ -85,10 +85,9 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
     return sorted(found, key=lambda candidate: candidate.step.total)[:wanted]
 
 
-def trainer_gpus(config: RunConfig) -> int:
+def trainer_gpus(needed: GpusNeeded, cluster: ClusterConfig) -> int:
     """Return how many GPUs of the cluster are left by engines and workers, or, if the cluster has no given size, how
     many the given layout uses."""
-    needed, cluster = gpus_needed(config), config.cluster
     if cluster.nodes is None:
         return needed.trainers
     return cluster.nodes * cluster.gpus_per_node - (needed.total - needed.trainers)
@@ -96,7 +95,8 @@ def trainer_gpus(config: RunConfig) -> int:
 
 def _layouts(run: PlannedRun) -> Iterator[PlannedRun]:
     config, per_node = run.config, run.config.cluster.gpus_per_node
-    gpus, samples = trainer_gpus(config), config.rollout.prompts_per_step // config.algorithm.minibatches
+    gpus = trainer_gpus(gpus_needed(config), config.cluster)
+    samples = config.rollout.prompts_per_step // config.algorithm.minibatches
     samples *= 1 if config.supervised else config.rollout.samples_per_prompt
     experts = divisors(run.dimensions.num_experts) if run.dimensions.num_experts else [1]
     for tensor in divisors(per_node):

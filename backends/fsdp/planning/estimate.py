@@ -66,7 +66,8 @@ class _Rank:
         self._held = config.roles.held if role.name == POLICY else []
         self._config, self._groups = config, groups
         self._trace = Trace()
-        model = sharded_meta_model(config, groups, role.head == "value")
+        has_entropy, values = config.algorithm.entropy_coef > 0, role.head == "value"
+        model = sharded_meta_model(config.model, config.trainer, groups, has_entropy, values)
         self._shapes = ShardedShapes(model, self._trace, config.trainer.optimizer.offload)
         self._model = self._shapes.model
         if role.name == POLICY:

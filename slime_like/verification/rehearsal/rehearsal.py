@@ -76,7 +76,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome
         problem = _train(directory, "second.log", _REST_S)
         yield Outcome(problem is None, "resume", problem or f"finished {steps} steps")
     if problem is None:
-        yield from _records(small)
+        yield from _records(small.run_dir, steps, small.supervised)
         yield _export(small.run_dir / "hf", small.model)
 
 
@@ -102,17 +102,17 @@ def _train(directory: Path, name: str, timeout_s: float, stop: Callable[[], bool
     return "; ".join(errors) or f"ended with exit code {process.returncode}; see {log}"
 
 
-def _records(config: RunConfig) -> Iterator[Outcome]:
+def _records(run_dir: Path, steps: int, supervised: bool) -> Iterator[Outcome]:
     """Check that every step was logged, every response was scored and every group is accounted for."""
-    records = read_metrics(config.run_dir / METRICS_FILE)
+    records = read_metrics(run_dir / METRICS_FILE)
     trained = sorted({record["step"] for record in records if "train_actor_training/loss" in record})
-    yield Outcome(trained == list(range(1, config.steps + 1)), "metrics", f"logged steps: {trained}")
-    if config.supervised:
+    yield Outcome(trained == list(range(1, steps + 1)), "metrics", f"logged steps: {trained}")
+    if supervised:
         return
     failed = sum(int(record.get(name, 0)) for record in records for name in _FAILURES)
-    where = f"; the reasons are in {config.run_dir / 'driver.log'}" if failed else ""
+    where = f"; the reasons are in {run_dir / 'driver.log'}" if failed else ""
     yield Outcome(not failed, "scoring", f"{counted(failed, 'response')} failed{where}")
-    audit = audit_run(config.run_dir)
+    audit = audit_run(run_dir)
     text = f"{counted(audit.issued, 'group')} issued, {audit.trained} trained"
     yield Outcome(not audit.problems, "ledger", "; ".join([text, *audit.problems]))
 

@@ -25,7 +25,7 @@ def test_their_gpus_are_counted() -> None:
     assert (needed.trainers, needed.engines, needed.workers, needed.total) == (8, 4, {"reference": 8}, 20)
     (problem,) = checks.placement_problems(run)
     assert "20 GPUs (8 for trainer ranks + 4 for engines + 8 for reference workers), has 16; use 3 nodes" in problem
-    assert trainer_gpus(run) == 16 - 4 - 8
+    assert trainer_gpus(needed, run.cluster) == 16 - 4 - 8
     unused = run.model_copy(update={"algorithm": config().algorithm})  # no KL term, so no scoring
     assert gpus_needed(unused).workers == {}
 
