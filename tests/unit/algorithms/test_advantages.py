@@ -1,4 +1,4 @@
-"""Advantage estimators against their formulas, written as plain Python over each group."""
+"""Advantage estimators and the value loss against their formulas, written as plain Python over each group."""
 
 import random
 import statistics
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime_like.algorithms import AdvantageEstimator, compute_advantages, find_estimator, gae
+from slime_like.algorithms import AdvantageEstimator, compute_advantages, find_estimator, gae, value_loss
 from slime_like.algorithms.advantages import Groups
 from slime_like.plugins.objective import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES
 from tests.support.properties import examples
@@ -149,3 +149,67 @@ def test_gae_token_rewards() -> None:
     advantages, returns = gae(torch.ones(1), values, mask, torch.tensor([3]), lam=1.0, token_rewards=rewards)
     assert advantages.tolist() == [1.75, 0.0, 1.25]
     assert not advantages.requires_grad and not returns.requires_grad
+
+
+# --------------------------------------------------------------------------------------------------------- value loss
+def test_value_loss() -> None:
+    """With the clip, a value that moves far doesn't lower the loss."""
+    values = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.zeros(3, dtype=torch.float64), torch.tensor([2.0, 2.0, 5.0], dtype=torch.float64)
+    mask, weights = torch.tensor([True, True, False]), torch.tensor([0.5, 2.0, 9.0], dtype=torch.float64)
+    plain, _ = value_loss(values, old, returns, mask, weights)
+    assert plain.item() == pytest.approx(0.5 * (0.5 * 1 + 2.0 * 1))
+    clipped, sums = value_loss(values, old, returns, mask, weights, clip=0.5)
+    assert clipped.item() == pytest.approx(0.5 * (0.5 * 1.5**2 + 2.0 * 1.5**2))
+    assert sums.clipped.item() == 2
+    assert not torch.autograd.grad(clipped, values)[0].any()
+    assert value_loss(values, old, returns, mask, weights, clip=9.0)[1].clipped.item() == 0  # a tie within the bound
+
+
+def test_a_masked_value_has_no_effect() -> None:
+    """NaN in any of the four tensors affects neither loss nor gradient."""
+    mask = torch.tensor([True, False, True])
+    clean = torch.tensor([[0.5, 0.7, -0.3], [0.1, 0.2, 0.3], [1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])
+    dirty = clean.masked_fill(~mask, float("nan")).requires_grad_()
+    expected, found = (value_loss(*rows[:3], mask, rows[3], clip=0.2) for rows in (clean, dirty))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1].clipped, expected[1].clipped)
+    (gradient,) = torch.autograd.grad(found[0], dirty)
+    assert bool(torch.isfinite(gradient[0]).all()) and gradient[0, 1] == 0
+
+
+def test_changes_of_values_within_the_clip_are_not_counted_as_clipped() -> None:
+    """In float32, an old value plus a change is often not the new value."""
+    values, old, returns = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).tanh() * 0.14
+    assert bool((old + (values - old) != values).any())
+    mask, weights = torch.ones(4096, dtype=torch.bool), torch.ones(4096)
+    assert value_loss(values, old, returns, mask, weights, clip=0.3)[1].clipped.item() == 0
+
+
+def test_metrics_of_a_step_of_values() -> None:
+    """Sums of two micro-batches give the metrics of both together; masked tokens and empty packs count nothing."""
+    g = torch.Generator().manual_seed(0)
+    values, old, returns, weights = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(4))
+    mask = torch.rand(40, generator=g) < 0.7
+    parts = [slice(0, 15), slice(15, 15), slice(15, 40)]
+    rows = values, old, returns, mask, weights
+    losses, sums = zip(*(value_loss(*(each[part] for each in rows), clip=0.2) for part in parts), strict=True)
+    stats = sums[0].add(sums[1]).add(sums[2]).to_stats(4.0, 1.5, 0.1)
+    error, moved = (returns - values)[mask], (values - old)[mask]
+    wanted = {
+        "loss": sum(loss.item() for loss in losses) / 4,
+        "explained_variance": 1 - error.var(correction=0).item() / returns[mask].var(correction=0).item(),
+        "values": values[mask].mean().item(),
+        "returns": returns[mask].mean().item(),
+        "clipfrac": sum(each.clipped.item() for each in sums) / int(mask.sum()),
+        "old_gap_max": moved.abs().max().item(),
+        "grad_norm": 1.5,
+        "learning_rate": 0.1,
+        "num_tokens": int(mask.sum()),
+    }
+    assert {name: float(getattr(stats, name)) for name in wanted} == pytest.approx(wanted)
+
+
+def test_equal_returns_have_no_variance_to_explain() -> None:
+    mask, weights = torch.ones(9, dtype=torch.bool), torch.ones(9)
+    sums = value_loss(torch.randn(9), torch.zeros(9), torch.full((9,), 0.1), mask, weights)[1]
+    assert float(sums.to_stats(1.0, 0.0, 0.0).explained_variance) == 0.0

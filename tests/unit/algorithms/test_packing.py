@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import fields, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -163,7 +164,6 @@ def test_the_bytes_of_a_pack_are_pickled_out_of_band_one_buffer_per_tensor() -> 
     assert packed.tokens.any()
 
 
-NOTHING = torch.zeros(0, dtype=torch.int64)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -174,19 +174,8 @@ def with_entry(name: str, value: float) -> dict[str, Tensor]:
     return {name: changed, "loss_mask": torch.tensor([True, False, True, False])}
 
 
-NO_MASK = torch.ones(3, dtype=torch.bool)
-ERRORS = [
-    (list, None),
-    (lambda: [scored(0), replace(scored(1), prompt_tokens=NOTHING, prompt_len=0)], None),
-    (lambda: [scored(0), replace(scored(1), prompt_len=9)], None),
-    (lambda: [scored(0), replace(scored(1), loss_mask=NO_MASK)], None),
-    (lambda: [scored(0), unscored(1)], None),
-    (lambda: [scored(0), scored(1, 30, 30)], 50),
-    (lambda: [scored(0), replace(scored(1), sequence_id="s0"), scored(2)], None),
-]
-
-# Values of one of two sequences with which training would be a no-op or give NaN.
-WRONG_VALUES = [
+# Changes of one of two sequences, with which training would be a no-op or give NaN.
+WRONG_VALUES: list[dict[str, Any]] = [
     *({"temperature": value} for value in (0.0, -1.0, NAN, INF)),
     *({"token_weight": value} for value in (NAN, -0.5)),
     *({"advantages": torch.tensor(value)} for value in (NAN, -INF)),
@@ -195,10 +184,13 @@ WRONG_VALUES = [
     # An ignore_index among the tokens would be scored as 0.
     {"prompt_tokens": torch.tensor([1, 2, -100])},
     {"response_tokens": torch.tensor([1, 2, 3, -100])},
+    {"prompt_tokens": torch.zeros(0, dtype=torch.int64), "prompt_len": 0},
+    {"prompt_len": 9},
+    {"loss_mask": torch.ones(3, dtype=torch.bool)},
 ]
 
 # Fields that are rejected, by torch or by us.
-WRONG_TYPES = [
+WRONG_TYPES: list[dict[str, Any]] = [
     *({name: None} for name in ("prompt_tokens", "loss_mask", "rewards", "advantages", "ref_logprobs")),
     {"prompt_tokens": torch.ones(1, 3, dtype=torch.int64)},
     {"response_tokens": torch.ones(4)},
@@ -211,17 +203,28 @@ WRONG_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(WRONG_VALUES)))
-def test_a_wrong_value_names_its_sequence(number: int) -> None:
-    wrong = replace(scored(1), **WRONG_VALUES[number])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="sequence 's1'"):
-        pack_sequences([scored(0), wrong])
+@pytest.mark.parametrize("changes", WRONG_VALUES + WRONG_TYPES, ids=str)
+def test_a_wrong_field_is_not_packed(changes: dict[str, Any]) -> None:
+    """A wrong value names its sequence."""
+    errors = (AttributeError, RuntimeError, TypeError, ValueError)
+    named = any(changes is each for each in WRONG_VALUES)
+    with pytest.raises(ValueError if named else errors, match="sequence 's1'" if named else None):
+        pack_sequences([scored(0), replace(scored(1), **changes)])
 
 
-@pytest.mark.parametrize("number", range(len(WRONG_TYPES)))
-def test_a_wrong_type_is_not_packed(number: int) -> None:
-    with pytest.raises((AttributeError, RuntimeError, TypeError, ValueError)):
-        pack_sequences([scored(0), replace(scored(1), **WRONG_TYPES[number])])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("sequences", "budget"),
+    [
+        ([], None),
+        ([scored(0), unscored(1)], None),
+        ([scored(0), scored(1, 30, 30)], 50),
+        ([scored(0), replace(scored(1), sequence_id="s0"), scored(2)], None),
+    ],
+    ids=["none", "unscored", "too long", "repeated"],
+)
+def test_sequences_that_cannot_be_packed(sequences: list[Any], budget: int | None) -> None:
+    with pytest.raises(ValueError, match=r"sequence.*[;,:] "):
+        pack_sequences(sequences, target_tokens_per_batch=budget)
 
 
 def test_any_iterable_is_packed() -> None:
@@ -248,10 +251,3 @@ def test_padding_is_a_token_of_the_vocabulary() -> None:
     with pytest.raises(ValueError, match="not a token id; give one of the vocabulary"):
         pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
     pack_sequences(batch(SHAPES), pad_token_id=-1)  # a tokenizer without padding, and none needed
-
-
-@pytest.mark.parametrize("number", range(len(ERRORS)))
-def test_sequences_that_cannot_be_packed(number: int) -> None:
-    make, budget = ERRORS[number]
-    with pytest.raises(ValueError, match=r"sequence.*[;,:] "):
-        pack_sequences(make(), target_tokens_per_batch=budget)

@@ -14,79 +14,7 @@ from slime_like.algorithms import LossInputs, build_loss, compute_advantages
 from slime_like.algorithms.losses.loss import build_policy
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.part import Part
-from tests.unit.algorithms.test_losses import LENGTHS, clip, make_inputs
-
-Formula = Callable[[float, float, float], float]
-
-
-def sapo(lp: float, old: float, a: float) -> float:
-    tau = 1.0 if a > 0 else 1.05
-    return -4 / tau / (1 + math.exp(-tau * (math.exp(lp - old) - 1))) * a
-
-
-def dppo(divergence: Callable[[float, float], float], bound: float) -> tuple[Formula, Formula]:
-    """Return value and derivative by the token's logprob: the weight is a constant."""
-
-    def weight(lp: float, old: float, a: float) -> float:
-        p, q = math.exp(old), math.exp(lp)
-        away = q > p if a > 0 else q < p
-        return 0.0 if away and divergence(p, q) > bound else min(q / p, 1.5)
-
-    return (lambda lp, old, a: -weight(lp, old, a) * a * lp), (lambda lp, old, a: -weight(lp, old, a) * a)
-
-
-def binary_kl(p: float, q: float) -> float:
-    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-
-
-TV, TV_SLOPE = dppo(lambda p, q: abs(p - q), 0.1)
-KL, KL_SLOPE = dppo(binary_kl, 0.03)
-
-TOKEN_LOSSES: dict[str, tuple[dict[str, Any], Formula, Formula | None]] = {
-    "sapo": ({}, sapo, None),
-    "dro": ({"beta": 0.3}, lambda lp, old, a: -a * lp + 0.15 * (lp - old) ** 2, None),
-    "dppo_tv": ({"low": 0.1, "high": 0.1, "ratio_cap": 1.5}, TV, TV_SLOPE),
-    "dppo_kl": ({"low": 0.03, "high": 0.03, "ratio_cap": 1.5}, KL, KL_SLOPE),
-}
-
-
-@pytest.mark.parametrize("name", TOKEN_LOSSES)
-def test_token_losses(name: str) -> None:
-    options, formula, slope = TOKEN_LOSSES[name]
-    inputs = make_inputs()
-    inputs.logprobs = inputs.logprobs.detach().clamp_max(-0.01).requires_grad_()  # probabilities
-    output = build_loss(AlgorithmConfig(loss={"name": name, **options}))(inputs)
-    columns = (inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.loss_mask, inputs.token_weights)
-    rows = list(zip(*(column.tolist() for column in columns if column is not None), strict=True))
-    expected = sum(w * formula(lp, old, a) for lp, old, a, kept, w in rows if kept)
-    assert output.loss.item() == pytest.approx(expected, rel=1e-12)
-    (gradient,) = torch.autograd.grad(output.loss, inputs.logprobs)
-    step = 1e-6
-    for found, (lp, old, a, kept, w) in zip(gradient.tolist(), rows, strict=True):
-        by_difference = (formula(lp + step, old, a) - formula(lp - step, old, a)) / (2 * step)
-        derivative = by_difference if slope is None else slope(lp, old, a)
-        assert found == pytest.approx(w * derivative if kept else 0.0, rel=1e-7, abs=1e-9)
-
-
-def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
-    inputs = make_inputs()
-    settings = {"loss": {"name": "gmpo", "clip_low": 0.2, "clip_high": 0.3}}
-    output = build_loss(AlgorithmConfig(**settings))(inputs)
-    expected, start = 0.0, 0
-    for length in LENGTHS:
-        rows = slice(start, start + length)
-        start += length
-        kept = inputs.loss_mask[rows]
-        if not bool(kept.any()):
-            continue
-        logs = (inputs.logprobs.detach() - inputs.old_logprobs)[rows][kept].tolist()
-        a = float(inputs.advantages[rows][0])
-        # The published pseudocode, with the sign of the advantage.
-        sign = 1 if a > 0 else -1
-        bounded = [sign * min(sign * x, sign * clip(x, -0.2, 0.3)) for x in logs]
-        mean = math.exp(sum(bounded) / len(bounded))
-        expected += float(inputs.token_weights[rows][kept].sum()) * -a * mean
-    assert output.loss.item() == pytest.approx(expected, rel=1e-12)
+from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "dro"])
@@ -106,7 +34,8 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
 
 # --------------------------------------------------------------------------------------------- tokens of a whole step
 def covariances(logs: list[float], gains: list[float]) -> list[float]:
-    return [(x - statistics.mean(logs)) * (y - statistics.mean(gains)) for x, y in zip(logs, gains, strict=True)]
+    means = statistics.mean(logs), statistics.mean(gains)
+    return [(x - means[0]) * (y - means[1]) for x, y in zip(logs, gains, strict=True)]
 
 
 def test_clip_cov_draws_tokens_between_two_covariances() -> None:
@@ -212,9 +141,8 @@ def test_gdpo_normalizes_every_function_by_itself() -> None:
 TURN_REWARDS = {"a": [1.0, 0.0, 2.0], "b": [0.5], "c": [0.0, 3.0]}
 
 
-def test_a_turn_gets_its_return_minus_the_others_whole_returns() -> None:
-    gamma = 0.9
-
+@pytest.mark.parametrize("gamma", [0.9, 1.0])
+def test_a_turn_gets_its_return_minus_the_others_whole_returns(gamma: float) -> None:
     def to_go(rewards: list[float]) -> list[float]:
         return [sum(gamma**j * r for j, r in enumerate(rewards[k:])) for k in range(len(rewards))]
 
@@ -226,18 +154,12 @@ def test_a_turn_gets_its_return_minus_the_others_whole_returns() -> None:
     ]
     lengths = torch.tensor([len(rewards) for rewards in TURN_REWARDS.values()])
     flat = torch.tensor([r for rewards in TURN_REWARDS.values() for r in rewards], dtype=torch.float64)
-    found = compute_advantages(flat, [1, 1, 1], "turn_rloo", lengths, gamma=gamma)
+    discount = {} if gamma == 1.0 else {"gamma": gamma}
+    found = compute_advantages(flat, [1, 1, 1], "turn_rloo", lengths, **discount)
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
-    by_index = compute_advantages(flat, [1, 1, 1], "turn_index_mean", lengths, gamma=gamma).tolist()
+    by_index = compute_advantages(flat, [1, 1, 1], "turn_index_mean", lengths, **discount).tolist()
     seconds = [to_go(rewards)[1] for rewards in TURN_REWARDS.values() if len(rewards) > 1]
     assert by_index[1] == pytest.approx(seconds[0] - statistics.mean(seconds)) and by_index[2] == 0.0
-
-
-def test_with_one_reward_at_the_end_turns_get_rloo() -> None:
-    lengths, rewards = torch.tensor([3, 1, 2]), torch.tensor([0.0, 0.0, 2.0, 0.5, 0.0, 3.0], dtype=torch.float64)
-    whole = compute_advantages(torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64), [7, 7, 7], "rloo")
-    found = compute_advantages(rewards, [7, 7, 7], "turn_rloo", lengths)
-    assert found.tolist() == pytest.approx(whole.repeat_interleave(lengths).tolist(), abs=1e-12)
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:

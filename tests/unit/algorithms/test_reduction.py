@@ -9,24 +9,35 @@ from slime_like.algorithms import kl_penalty, spread_over_tokens, step_denominat
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import REDUCTIONS, mean_by_definition, options_of
 
-SAMPLES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), min_size=1, max_size=30)
-
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@given(samples=SAMPLES, seed=st.integers(0, 99))
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), min_size=1, max_size=30),
+    groups=st.lists(st.integers(0, 4), min_size=9, max_size=9),
+    seed=st.integers(0, 99),
+)
 @examples(40)
-def test_weighted_sum_is_the_mean(reduction: str, samples: list[tuple[int, int]], seed: int) -> None:
-    counts, groups = [count for count, _ in samples], [group for _, group in samples]
+def test_weighted_sum_is_the_mean(reduction: str, rows: list[tuple[int, int]], groups: list[int], seed: int) -> None:
+    """The means are over rollouts, whose rows have any order. Without ids, every row is a rollout."""
+    counts, rollouts = [count for count, _ in rows], [rollout for _, rollout in rows]
+    group_ids, options = [groups[rollout] for rollout in rollouts], options_of(reduction)
     if not any(counts):
         with pytest.raises(ValueError, match="carries loss"):
-            step_denominator(reduction, counts, groups, **options_of(reduction))
+            step_denominator(reduction, counts, group_ids, **options)
         return
     g = torch.Generator().manual_seed(seed)
     losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
-    weights = token_weights(reduction, counts, groups, **options_of(reduction))
-    total = sum(w * x for w, sample in zip(weights, losses, strict=True) for x in sample.tolist())
-    actual = total / step_denominator(reduction, counts, groups, **options_of(reduction))
-    assert actual == pytest.approx(mean_by_definition(losses, groups, reduction).item(), rel=1e-11, abs=1e-12)
+    in_tensor = torch.tensor(rollouts)
+    for ids in (None, rollouts, in_tensor, list(in_tensor), [f"r{rollout}" for rollout in rollouts]):
+        rows_of: dict[int, list[int]] = {}
+        for row, rollout in enumerate(rollouts):
+            rows_of.setdefault(row if ids is None else rollout, []).append(row)
+        whole = [torch.cat([losses[row] for row in some]) for some in rows_of.values()]
+        expected = mean_by_definition(whole, [group_ids[some[0]] for some in rows_of.values()], reduction).item()
+        weights = token_weights(reduction, counts, group_ids, ids, **options)
+        total = sum(w * x for w, row in zip(weights, losses, strict=True) for x in row.tolist())
+        actual = total / step_denominator(reduction, counts, group_ids, ids, **options)
+        assert actual == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
 def test_a_fully_masked_sample_adds_nothing() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.algorithms import LossInputs, build_loss, pack_sequences, step_denominator, token_weights
@@ -26,7 +25,6 @@ from tests.unit.algorithms.cases import (
     VOCABULARY,
     batch,
     dense_scores,
-    mean_by_definition,
     options_of,
     shapes,
 )
@@ -102,32 +100,6 @@ def test_rows_of_a_rollout_train_like_the_whole(
             places[:] = sorted([*places, pick.choice(uncut)])
     more = [row for rollout, places in zip(rollouts, cuts, strict=True) for row in cut_into_rows(rollout, places)]
     assert_same(step(pick.sample(more, len(more)), config), expected)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), min_size=1, max_size=30),
-    groups=st.lists(st.integers(0, 3), min_size=9, max_size=9),
-    seed=st.integers(0, 99),
-)
-@examples(40)
-def test_the_mean_is_over_rollouts(reduction: str, rows: list[tuple[int, int]], groups: list[int], seed: int) -> None:
-    """Rows of any rollouts in any order match the written-out means of rollouts."""
-    counts, rollouts = [count for count, _ in rows], [rollout for _, rollout in rows]
-    if not any(counts):
-        return
-    g = torch.Generator().manual_seed(seed)
-    losses = [torch.randn(count, generator=g, dtype=torch.float64) for count in counts]
-    options = options_of(reduction)
-    group_ids = [groups[rollout] for rollout in rollouts]
-    in_tensor = torch.tensor(rollouts)
-    for ids in (rollouts, in_tensor, list(in_tensor), [f"r{rollout}" for rollout in rollouts]):
-        weights = token_weights(reduction, counts, group_ids, ids, **options)
-        total = sum(w * x for w, row in zip(weights, losses, strict=True) for x in row.tolist())
-        whole = [torch.cat([x for x, of in zip(losses, rollouts, strict=True) if of == r]) for r in set(rollouts)]
-        expected = mean_by_definition(whole, [groups[r] for r in set(rollouts)], reduction).item()
-        denominator = step_denominator(reduction, counts, group_ids, ids, **options)
-        assert total / denominator == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
 def test_a_published_example() -> None:
