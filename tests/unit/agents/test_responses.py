@@ -1,6 +1,7 @@
 """Thinking and tool calls in each form: what parses is a call, what does not stays text."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def tokenizer(template: str) -> Any:
     return made
 
 
+@cache
 def form_of(name: str) -> ResponseForm:
     return response_form(tokenizer(FORMS[name][1].split("<|start|>")[0]), name)
 

@@ -1,105 +1,12 @@
-"""Cutting a rollout into training rows changes neither loss nor gradient, for any cuts and any order of the rows.
-
-An append-only response is cut anywhere. Each row has everything before it as its prompt, and carries loss only on its
-part. Uncut rollouts are the reference. The float64 model is causal: it reads all earlier tokens.
-"""
-
-import random
-from collections.abc import Sequence
-from typing import Any
+"""Weights and settings of rollouts that are several training rows. ``tests/parallel`` trains on such rows."""
 
 import pytest
 import torch
-from hypothesis import given
-from torch import Tensor
 
 from slime_like.algorithms import LossInputs, build_loss, pack_sequences, step_denominator, token_weights
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.plugins.objective import LOSSES, SEQUENCE_LOSSES, STEP_LOSSES
-from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from tests.support.properties import examples
-from tests.support.rollout_rows import cut_into_rows, random_cuts
-from tests.unit.algorithms.cases import (
-    REDUCTIONS,
-    SEEDS,
-    VOCABULARY,
-    batch,
-    dense_scores,
-    options_of,
-    shapes,
-)
-from tests.unit.algorithms.test_invariance import weigh
-
-OBJECTIVES: dict[str, dict[str, Any]] = {
-    "ppo_clip": {"kl": {"coef": 0.2}, "entropy_coef": 0.05, "importance": {"correction": "truncate", "high": 1.5}},
-    "cispo": {"loss": {"name": "cispo", "clip_low": 1.0}, "kl": {"coef": 0.1, "estimator": "k2"}},
-    "policy_gradient": {"loss": "policy_gradient", "importance": {"correction": "mask"}},
-}
-
-
-class CausalModel:
-    """Causal model: a token's state depends on the mean of all embeddings up to it, so a lost prefix shows."""
-
-    def __init__(self) -> None:
-        g = torch.Generator().manual_seed(0)
-        self.embedding, self.mix, self.head = (
-            torch.randn(rows, 6, generator=g, dtype=torch.float64).requires_grad_()
-            for rows in (VOCABULARY, 6, VOCABULARY)
-        )
-
-    def scores(self, row: ScoredTrajectory) -> tuple[Tensor, Tensor]:
-        """Return (response_len,) logprobs and entropies of one row."""
-        embedded = self.embedding[torch.cat([row.prompt_tokens, row.response_tokens])]
-        count = torch.arange(1, row.total_len + 1, dtype=torch.float64)[:, None]
-        hidden = torch.tanh((embedded + embedded.cumsum(0) / count) @ self.mix)
-        return dense_scores((hidden @ self.head.T)[row.prompt_len - 1 : -1] / row.temperature, row.response_tokens)
-
-
-def step(rows: Sequence[ScoredTrajectory], config: AlgorithmConfig) -> list[Tensor]:
-    """Return loss, policy and KL part, and gradients of one step in which each row is a micro-batch."""
-    model, loss, denominator = CausalModel(), build_loss(config), weigh(rows, config.reduction.name)
-    assert denominator is not None
-    total, means = torch.zeros((), dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for row in rows:
-        pack = pack_sequences([row])
-        logprobs, entropy = model.scores(row)
-        output = loss(_inputs(pack, logprobs, entropy))
-        total = total + output.loss
-        means += torch.stack([output.sums.policy_loss, output.sums.kl_loss, output.sums.num_tokens])
-    gradients = torch.autograd.grad(total / denominator, [model.embedding, model.mix, model.head])
-    return [total.detach() / denominator, means / denominator, *gradients]
-
-
-def _inputs(pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    others = pack.old_logprobs, pack.logprobs, pack.ref_logprobs, pack.advantages
-    return LossInputs(logprobs, pack.loss_mask, pack.token_weights, entropy, *others)
-
-
-def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).norm() <= 1e-10 * theirs.norm()
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@given(shapes=shapes(8, 40), seed=SEEDS)
-@examples(4)
-def test_rows_of_a_rollout_train_like_the_whole(
-    reduction: str, objective: str, shapes: list[tuple[int, int]], seed: int
-) -> None:
-    """The rows are cut twice and shuffled. Some rows and rollouts carry no loss."""
-    config = AlgorithmConfig(reduction={"name": reduction, **options_of(reduction)}, **OBJECTIVES[objective])
-    rollouts, pick = batch(shapes, seed), random.Random(seed)
-    rollouts[0].loss_mask[0] = True
-    expected = step(rollouts, config)
-    cuts = [random_cuts(rollout, pick) for rollout in rollouts]
-    rows = [row for rollout, places in zip(rollouts, cuts, strict=True) for row in cut_into_rows(rollout, places)]
-    assert_same(step(rows, config), expected)
-    for rollout, places in zip(rollouts, cuts, strict=True):
-        if uncut := sorted({*range(1, rollout.response_len)} - {*places}):
-            places[:] = sorted([*places, pick.choice(uncut)])
-    more = [row for rollout, places in zip(rollouts, cuts, strict=True) for row in cut_into_rows(rollout, places)]
-    assert_same(step(pick.sample(more, len(more)), config), expected)
+from tests.unit.algorithms.cases import batch
 
 
 def test_a_published_example() -> None:
@@ -134,7 +41,8 @@ def test_settings_per_sequence() -> None:
     pack = pack_sequences([row])
     for name in LOSSES.keys() - STEP_LOSSES:
         config = AlgorithmConfig(loss=name)
-        inputs = _inputs(pack, torch.zeros(4), torch.zeros(4))
+        others = pack.old_logprobs, pack.logprobs, pack.ref_logprobs, pack.advantages
+        inputs = LossInputs(torch.zeros(4), pack.loss_mask, pack.token_weights, torch.zeros(4), *others)
         if name in SEQUENCE_LOSSES:
             assert config.per_sequence == (f"loss={name}",)
             with pytest.raises(ValueError, match="response_lens"):

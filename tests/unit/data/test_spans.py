@@ -47,9 +47,7 @@ TWO = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assis
 THOUGHT = [said("user", "a"), said("assistant", "<think>\nq\n</think>\n\nb"), said("user", "c"), said("assistant", "d")]
 
 
-@cache
-def tokenizer_with(template: str) -> Any:
-    return tokenizer_of(template)
+tokenizer_with = cache(tokenizer_of)
 
 
 @cache
@@ -349,8 +347,9 @@ BAD_ROWS: list[tuple[str, dict[str, Any]]] = [
 def test_a_bad_conversation_is_named_by_file_and_line(
     tmp_path: Path, rejects: Rejects, code: str, row: dict[str, Any]
 ) -> None:
-    with rejects(DataError, code):
+    with rejects(DataError, code) as caught:
         source_of(tmp_path / "rows.jsonl", [{"messages": TWO}, row])
+    assert f"{tmp_path / 'rows.jsonl'}:2: " in str(caught.value)
 
 
 def test_messages_of_sharegpt_are_converted(tmp_path: Path) -> None:
@@ -361,12 +360,6 @@ def test_messages_of_sharegpt_are_converted(tmp_path: Path) -> None:
     found = [source_of(tmp_path / f"{index}.jsonl", [{"messages": rows}]) for index, rows in enumerate((shared, plain))]
     first, second = (source.next(1) for source in found)
     assert first == second
-
-
-def test_a_template_that_does_not_fit_is_named_with_the_row(tmp_path: Path, rejects: Rejects) -> None:
-    with rejects(DataError, "no-end-of-turn") as caught:
-        source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer_of(templates.NO_END))
-    assert f"{tmp_path / 'rows.jsonl'}:1: " in str(caught.value)
 
 
 def test_the_models_stop_tokens_end_turns(tmp_path: Path, rejects: Rejects) -> None:
