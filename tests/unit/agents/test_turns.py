@@ -95,21 +95,10 @@ def answer(turns: TurnTree, history: list[Message], text: str) -> list[Message]:
     return [*history, said(text)]
 
 
-def test_a_history_that_is_appended_to_is_one_row_of_the_ids_that_were_sampled() -> None:
-    """``cba`` is sampled backwards: three tokens of a text that is encoded as one."""
-    turns = tree()
-    history = [user("a")]
-    for _ in range(3):
-        history = [*answer(turns, history, "abc"), user("b")]
-    (row,) = turns.rows()
-    assert TOKENIZER.encode("abc", add_special_tokens=False) != row.segment.token_ids[:3].tolist()
-    assert len(row.turns) == 3 and row.segment.loss_mask.sum() == sum(end - start for start, end in row.turns)
-
-
 @pytest.mark.parametrize(
     ("template", "text", "rows"),
     [
-        ("plain", "<think>a</think>b", 1),
+        ("plain", "abc", 1),
         ("drops earlier thoughts", "<think>a</think>b", 2),
         ("drops earlier thoughts", "b", 1),
         ("merges tool messages", "b", 1),
@@ -122,10 +111,14 @@ def test_a_history_that_is_appended_to_is_one_row_of_the_ids_that_were_sampled()
     ],
 )
 def test_a_template_that_changes_the_past_forks(template: str, text: str, rows: int) -> None:
+    """``abc`` is sampled in three tokens, but is encoded as one."""
     turns = tree(TEMPLATES[template])
     history = answer(turns, [user("a")], text)
-    answer(turns, [*history, Message("tool", "1"), Message("tool", "2")], "c")
+    answer(turns, [*history, Message("tool", "1"), Message("tool", "2")], "abc")
     assert len(turns.rows()) == rows
+    sampled = [len(turn.generation.token_ids) for turn in turns.turns]
+    assert sum(row.segment.loss_mask.sum() for row in turns.rows()) == sum(sampled)
+    assert sampled[1] == 4 and len(TOKENIZER.encode("abc", add_special_tokens=False)) == 1
 
 
 def test_a_turn_that_branches_share_carries_loss_in_the_first() -> None:

@@ -22,52 +22,36 @@ def config(**sections: Any) -> RunConfig:
     return RunConfig.model_validate(raw | sections)
 
 
-@pytest.mark.parametrize(
-    ("sections", "roles", "held", "scoring", "workers"),
-    [
-        ({}, ["policy"], [], [], []),
-        ({"algorithm": {"minibatches": 2}}, ["policy"], [], ["policy"], []),
-        (KL, ["policy", "reference"], ["reference"], ["reference"], []),
-        (
-            {"algorithm": {"kl_reward": {"coef": 0.1}}},
-            ["policy", "reference"],
-            ["reference"],
-            ["policy", "reference"],
-            [],
-        ),
-        (KL | {"reference": WORKERS}, ["policy", "reference"], [], [], ["reference"]),
-        (
-            KL | {"distillation": {"coef": 1.0, "path": "/models/t"}},
-            ["policy", "reference", "distillation"],
-            ["reference", "distillation"],
-            ["policy", "reference", "distillation"],
-            [],
-        ),
-        (
-            {"distillation": {"coef": 1.0, "mode": "exact", "path": "/models/t"}},
-            ["policy", "distillation"],
-            ["distillation"],
-            ["distillation"],
-            [],
-        ),
-        (
-            {"distillation": {"coef": 1.0, "teachers": {"a": "/t", "b": "/u"}, "placement": "workers"}} | MIXTURE,
-            ["policy", "distillation.teachers.a", "distillation.teachers.b"],
-            [],
-            ["policy"],
-            ["distillation.teachers.a", "distillation.teachers.b"],
-        ),
-        ({"algorithm": {"loss": "sft", "epochs": 2}}, ["policy"], [], [], []),
-    ],
-)
-def test_where_every_model_scores(
-    sections: dict[str, Any], roles: list[str], held: list[str], scoring: list[str], workers: list[str]
-) -> None:
+TEACHER = {"coef": 1.0, "path": "/models/t"}
+TEACHERS = {"coef": 1.0, "teachers": {"a": "/t", "b": "/u"}, "placement": "workers"}
+AB = "distillation.teachers.a distillation.teachers.b"
+# Sections, and the models of the run: all, those that trainer ranks hold, those that score, and those of workers.
+ROLES: list[tuple[dict[str, Any], str, str, str, str]] = [
+    ({}, "policy", "", "", ""),
+    ({"algorithm": {"minibatches": 2}}, "policy", "", "policy", ""),
+    (KL, "policy reference", "reference", "reference", ""),
+    ({"algorithm": {"kl_reward": {"coef": 0.1}}}, "policy reference", "reference", "policy reference", ""),
+    (KL | {"reference": WORKERS}, "policy reference", "", "", "reference"),
+    (
+        KL | {"distillation": TEACHER},
+        "policy reference distillation",
+        "reference distillation",
+        "policy reference distillation",
+        "",
+    ),
+    ({"distillation": TEACHER | {"mode": "exact"}}, "policy distillation", "distillation", "distillation", ""),
+    ({"distillation": TEACHERS} | MIXTURE, f"policy {AB}", "", "policy", AB),
+    ({"algorithm": {"loss": "sft", "epochs": 2}}, "policy", "", "", ""),
+]
+
+
+@pytest.mark.parametrize(("sections", "roles", "held", "scoring", "workers"), ROLES)
+def test_where_every_model_scores(sections: dict[str, Any], roles: str, held: str, scoring: str, workers: str) -> None:
     run = config(**sections)
-    assert [role.name for role in run.roles.values()] == [*run.roles] == roles
-    found = [[role.name for role in some] for some in (run.roles.held, run.roles.scoring, run.roles.with_workers)]
-    assert found == [held, scoring, workers]
-    assert [role.trained for role in run.roles.values()] == [name == "policy" for name in roles]
+    assert [*run.roles] == roles.split()
+    found = [run.roles.values(), run.roles.held, run.roles.scoring, run.roles.with_workers]
+    assert [" ".join(role.name for role in some) for some in found] == [roles, held, scoring, workers]
+    assert [role.trained for role in run.roles.values()] == [name == "policy" for name in roles.split()]
 
 
 def test_a_critic_needs_a_hugging_face_checkpoint_or_the_policys() -> None:

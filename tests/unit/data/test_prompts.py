@@ -267,13 +267,6 @@ def test_a_position_in_another_mixture_is_refused(mixture: DataConfig, rejects: 
     PromptSource((), TOKENIZER, mixture.model_copy(update={"mixture": tuple(same)}), seed=0).load_state_dict(state)
 
 
-def test_a_prompt_over_the_limit_is_dropped_whole_and_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": "x" * length, "answer": "1"} for length in (5, 14, 15, 200)]
-    source = source_of(tmp_path / "rows.jsonl", rows, shuffle=False)
-    assert (source.dropped_prompts, source.num_rows) == (2, 2)
-    assert [len(prompt.input.token_ids) for prompt in source.next(2)] == [7, 16]
-
-
 MESSAGE = '{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}'
 NOT_JSON = [
     "{\n", '{"prompt": "a", "answ', '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "{b}',
@@ -353,13 +346,6 @@ def test_supervised_mode_needs_every_demonstration(tmp_path: Path, rejects: Reje
     if response != "":  # an empty text is not a demonstration in either mode
         last = PromptSource([path], TOKENIZER, CONFIG.model_copy(update={"shuffle": False}), seed=0).next(2)[1]
         assert last.response_tokens is None
-
-
-def test_supervised_mode_needs_no_answer(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "response": "b"}])
-    [prompt] = PromptSource([path], TOKENIZER, CONFIG, seed=0, need_responses=True).next(1)
-    assert prompt.answer == ""
-    assert text(prompt.response_tokens or ()) == "b<eos>"
 
 
 def test_an_unusable_file_is_named(tmp_path: Path, rejects: Rejects) -> None:

@@ -136,12 +136,6 @@ def test_arguments_are_json_text_if_the_template_takes_no_mapping() -> None:
     assert spans_of(called, AGENT[:2])[0] == f"<tool_call>add{JSON}</tool_call><tool_call>sub{JSON}</tool_call>{END}"
 
 
-def test_tools_are_rendered() -> None:
-    assert spans_of(templates.SOUND, AGENT, [TOOL])[0] == CALLED
-    [(tokens, _)] = encoder(templates.SOUND).encode(AGENT, [TOOL])
-    assert '"name": "add", "parameters"' in tokenizer_with(templates.SOUND).decode(tokens)
-
-
 TEXTS = st.text(st.sampled_from(list("ab é日\n\t😀{}\"'<|>")), max_size=8)
 
 
