@@ -145,6 +145,11 @@ algorithm algorithm.reduction.length --algorithm.reduction constant
 algorithm algorithm.reduction.length --algorithm.reduction.length 8
 algorithm.advantage algorithm.advantage.ddof --algorithm.advantage.ddof 0.5
 algorithm.options algorithm.loss.clip_low --algorithm.loss.clip_low 1.5
+algorithm.options algorithm.loss.clip_low --algorithm.loss.clip_low -0.1
+algorithm.options algorithm.loss.clip_low --algorithm.loss '{name: cispo, clip_low: 2.0}'
+algorithm.options algorithm.loss.clip_low --algorithm.loss '{name: gspo, clip_low: .nan}'
+algorithm.options algorithm.loss.clip_high --algorithm.loss.clip_high -0.1
+algorithm algorithm.loss.clip_low --algorithm.loss '{name: sft, clip_low: 0.2}'
 algorithm.options algorithm.loss.dual_clip --algorithm.loss.dual_clip 1
 algorithm.options algorithm.loss.clip_high --algorithm.loss '{name: cispo, clip_high: -1}'
 algorithm.options algorithm.reduction.length --algorithm.loss sft --algorithm.reduction '{name: constant, length: 0}'
