@@ -8,7 +8,7 @@ from torch import Tensor
 from slime_like.algorithms.divergence import Head, fused_reverse_kl
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import close
-from tests.unit.algorithms.test_head import SHARDED, ThreadGroup
+from tests.unit.algorithms.test_head import SHARDED, ThreadGroup, capped
 
 VOCABULARY = 11
 WIDTHS = 7, 5
@@ -29,21 +29,20 @@ def make_heads(
 
 
 def logprobs(hidden: Tensor, weight: Tensor, temperatures: Tensor, softcap: float | None = None) -> Tensor:
-    logits = hidden @ weight.T
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return (logits / temperatures[:, None]).log_softmax(1)
+    return (capped(hidden @ weight.T, softcap) / temperatures[:, None]).log_softmax(1)
 
 
 @given(count=st.integers(0, 13), **SHARDED)
 @examples(30)
-def test_any_sharding_equals_autograd_of_the_whole(count, vocab_size, extra, ranks, chunk, dtype) -> None:  # type: ignore[no-untyped-def]
-    """Includes cases without tokens, and shards of only padding."""
+def test_any_sharding_equals_autograd_of_the_whole(count, vocab_size, extra, ranks, chunk, dtype, softcap) -> None:  # type: ignore[no-untyped-def]
+    """Includes cases without tokens, shards of only padding, and caps, of which the teacher has another."""
     columns = -(-(vocab_size + extra) // ranks)
     student, teacher = make_heads(count, columns * ranks, vocab_size, dtype)
     weights = torch.linspace(-1, 2, count, dtype=torch.float64)
     leaves = [each.double().clone().requires_grad_() for each in (student.hidden, student.weight[:vocab_size])]
-    log_p = logprobs(*leaves, student.temperatures)
-    log_q = logprobs(teacher.hidden.double(), teacher.weight[:vocab_size].double(), teacher.temperatures)
+    caps = (softcap, softcap and 1.3)
+    log_p = logprobs(*leaves, student.temperatures, caps[0])
+    log_q = logprobs(teacher.hidden.double(), teacher.weight[:vocab_size].double(), teacher.temperatures, caps[1])
     expected = (log_p.exp() * (log_p - log_q)).sum(1)
     (expected * weights).sum().backward()
     group = ThreadGroup(ranks)
@@ -52,8 +51,8 @@ def test_any_sharding_equals_autograd_of_the_whole(count, vocab_size, extra, ran
         held = slice(rank * columns, (rank + 1) * columns)
         own = [each.clone().requires_grad_() for each in (student.hidden, student.weight[held])]
         kl = fused_reverse_kl(
-            Head(*own, student.temperatures),
-            teacher._replace(weight=teacher.weight[held]),
+            Head(*own, student.temperatures, caps[0]),
+            teacher._replace(weight=teacher.weight[held], softcap=caps[1]),
             vocab_start=rank * columns,
             vocab_size=vocab_size,
             **group.reductions(rank),
@@ -70,25 +69,6 @@ def test_any_sharding_equals_autograd_of_the_whole(count, vocab_size, extra, ran
         assert close(kl, expected.detach(), tolerance) and close(d_hidden, leaves[0].grad, tolerance)
     d_weight = torch.cat([found[2] for found in by_rank])
     assert close(d_weight[:vocab_size], leaves[1].grad, tolerance) and not d_weight[vocab_size:].any()
-
-
-def test_capped_logits_match_the_formula() -> None:
-    """Some logits are several times larger than the caps, which differ."""
-    student, teacher = make_heads(10)
-    leaves = [[each.clone().requires_grad_() for each in student[:2]] for _ in range(2)]
-    found = fused_reverse_kl(
-        Head(*leaves[0], student.temperatures, 0.8),
-        teacher._replace(softcap=1.3),
-        vocab_size=VOCABULARY,
-        chunk_tokens=3,
-    )
-    log_p, log_q = logprobs(*leaves[1], student.temperatures, 0.8), logprobs(*teacher[:3], 1.3)
-    expected = (log_p.exp() * (log_p - log_q)).sum(1)
-    for each in (found, expected):
-        each.square().sum().backward()
-    assert close(found.detach(), expected.detach(), 1e-12)
-    for ours, theirs in zip(*leaves, strict=True):
-        assert close(ours.grad, theirs.grad, 1e-12)
 
 
 def test_a_student_that_is_its_teacher_has_none() -> None:

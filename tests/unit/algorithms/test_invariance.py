@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, example, given
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -19,13 +19,11 @@ from slime_like.algorithms import (
     LossSums,
     build_loss,
     fused_logprobs,
-    gae,
     pack_sequences,
     response_tokens,
     split_for_context_parallel,
     step_denominator,
     token_weights,
-    value_loss,
     zero_weight_pack,
 )
 from slime_like.config.algorithm import AlgorithmConfig
@@ -40,7 +38,6 @@ from tests.unit.algorithms.cases import (
     VOCABULARY,
     batch,
     dense_scores,
-    gae_by_definition,
     mean_by_definition,
     options_of,
     shapes,
@@ -260,46 +257,3 @@ def test_loss_and_gradient(name, reduction, dtype, shapes, padding, cp, layout, 
     for parameter, gradient in zip(model.parameters, expected_gradients, strict=True):
         assert parameter.grad is not None
         assert_equal_in_norm(parameter.grad / denominator, gradient, dtype)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp64"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@given(shapes=shapes(40, 300), padding=PADDINGS, seed=SEEDS)
-@example(shapes=[(231, 2)], padding=32, seed=1162)  # the clip leaves no gradient at all
-@examples(4, phases=PHASES)
-def test_value_loss_and_gradient(reduction, dtype, shapes, padding, seed) -> None:  # type: ignore[no-untyped-def]
-    """GAE's returns and the clipped value loss match a dense computation per sequence, for packs of any split."""
-    sequences, clip = batch(shapes, seed), 0.3
-    if not (denominator := weigh(sequences, reduction)):
-        return
-    g = torch.Generator().manual_seed(seed)
-    old = {s.sequence_id: torch.randn(s.response_len, generator=g, dtype=torch.float64).to(dtype) for s in sequences}
-    moved = {name: (v + 0.7 * torch.randn(v.shape, generator=g)).to(dtype).requires_grad_() for name, v in old.items()}
-    exact = {name: v.detach().double().requires_grad_() for name, v in moved.items()}
-    losses = [dense_value_loss(s, exact[s.sequence_id], old[s.sequence_id].double(), clip) for s in sequences]
-    expected = mean_by_definition(losses, [s.group_id for s in sequences], reduction)
-    expected.backward()
-    total = torch.zeros((), dtype=torch.float64)
-    for members in random_split(sequences, seed):
-        budget = sum(s.total_len for s in members) + padding
-        pack = pack_sequences(members, target_tokens_per_batch=budget)
-        own_old = torch.cat([old[s.sequence_id] for s in members])
-        rewards = torch.stack([s.rewards[0] for s in members])
-        returns = gae(rewards, own_old, pack.loss_mask, pack.response_lens, gamma=0.99, lam=0.9)[1]
-        values = torch.cat([moved[s.sequence_id] for s in members])
-        loss = value_loss(values, own_old, returns, pack.loss_mask, pack.token_weights, clip)[0]
-        loss.backward()
-        total = total + loss.detach()
-    assert abs(total / denominator - expected.detach()) <= TOLERANCE[dtype] * expected.detach()
-    # The reference omits fully masked sequences, whose gradient is 0.
-    gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in exact.values()]
-    actual = torch.cat([v.grad for v in moved.values() if v.grad is not None])
-    assert_equal_in_norm(actual / denominator, torch.cat(gradients), dtype)
-
-
-def dense_value_loss(s: ScoredTrajectory, values: Tensor, old: Tensor, clip: float) -> Tensor:
-    """Return the loss of one sequence's loss-carrying tokens."""
-    advantages = gae_by_definition(float(s.rewards[0]), old.tolist(), s.loss_mask.tolist(), 0.99, 0.9)
-    v, v_old, target = (x[s.loss_mask] for x in (values, old, torch.tensor(advantages, dtype=torch.float64) + old))
-    bounded = v_old + (v - v_old).clamp(-clip, clip)
-    return 0.5 * torch.maximum((v - target).square(), (bounded - target).square()) + 0.0 * values.sum()
