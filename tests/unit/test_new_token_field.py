@@ -1,4 +1,4 @@
-"""A new tensor per token is one line: the packages are copied, the line is added, and everything carries it.
+"""A new tensor per token is one line: the packages are copied, lines are added, and everything carries the fields.
 
 What this does not cover: the engine or trainer that would fill the field, and the loss that would read it.
 """
@@ -69,7 +69,7 @@ FIELDS = {each.name: each for each in _FIELDS}
 
 @dataclass(frozen=True)
 class Copy:
-    """The modules of the copied packages, and the field that they have in addition."""
+    """The modules of the copied packages, and one of the fields that they have in addition."""
 
     field: NewField
     algorithms: ModuleType
@@ -89,25 +89,32 @@ class Copy:
         return getattr(carrier, self.field.name)
 
 
-@pytest.fixture(params=FIELDS.values(), ids=FIELDS.keys())
-def copy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Copy]:
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ModuleType]]:
+    """Copy the packages, add the line of every field, and import the copies instead of the packages."""
+    root = tmp_path_factory.mktemp("copies")
     for package in (SOURCES, SOURCES.parent / "backends"):
-        shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "slime_like" / "trajectory.py"
-    before, owner, after = file.read_text().partition(f"class {request.param.owner}:")
-    assert owner
-    slots = "    __slots__ = ()\n"
-    file.write_text(before + owner + after.replace(slots, slots + request.param.line, 1))
-    for name in _loaded():
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    names = ("algorithms", "trajectory", "data.dump")
-    modules = [importlib.import_module(f"slime_like.{name}") for name in names]
-    modules.append(importlib.import_module("backends.common.step.packs"))
-    assert all(str(module.__file__).startswith(str(tmp_path)) for module in modules)
-    yield Copy(request.param, *modules)
-    for name in _loaded():  # the copies; those from before come back
-        del sys.modules[name]
+        shutil.copytree(package, root / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    file, slots = root / "slime_like" / "trajectory.py", "    __slots__ = ()\n"
+    for field in FIELDS.values():
+        before, owner, after = file.read_text().partition(f"class {field.owner}:")
+        assert owner
+        file.write_text(before + owner + after.replace(slots, slots + field.line, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in _loaded():
+            patch.delitem(sys.modules, name)
+        patch.syspath_prepend(root)
+        found = [_slime_like(name) for name in ("algorithms", "trajectory", "data.dump")]
+        found.append(importlib.import_module("backends.common.step.packs"))
+        assert all(str(module.__file__).startswith(str(root)) for module in found)
+        yield found
+        for name in _loaded():  # the copies; those from before come back
+            del sys.modules[name]
+
+
+@pytest.fixture(params=FIELDS.values(), ids=FIELDS.keys())
+def copy(request: pytest.FixtureRequest, modules: list[ModuleType]) -> Copy:
+    return Copy(request.param, *modules)
 
 
 def _loaded() -> list[str]:

@@ -28,6 +28,7 @@ from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
+from tests.conftest import Tiny
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
@@ -233,10 +234,38 @@ def test_the_traceback_of_custom_code_is_saved_too(tmp_path: Path, train: Train)
     assert kept.read_text() == "Traceback: line 3"
 
 
-def test_nothing_starts_with_a_rejected_configuration(tmp_path: Path, train: Train) -> None:
-    code, printed, seen = train(AssertionError("started"), "--model.path", "nowhere", "--trainer.backend", "none")
-    assert code == 2 and printed.startswith("slime-like: 2 problems\n  - model.path=")
+# A case for each stage that rejects: a flag, a field, a combination of fields, and checks, all of whose problems count.
+STAGES = [
+    ("--steps", ["flag-value"]),
+    ("--rollout.top_p 5", ["field-range"]),
+    ("--rollout.top_k 600", ["fields-conflict"]),
+    ("--model.path nowhere", ["model.path"]),
+    ("--model.path nowhere --trainer.backend none", ["model.path", "trainer.backend"]),
+    ("--rollout.top_k 600 --critic.lam 1 --model.path nowhere", ["fields-conflict", "fields-conflict", "model.path"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "codes"), STAGES)
+def test_nothing_starts_with_a_rejected_configuration(
+    tmp_path: Path, train: Train, flags: str, codes: list[str]
+) -> None:
+    ended, printed, seen = train(AssertionError("started"), *flags.split())
+    assert ended == 2 and re.findall(r" \[(\S+)\]\n", printed) == codes
+    assert printed.count("\n") == (1 if len(codes) == 1 else 1 + len(codes))
     assert seen == [] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_bad_held_out_row_is_rejected_before_ray_starts(
+    command: str, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.init", Mock(side_effect=AssertionError("Ray was started")))
+    file = tmp_path / "eval.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2", "answer": "3"}\n')
+    assert main([command, *tiny.rl_flags(tmp_path / "run", "--evaluation.files", str(file))[1:]]) == 2
+    problem = "this is not valid JSON (the key 'answer' occurs twice in one object)"
+    sentence = f"{file}:1: {problem}; give one object per line [not-json]"
+    assert capsys.readouterr().err == f"slime-like: {sentence}\n"
 
 
 def test_version_and_help_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_running_mean(window: int) -> None:
     assert running_mean(values.tolist(), window) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("steps", "accuracy"), [(1, False), (1, True), (40, False), (40, True)])
+@pytest.mark.parametrize(("steps", "accuracy"), [(1, True), (40, False)])
 def test_plot(tmp_path: Path, steps: int, accuracy: bool) -> None:
     png = tmp_path / "new" / "curve.png"
     plot_reward_curve(write_run(tmp_path / "metrics.jsonl", steps, accuracy), png)

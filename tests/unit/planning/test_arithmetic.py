@@ -371,12 +371,9 @@ def test_disk_of_a_run(tmp_path: Path, dtype: str, kept: int, exported: int) -> 
 
 
 def test_gradients_of_a_window_exist_only_in_training() -> None:
-    run, kind = (
-        planned_run(algorithm={"kl": {"coef": 0.1}}, reference={"placement": "trainer"}),
-        RankKind("all ranks", (0,)),
-    )
-    phases = {phase.phase: phase for phase in trainer_phases(run, None, kind, estimate(window_gradient_bytes=5 * GIB))}
-    gradients = {name: phase.items["gradients"] for name, phase in phases.items()}
+    run = planned_run(algorithm={"kl": {"coef": 0.1}}, reference={"placement": "trainer"})
+    phases = trainer_phases(run, None, RankKind("all ranks", (0,)), estimate(window_gradient_bytes=5 * GIB))
+    gradients = {phase.phase: phase.items["gradients"] for phase in phases}
     assert gradients == {"training": 13 * GIB, "scoring": 8 * GIB}
 
 

@@ -21,6 +21,14 @@ def _entries(dtype: str = "float32") -> list[TensorEntry]:
     return [TensorEntry(name, dtype, tuple(tensor.shape), 0, 0, 7) for name, tensor in TENSORS.items()]
 
 
+def _changed(name: str, tensor: torch.Tensor) -> Manifest:
+    return Manifest.of(TENSORS | {name: tensor})
+
+
+def _nothing(state: WeightUpdateState) -> None:
+    pytest.fail("the manifest was accepted")
+
+
 def _update(state: WeightUpdateState, manifest: Manifest = WHOLE, version: int = 1) -> None:
     state.begin(version, manifest)
     state.check_bucket(_entries())
@@ -30,38 +38,33 @@ def _update(state: WeightUpdateState, manifest: Manifest = WHOLE, version: int =
     state.require_serving()
 
 
-REJECTED: dict[str, tuple[str, Callable[[WeightUpdateState], None]]] = {
-    "an export without a tensor": (
-        "incomplete-update",
-        lambda state: state.begin(2, Manifest.of({"model.norm.weight": torch.ones(4)})),
-    ),
-    "an export of another shape": (
-        "incomplete-update",
-        lambda state: state.begin(2, Manifest.of(TENSORS | {"model.norm.weight": torch.ones(5)})),
-    ),
-    "an adapter": ("update-target", lambda state: state.begin(2, replace(WHOLE, updates="adapter"))),
+REJECTED: dict[str, tuple[str, Manifest, Callable[[WeightUpdateState], None]]] = {
+    "an export without a tensor": ("incomplete-update", Manifest.of({"model.norm.weight": torch.ones(4)}), _nothing),
+    "an export of another shape": ("incomplete-update", _changed("model.norm.weight", torch.ones(5)), _nothing),
+    "an export with another tensor": ("incomplete-update", _changed("model.extra", torch.ones(4)), _nothing),
+    "an adapter": ("update-target", replace(WHOLE, updates="adapter"), _nothing),
     "an adapter on mixed weights": (
-        "update-target",
-        lambda state: (state.begin(2, WHOLE), state.begin(3, replace(WHOLE, updates="head")))[1],
+        "update-target", WHOLE, lambda state: state.begin(3, replace(WHOLE, updates="head")),
     ),
-    "another type": (
-        "tensor-shape",
-        lambda state: (state.begin(2, WHOLE), state.check_bucket(_entries("bfloat16")))[1],
-    ),
+    "another type": ("tensor-shape", WHOLE, lambda state: state.check_bucket(_entries("bfloat16"))),
     "a missing tensor": (
-        "incomplete-update",
-        lambda state: (state.begin(2, WHOLE), state.check_complete(2, {"model.norm.weight": 7}))[1],
+        "incomplete-update", WHOLE, lambda state: state.check_complete(2, dict.fromkeys([*TENSORS][:1], 7)),
     ),
-}
+    "another tensor": (
+        "incomplete-update", WHOLE, lambda state: state.check_complete(2, dict.fromkeys([*TENSORS, "extra"], 7)),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REJECTED)
-def test_nothing_is_sampled_after_a_rejected_update(what: str, rejects: Rejects) -> None:
-    code, update = REJECTED[what]
+@pytest.mark.parametrize(("code", "manifest", "then"), REJECTED.values(), ids=REJECTED)
+def test_nothing_is_sampled_after_a_rejected_update(
+    code: str, manifest: Manifest, then: Callable[[WeightUpdateState], None], rejects: Rejects
+) -> None:
     state = WeightUpdateState("engine", dict.fromkeys((MODEL, "head"), SHAPES))
     _update(state)
     with rejects(WeightSyncError, code):
-        update(state)
+        state.begin(2, manifest)
+        then(state)
     with rejects(EngineError, "mixed-weights"):
         state.require_serving()
     with rejects(WeightSyncError, "no-open-update"):
