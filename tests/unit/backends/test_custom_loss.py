@@ -53,9 +53,6 @@ class NoLoss:
     def __call__(self, inputs):
         pass
 
-def fine(ratio, low, high):
-    return ratio, ratio > high
-
 def boom(*given):
     raise ValueError("part boom")
 
@@ -120,12 +117,6 @@ def test_a_failing_estimator_or_correction_names_its_line(own: Path, setting: st
     with rejects(TrainerError, "custom-loss-failed") as caught:
         configured_loss(config)(given)
     assert str(caught.value).startswith(f"algorithm.{setting}=own_losses:{name} failed with ")
-
-
-def test_a_custom_correction_is_computed(own: Path) -> None:
-    given = replace(inputs(), old_logprobs=torch.ones(4), behaviour_logprobs=torch.zeros(4), advantages=torch.ones(4))
-    config = AlgorithmConfig(loss="policy_gradient", importance={"correction": "own_losses:fine"})
-    assert float(configured_loss(config)(given).sums.importance_weight) == pytest.approx(4 * math.e)
 
 
 def test_its_traceback_reaches_the_caller_of_the_rank(own: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
+from tests.conftest import Tiny
 from tests.support.rejections import Rejects
 
 SCALING = {"rope_type": "linear", "factor": 8.0}
@@ -110,10 +111,9 @@ def test_seed_and_overrides(tmp_path: Path, rejects: Rejects) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def test_tokenizer(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path, "qwen3")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert len(tokenizer) == ModelDimensions.from_checkpoint(tmp_path).vocab_size
+def test_tokenizer(tiny: Tiny) -> None:
+    tokenizer, dimensions = AutoTokenizer.from_pretrained(tiny.model), ModelDimensions.from_checkpoint(tiny.model)
+    assert len(tokenizer) == dimensions.vocab_size
     for text in ("12+34=46", "naïve ∑\n\t 🙂"):
         ids = tokenizer(text).input_ids
         assert len(ids) == len(text.encode())
@@ -124,8 +124,8 @@ def test_tokenizer(tmp_path: Path) -> None:
     assert len(tokenizer(rendered, add_special_tokens=False).input_ids) == 6
     answered = tokenizer.apply_chat_template([*turn, {"role": "assistant", "content": "3"}], tokenize=False)
     assert answered == rendered + "3<eos>"
-    eos = GenerationConfig.from_pretrained(tmp_path).eos_token_id
-    assert eos == tokenizer.eos_token_id == ModelDimensions.from_checkpoint(tmp_path).eos_token_ids[0]
+    eos = GenerationConfig.from_pretrained(tiny.model).eos_token_id
+    assert eos == tokenizer.eos_token_id == dimensions.eos_token_ids[0]
     assert tokenizer.pad_token_id not in (None, eos)
 
 

@@ -18,7 +18,7 @@ from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_metrics
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
-from slime_like.observability.report.panels import panels, phase_picture
+from slime_like.observability.report.panels import panels
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 from tests.unit.observability.records import sft_record
@@ -129,7 +129,9 @@ def test_curves_carry_the_logged_values(page: Page, run_dir: Path) -> None:
     assert charts["Held-out accuracy"]["data"][0]["y"] == [0.25, 0.5, 0.875]
     assert charts["Reward"]["data"][0]["y"] == pytest.approx([1.2] * STEPS)  # weighted
     assert [line["name"] for line in charts["Reward functions"]["data"]] == ["math_verify", "length"]
-    assert {bars["name"]: sum(bars["y"]) for bars in phases["data"]}["generate 50.0%"] == pytest.approx(4.0 * STEPS)
+    seconds = {bars["name"]: sum(bars["y"]) for bars in phases["data"]}
+    assert seconds["generate 50.0%"] == pytest.approx(4.0 * STEPS) and {"train 25.0%", "sync 5.0%"} <= seconds.keys()
+    assert [value for name, value in seconds.items() if "orchestration 1." in name] == pytest.approx([0.1 * STEPS])
     assert sum(attributes.get("class") == "chart" for _, attributes in page.tags) == len(titles) + 1
 
 
@@ -154,15 +156,6 @@ def test_column_order(page: Page) -> None:
     assert {"policy_loss", "clipfrac"}.isdisjoint(columns[: columns.index("show")])
 
 
-def test_phase_shares(run_dir: Path) -> None:
-    """``phase_times``: 4 of 8 seconds generate, 2 train, 0.1 are between the phases."""
-    picture = phase_picture(read_run(run_dir))
-    assert picture is not None
-    shares = {phase: share for phase, _, share in picture.parts}
-    assert (shares["generate"], shares["train"]) == pytest.approx((50, 25))
-    assert shares["orchestration"] == pytest.approx(1.25) and sum(shares.values()) == pytest.approx(100)
-
-
 def test_summary(run_dir: Path) -> None:
     (run_dir / "config.until-step-000008.yaml").touch()
     entries = dict(summary(read_run(run_dir)))
@@ -177,15 +170,14 @@ def test_summary(run_dir: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ unusual runs
-def test_unfinished_lines_are_skipped(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run")
+def test_unfinished_lines_are_skipped(run_dir: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run_dir, tmp_path / "run")
     for name in ("metrics.jsonl", f"tables/{SAMPLE_TABLE}.jsonl", f"tables/{TOKEN_TABLE}.jsonl"):
-        path = run_dir / name
-        path.write_bytes(path.read_bytes()[:-20])
-    run = read_run(run_dir)
+        os.truncate(copy / name, (copy / name).stat().st_size - 20)
+    run = read_run(copy)
     assert [len(run.tables[name].rows) for name in (SAMPLE_TABLE, TOKEN_TABLE)] == [11, 12 * TOKENS - 1]
     assert max(record["step"] for record in run.records) == STEPS
-    assert write_report(run_dir).is_file()
+    assert write_report(copy).is_file()
 
 
 def test_repeated_steps_show_the_last_rows(tmp_path: Path, logger: MetricLogger) -> None:
@@ -197,14 +189,13 @@ def test_repeated_steps_show_the_last_rows(tmp_path: Path, logger: MetricLogger)
     assert [(row["Sequence ID"], row["count"]) for row in stored] == [("a", 0), ("d", 5), ("e", 4)]
 
 
-def test_long_runs_show_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_runs_show_the_newest_rows(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_data, "NEWEST_ROWS", 5)
     monkeypatch.setattr(report_data, "NEWEST_TOKENS", 8)
-    run_dir = write_run(tmp_path / "run")
     tables = read_run(run_dir).tables
     assert (len(tables[SAMPLE_TABLE].rows), tables[SAMPLE_TABLE].left_out) == (5, 7)
     assert (len(tables[TOKEN_TABLE].rows), tables[TOKEN_TABLE].left_out) == (8, 64)
-    page = Page(write_report(run_dir).read_text())
+    page = Page(write_report(run_dir, tmp_path / "page.html").read_text())
     shown = "".join(page.texts)
     assert "oldest 7 rows are in the run directory only" in shown and "oldest 64 tokens" in shown
     notes = [sample["note"] for sample in json.loads(page.blocks["token-data"])["samples"]]

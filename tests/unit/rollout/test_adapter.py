@@ -13,20 +13,18 @@ from rollout.vllm import arguments as vllm
 from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import CheckpointError
-from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
+from tests.conftest import Tiny
 from tests.support.rejections import Rejects
 
 TARGETS = ("self_attn.q_proj", "layers.0.mlp.up_proj", "o_proj")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_tiny_model(directory)
-    return directory
+@pytest.fixture
+def model(tiny: Tiny) -> Path:
+    return tiny.model
 
 
 def given(model: Path, engine: str, rank: int = 4, **lora: Any) -> RunConfig:

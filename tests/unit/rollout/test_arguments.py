@@ -36,18 +36,12 @@ def _config(tensor: int = 1, **engine_args: Any) -> RunConfig:
     return RunConfig(run_dir=Path("run"), model={"path": "model"}, rollout=rollout)
 
 
-def test_environment_on_a_gpu() -> None:
-    found = arguments.environment(_config(2).rollout, cpu=False)
-    assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    assert found["GLOO_SOCKET_IFNAME"] == "lo"
-    assert not {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & found.keys()
-
-
-@pytest.mark.parametrize(("tensor", "in_process"), [(1, True), (2, False)])
-def test_environment_on_a_cpu(tensor: int, in_process: bool) -> None:
-    found = arguments.environment(_config(tensor).rollout, cpu=True)
+@pytest.mark.parametrize(("tensor", "cpu", "in_process"), [(2, False, False), (1, True, True), (2, True, False)])
+def test_environment(tensor: int, cpu: bool, in_process: bool) -> None:
+    found = arguments.environment(_config(tensor).rollout, cpu)
+    assert found.get("VLLM_WORKER_MULTIPROC_METHOD") == (None if cpu else "spawn")
     assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in found) == in_process
-    assert "VLLM_WORKER_MULTIPROC_METHOD" not in found
+    assert cpu or "TORCHDYNAMO_DISABLE" not in found
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import DataError
-from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import require_fit, synthetic_batch, with_frozen_logprobs
@@ -24,6 +23,7 @@ from slime_like.verification.comparison import (
 )
 from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
 from slime_like.verification.verify import Row, TensorStore, print_table
+from tests.conftest import Tiny
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
@@ -40,10 +40,8 @@ NAMES = (
 
 
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory: pytest.TempPathFactory) -> list[ScoredTrajectory]:
-    directory = tmp_path_factory.mktemp("model")
-    make_tiny_model(directory)
-    return synthetic_batch(ModelDimensions.from_checkpoint(directory))
+def batch(tiny: Tiny) -> list[ScoredTrajectory]:
+    return synthetic_batch(ModelDimensions.from_checkpoint(tiny.model))
 
 
 def measured(batch: list[ScoredTrajectory]) -> Measurement:

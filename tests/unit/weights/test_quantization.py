@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from slime_like.orchestration.trainer import rank_export
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.weights import quantization
 from slime_like.weights.quantization import dequantize, dequantized, quantize, quantized, with_scales
+from tests.conftest import Tiny
 from tests.support.rejections import Rejects
 
 LARGEST = np.float32(448)
@@ -80,14 +82,6 @@ def test_bytes_scales_and_values_are_the_defined_ones(name: str) -> None:
     ]
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours.numpy().view(np.uint8), np.ascontiguousarray(theirs).view(np.uint8))
-
-
-def test_an_element_is_off_by_at_most_a_sixteenth() -> None:
-    """It has 3 bits after the leading one; elements below 2^-6 of the scale are denormal."""
-    weight = matrices()["normal (384, 128)"]
-    off = (dequantize(*quantize(weight)) - weight).abs()
-    assert (off <= (weight.abs() / 16).clamp_min(weight.abs().max() / 448 * 2**-10 * 1.001)).all()
-    assert (off.square().mean() / weight.square().mean()).sqrt() == pytest.approx(0.026, abs=0.002)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
@@ -163,10 +157,9 @@ def test_only_engines_get_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [("vllm", False, "qwen3"), ("sglang", False, "qwen3"), ("mine", True, "qwen3"), ("transformers", False, "gpt2")],
 )
 def test_engines_that_cannot_sample_with_8_bits_are_rejected(
-    tmp_path: Path, rejects: Rejects, engine: str, on_cuda: bool, family: str
+    tiny: Tiny, tmp_path: Path, rejects: Rejects, engine: str, on_cuda: bool, family: str
 ) -> None:
-    make_tiny_model(tmp_path)
-    model = ModelConfig(path=tmp_path)
+    model = ModelConfig(path=shutil.copytree(tiny.model, tmp_path, dirs_exist_ok=True))
     if family == "gpt2":
         weights = load_file(tmp_path / "model.safetensors")
         renamed = {name.replace("model.layers", "transformer.h"): weight for name, weight in weights.items()}
