@@ -5,8 +5,8 @@ The advantages, token weights, denominators and losses are those of a run; only 
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,19 +66,25 @@ class Enumeration:
         batches = list(self._batches(columns["behaviour_logprobs"]))
         places = [place for batch, _ in batches for place in batch]
         greedy = [self._tree.likeliest(logits) for logits in policies.behaviour]
-        rows = [self._row(index, place, greedy[place[0]]) for index, place in enumerate(places)]
-        for row, place in zip(rows, places, strict=True):
-            row.logprobs = columns["behaviour_logprobs"][self._tokens(place)]
+        spans = {place: self._tokens(place) for place in set(places)}
+        samples = {place: self._row(place, columns, greedy[place[0]]) for place in spans}
+        rows = [
+            replace(samples[place], sequence_id=str(index), rollout_id="", group_id=index // self._samples)
+            for index, place in enumerate(places)
+        ]
         self._batcher.weigh(rows)
         size = len(self._rewards) * self._samples
         steps = [rows[start : start + size] for start in range(0, len(rows), size)]
-        scales = [p / self._batcher.denominator(step) for (_, p), step in zip(batches, steps, strict=True)]
+        carrying = [tuple(self._tree.responses[one].mask.count(True) for _, one in batch) for batch, _ in batches]
+        alike = dict(zip(carrying, steps, strict=True))
+        divisors = {numbers: self._batcher.denominator(step) for numbers, step in alike.items()}
+        scales = [p / divisors[numbers] for (_, p), numbers in zip(batches, carrying, strict=True)]
         weights = [row.token_weight * scales[index // size] for index, row in enumerate(rows)]
         if self._exact_ratio:
             moved = self._sums(columns["logprobs"].detach() - columns["behaviour_logprobs"]).exp()
             weights = [weight * float(moved[place]) for weight, place in zip(weights, places, strict=True)]
         lengths = torch.tensor([row.response_len for row in rows])
-        index = torch.cat([self._tokens(place) for place in places])
+        index = torch.cat([spans[place] for place in places])
         taught = columns["ref_logprobs"] - columns["old_logprobs"]
         logs = current.log_softmax(dim=-1)
         gaps = logs - policies.reference.log_softmax(dim=-1)
@@ -135,12 +141,11 @@ class Enumeration:
         total = sum(p for _, p in made)
         return [(group, p / total) for group, p in made]
 
-    def _row(self, index: int, place: _Place, greedy: int) -> ScoredTrajectory:
-        response, group = self._tree.responses[place[1]], index // self._samples
-        tokens, mask = torch.tensor(response.tokens), torch.tensor(response.mask)
-        prompt = torch.zeros(1, dtype=torch.int64)
-        row = ScoredTrajectory.unrewarded(str(index), prompt, tokens, group_id=group, loss_mask=mask)
-        row.greedy_reward = float(self._rewards[place[0], greedy])
+    def _row(self, place: _Place, columns: Mapping[str, Tensor], greedy: int) -> ScoredTrajectory:
+        response, prompt = self._tree.responses[place[1]], torch.zeros(1, dtype=torch.int64)
+        row = ScoredTrajectory.unrewarded(str(place), prompt, torch.tensor(response.tokens))
+        row.logprobs = columns["behaviour_logprobs"][self._tokens(place)]
+        row.loss_mask, row.greedy_reward = torch.tensor(response.mask), float(self._rewards[place[0], greedy])
         row.reward_metadata["conversation"] = {"rewards": [float(self._first[place[0], response.tokens[0]])]}
         return row
 
@@ -168,10 +173,8 @@ class Enumeration:
         totals, penalties = rewards, torch.zeros_like(self._rewards)
         if setting.coef:
             old, reference = columns["old_logprobs"], columns["ref_logprobs"]
-            lengths = torch.tensor([len(old)])
-            each = kl_penalty(
-                old, reference, torch.ones_like(old, dtype=torch.bool), lengths, setting.coef, setting.estimator
-            )[0]
+            every, lengths = torch.ones_like(old, dtype=torch.bool), torch.tensor([len(old)])
+            each, *_ = kl_penalty(old, reference, every, lengths, setting.coef, setting.estimator)
             penalties = self._sums(each)
             totals = rewards + torch.stack([penalties[place] for place in places])
         values = self._values(columns["old_logprobs"], penalties) if self._algorithm.needs_critic else None
@@ -180,11 +183,8 @@ class Enumeration:
         for rows in steps if per_batch else [[row for step in steps for row in step]]:
             part = slice(start, start := start + len(rows))
             rollouts = [Rollout((row,)) for row in rows]
-            known = None
-            if values is not None:
-                known = {
-                    row.sequence_id: values[self._tokens(place)] for row, place in zip(rows, places[part], strict=True)
-                }
+            pairs = zip(rows, places[part], strict=True)
+            known = None if values is None else {row.sequence_id: values[self._tokens(place)] for row, place in pairs}
             made = self._advantages.of_rows(rollouts, rewards[part, None], totals[part], 1, known)
             found += [made[row.sequence_id].double().expand(row.response_len) for row in rows]
         return torch.cat(found)
