@@ -11,8 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.common.step.balance import Balance, BalanceLoss, RoutedTokens
-from slime_like.algorithms.context import split_for_context_parallel
 from slime_like.algorithms.packing import prefixes
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_sequences
 from slime_like.algorithms.packing.prefixes import Sharing
@@ -94,16 +92,6 @@ def test_a_prefix_that_is_much_shorter_than_the_rest_is_copied() -> None:
     rows = [row(i, 0, [1, 2], [3] * length) for i, length in enumerate((4, 10, 11, 9))]
     pack = pack_sequences(rows, sharing="prompts")
     assert pack.segment_lengths is not None and sorted(pack.segment_lengths.tolist()) == [2, 4, 9, 10, 13]
-
-
-def test_balancing_counts_shared_tokens_once() -> None:
-    """Sequences that share a prefix count as one, as long as their tree. Padding and the other group are separate."""
-    pack = pack_sequences(group_of_four(), target_tokens_per_batch=40, sharing="prompts")
-    shard = split_for_context_parallel(pack, 1, 0, multiple_of=8)
-    routed = RoutedTokens.of(pack, shard, slice(None), Balance(BalanceLoss(1.0, real_tokens([pack]))))
-    assert routed.lengths.tolist() == [15, 7]
-    assert routed.sequence.tolist() == [0] * 15 + [1] * 7 + [2] * 10
-    assert (pack.shared_tokens, real_tokens([pack])) == (15, 22)
 
 
 def test_an_unknown_kind_of_sharing_is_rejected() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from backends.megatron.families import family_of
-from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import (
     ByHead,
     GateUp,
@@ -110,37 +109,33 @@ def test_vocabulary_is_padded_at_its_end() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- coverage
-@pytest.mark.parametrize(
-    ("name", "size"), [(name, n) for name, model in PUBLISHED.items() for n in (1, 2, 4, 8) if model.num_heads % n == 0]
-)
-def test_every_element_of_a_published_model_has_one_place(name: str, size: int) -> None:
-    for rule in family_of(PUBLISHED[name]).rules_for(PUBLISHED[name]):
-        _check_coverage(rule, PUBLISHED[name], size)
-
-
-def _check_coverage(rule: Rule, model: ModelDimensions, size: int) -> None:
-    shapes = [_thin(shape, rule.transform) for shape in rule.shapes(model)]
-    counted = [torch.zeros(shape) for shape in shapes]
-    padded = -(-model.vocab_size // (128 * size)) * 128
-    for rank in range(size):
-        sources = Sources(shapes, TensorRank(rank, size), model)
-        shape = rule.transform.shard_shape(sources, (padded,))
-        shard = torch.zeros(shape)
-        for piece in rule.transform.pieces(sources, shape):
-            piece.view(shard).add_(1)
-            counted[piece.source].narrow(piece.axis, piece.start, piece.length).add_(1)
-            assert piece.numel(shapes) == piece.view(shard).numel()
-        assert shard.max() <= 1, rule.megatron
-        assert rule.transform.pads or shard.min() == 1, rule.megatron
-    expected = 1 if rule.transform.sharded else size
-    assert all(bool((count == expected).all()) for count in counted), rule.megatron
-
-
 def _thin(shape: Shape, transform: Transform) -> Shape:
     """Shrink the axis that this kind of transform doesn't split, since its length doesn't matter."""
     if len(shape) == 1:
         return shape
     return (1, shape[1]) if isinstance(transform, Split) and transform.axis == 1 else (shape[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, n) for name, model in PUBLISHED.items() for n in (1, 2, 4, 8) if model.num_heads % n == 0]
+)
+def test_every_element_of_a_published_model_has_one_place(name: str, size: int) -> None:
+    model = PUBLISHED[name]
+    padded = -(-model.vocab_size // (128 * size)) * 128
+    for rule in family_of(model).rules_for(model):
+        shapes = [_thin(shape, rule.transform) for shape in rule.shapes(model)]
+        counted = [torch.zeros(shape) for shape in shapes]
+        for rank in range(size):
+            sources = Sources(shapes, TensorRank(rank, size), model)
+            shape = rule.transform.shard_shape(sources, (padded,))
+            shard = torch.zeros(shape)
+            for piece in rule.transform.pieces(sources, shape):
+                piece.view(shard).add_(1)
+                counted[piece.source].narrow(piece.axis, piece.start, piece.length).add_(1)
+                assert piece.numel(shapes) == piece.view(shard).numel()
+            assert shard.max() <= 1 and (rule.transform.pads or shard.min() == 1), rule.megatron
+        expected = 1 if rule.transform.sharded else size
+        assert all(bool((count == expected).all()) for count in counted), rule.megatron
 
 
 def test_a_family_without_adapter_is_rejected(rejects: Rejects) -> None:

@@ -14,25 +14,19 @@ from tests.parallel.strict import StrictDevice, WaitsForDevice
 ROWS, VOCABULARY = 5, 101
 
 
-class _Processor:
-    """Stand-in for SGLang's logprob processor, which runs after the draw."""
+class _Sampler:
+    """Stand-in for SGLang's base class, and for its logprob processor, which runs after the draw."""
 
     def __init__(self) -> None:
+        self.output_logprob_processor = self
         self.logprobs: Tensor | None = None
+
+    def _preprocess_logits(self, logits: Tensor, info: Any) -> Tensor:
+        return logits
 
     def compute_logprobs(self, logprobs: Tensor, *_: Any) -> Any:
         self.logprobs = logprobs
         return SimpleNamespace(write_output_to=lambda output: None)
-
-
-class _Sampler:
-    """Stand-in for SGLang's base class."""
-
-    def __init__(self) -> None:
-        self.output_logprob_processor = _Processor()
-
-    def _preprocess_logits(self, logits: Tensor, info: Any) -> Tensor:
-        return logits
 
 
 @pytest.fixture
@@ -80,7 +74,7 @@ def test_host_never_waits(sampler: Any, options: dict[str, Any], numbers: list[i
     with StrictDevice() as device:
         tokens = forward(sampler, sampling, numbers)
     assert device.watched > 10
-    logprobs = sampler.output_logprob_processor.logprobs
+    logprobs = sampler.logprobs
     assert tokens.dtype == torch.int32 and torch.isfinite(logprobs.gather(1, tokens[:, None].long())).all()
     cut = "top_k" in options
     for row, number in zip(logprobs, numbers, strict=True):
