@@ -4,12 +4,10 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,8 +18,7 @@ from backends.megatron.families import family_of
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
-from slime_like.models.tower import own_name
-from slime_like.models.weight_files import header_shapes, stack_parts, weight_file_problems
+from slime_like.models.weight_files import stack_parts, weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.conftest import Tiny
 from tests.parallel.towers import give_tower
@@ -42,30 +39,6 @@ def _require(directory: Path, ignored: set[str] = frozenset()) -> None:  # type:
     model = ModelDimensions.from_checkpoint(directory)
     with HfCheckpoint(directory) as checkpoint:
         checkpoint.require(family_of(model).hf_shapes(model), ignored)
-
-
-def test_experts_in_stacks_are_read_as_matrices(tmp_path: Path) -> None:
-    """transformers' module keeps them in the same stacks. It computes the same from both files."""
-    make_tiny_model(tmp_path, "qwen3_5_moe_text")
-    file = tmp_path / "model.safetensors"
-    matrices, shapes = load_file(file), header_shapes(tmp_path)
-    with torch.no_grad():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        logits = model(torch.arange(9)[None]).logits
-        experts = {name: value for name, value in model.state_dict().items() if ".experts." in name}
-        save_file({name: value for name, value in matrices.items() if ".experts." not in name} | experts, file)
-        assert torch.equal(
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(torch.arange(9)[None]).logits, logits
-        )
-    assert len(experts) == 6 and header_shapes(tmp_path) == shapes
-    with HfCheckpoint(tmp_path) as checkpoint:
-        assert checkpoint.shapes() == shapes
-        for name, value in matrices.items():
-            assert torch.equal(checkpoint.read(name, 0, 1, 2), value[1:3]) and torch.equal(
-                checkpoint.read_whole(name), value
-            )
-            if value.ndim == 2:
-                assert torch.equal(checkpoint.read(name, 1, 3, 5), value[:, 3:8])
 
 
 @pytest.mark.parametrize(
@@ -250,16 +223,3 @@ def test_a_critic_is_of_the_language_model_alone(tmp_path: Path) -> None:
         "Qwen3ForSequenceClassification"
     ]
     assert ModelDimensions.from_checkpoint(tmp_path).tower
-
-
-@pytest.mark.usefixtures("file")
-def test_a_tower_does_not_change_the_dimensions_or_the_weights_to_send(tmp_path: Path) -> None:
-    alone, tensors = ModelDimensions.from_checkpoint(tmp_path), expected_tensors(tmp_path)
-    give_tower(tmp_path, "qwen3_vl")
-    whole = ModelDimensions.from_checkpoint(tmp_path)
-    assert whole == replace(alone, tower=True) and not weight_file_problems(tmp_path, whole)
-    stored = expected_tensors(tmp_path)
-    assert {own_name(name): shape for name, shape in stored.items()} == tensors
-    with HfCheckpoint(tmp_path) as checkpoint:
-        assert checkpoint.stored == {own_name(name): name for name in stored}
-        assert list(checkpoint.kept) == ["model.visual.merger.weight"]

@@ -27,18 +27,6 @@ def test_a_checkpoint_of_another_backend_is_not_called_damaged(
         checksums.verify_plain_files(written)
 
 
-def _stored(checkpoint: Path, beside: str) -> Path:
-    """Write three tensors to a data file of 90 bytes, a plain file of 5 bytes, and the file ``beside``."""
-    trainer = checkpoint / "trainer"
-    trainer.mkdir(parents=True)
-    (checkpoint / beside).write_text("{}")
-    (trainer / "data").write_bytes(bytes(90))
-    (trainer / "plain").write_bytes(b"plain")
-    pieces = [Piece(name, offset, 30, 0) for name, offset in (("a", 0), ("b from [0, 0] on", 30), ("c", 60))]
-    Checksums.of_directory(trainer, {"data": pieces}, ["plain"]).write()
-    return trainer
-
-
 def _verify(trainer: Path) -> None:
     checksums = Checksums.read(trainer)
     checksums.verify_plain_files(["plain"])
@@ -57,7 +45,13 @@ LENGTHS = [
 def test_a_file_of_another_length_is_rejected(
     name: str, length: int | None, beside: str, tmp_path: Path, rejects: Rejects
 ) -> None:
-    trainer = _stored(tmp_path / "checkpoint", beside)
+    trainer = tmp_path / "checkpoint" / "trainer"
+    trainer.mkdir(parents=True)
+    (trainer.parent / beside).write_text("{}")
+    (trainer / "data").write_bytes(bytes(90))
+    (trainer / "plain").write_bytes(b"plain")
+    pieces = [Piece(piece, offset, 30, 0) for piece, offset in (("a", 0), ("b from [0, 0] on", 30), ("c", 60))]
+    Checksums.of_directory(trainer, {"data": pieces}, ["plain"]).write()
     _verify(trainer)
     if length is None:
         (trainer / name).unlink()

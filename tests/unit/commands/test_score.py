@@ -18,6 +18,8 @@ from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 from tests.unit.orchestration.trainer.test_scoring import sequence
 
+ROW = '{"id": 1, "prompt_tokens": [1], "response_tokens": [2]}\n'
+
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -32,7 +34,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (step.parent / "latest").symlink_to(step.name)
     config = RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path / "model", "dtype": "float32"})
     save_config(config, tmp_path / "run" / "config.yaml")
-    (tmp_path / "in.jsonl").write_text('{"id": 1, "prompt_tokens": [1], "response_tokens": [2]}\n')
+    (tmp_path / "in.jsonl").write_text(ROW)
     return tmp_path
 
 
@@ -76,23 +78,20 @@ def test_refusals(root: Path, rejects: Rejects, arguments: str, code: str) -> No
     assert not (root / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "code"),
-    [(None, "empty-input"), ('{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}', "unknown-token-id")],
-)
-def test_a_bad_row_is_rejected_before_anything_starts(
-    root: Path, rejects: Rejects, more: str | None, code: str
-) -> None:
-    rows = root / "in.jsonl"
-    rows.write_text("\n" if more is None else f"{rows.read_text()}{more}\n")
-    with rejects(DataError, code):
-        run(["score", "model", "--input", "in.jsonl", "--output", "out.jsonl"])
+INPUTS: list[tuple[str, str | None, str]] = [
+    ("in.jsonl", "\n", "empty-input"),
+    ("in.jsonl", f'{ROW}{{"id": 2, "prompt_tokens": [1], "response_tokens": [300]}}\n', "unknown-token-id"),
+    ("in.txt", None, "file-type"),
+    ("none.jsonl", None, "file-not-readable"),
+]
 
 
-@pytest.mark.parametrize(("name", "code"), [("in.txt", "file-type"), ("none.jsonl", "file-not-readable")])
+@pytest.mark.parametrize(("name", "text", "code"), INPUTS)
 def test_an_unusable_input_is_rejected_before_anything_starts(
-    root: Path, rejects: Rejects, name: str, code: str
+    root: Path, rejects: Rejects, name: str, text: str | None, code: str
 ) -> None:
+    if text is not None:
+        (root / name).write_text(text)
     with rejects(DataError, code):
         run(["score", "model", "--input", name, "--output", "out.jsonl"])
 

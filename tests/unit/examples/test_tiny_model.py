@@ -129,13 +129,10 @@ def test_tokenizer(tiny: Tiny) -> None:
     assert tokenizer.pad_token_id not in (None, eos)
 
 
-def _rows(file: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_arithmetic_data(tmp_path: Path) -> None:
     make_arithmetic_data(tmp_path, seed=3)
-    train, held_out, sft = (_rows(tmp_path / f"{name}.jsonl") for name in ("train", "eval", "sft"))
+    files = [tmp_path / f"{name}.jsonl" for name in ("train", "eval", "sft")]
+    train, held_out, sft = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert (len(train), len(held_out)) == (2200, 300)
     for row in train + held_out:
         a, b = row["prompt"].removesuffix("=").split("+")

@@ -12,7 +12,7 @@ from slime_like.config import LoggingConfig, RunConfig
 from slime_like.config.reading.load import save_config
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import evaluation_metrics, step_metrics
-from slime_like.observability.records import EvaluationRecord, StepRecord
+from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.report.console import show
 from slime_like.observability.report.data import read_run
 from slime_like.observability.report.report import write_page
@@ -50,15 +50,20 @@ def write_run(run_dir: Path) -> Path:
     logger = MetricLogger(LoggingConfig(tensorboard=False), run_dir)
     for step in range(STEPS + 1):
         if step:
-            logger.log(step, step_metrics(record(step)))
+            losses = {"loss": 1 / step, "policy_loss": 0.5 / step, "engine_gap_mean": 1e-6, "engine_gap_max": 1e-5}
+            update = grpo_stats(**losses, ratios=1.0, entropy=2.0, grad_norm=0.5)
+            logger.log(step, step_metrics(replace(rl_record(), updates=[update])))
         if step in ACCURACIES:
-            logger.log(step, evaluation_metrics(evaluation(ACCURACIES[step])))
+            figures = {"num_responses": 16, "response_length_mean": 5.0, "truncated_fraction": 0.0}
+            logger.log(step, evaluation_metrics(EvaluationRecord(accuracy=ACCURACIES[step], **figures)))
             held_out = [
                 HeldOutSample("eval", i, [i], [step % 7, i], HOSTILE[i], step > i, "stop") for i in range(SAMPLES)
             ]
             logger.log_table(step, HELD_OUT_TABLE, held_out_rows(step, held_out, decode))
         if step and step % TABLES_EVERY == 0:
-            log_tables(logger, step)
+            rows = [sample(step, index) for index in range(SAMPLES)]
+            logger.log_table(step, SAMPLE_TABLE, per_sample_rows(step, rows, grpo_stats(loss=1 / step), decode))
+            logger.log_table(step, TOKEN_TABLE, per_token_rows(step, rows, decode))
     logger.close()
     return run_dir
 
@@ -71,21 +76,6 @@ def printed(run_dir: Path, width: int = 200) -> str:
     stream = io.StringIO()
     show(read_run(run_dir), Console(file=stream, width=width, force_terminal=False))
     return stream.getvalue()
-
-
-def evaluation(accuracy: float) -> EvaluationRecord:
-    return EvaluationRecord(accuracy=accuracy, num_responses=16, response_length_mean=5.0, truncated_fraction=0.0)
-
-
-def record(step: int) -> StepRecord:
-    figures = {"loss": 1 / step, "policy_loss": 0.5 / step, "ratios": 1.0, "entropy": 2.0, "grad_norm": 0.5}
-    return replace(rl_record(), updates=[grpo_stats(**figures, engine_gap_mean=1e-6, engine_gap_max=1e-5)])
-
-
-def log_tables(logger: MetricLogger, step: int) -> None:
-    trajectories = [sample(step, index) for index in range(SAMPLES)]
-    logger.log_table(step, SAMPLE_TABLE, per_sample_rows(step, trajectories, grpo_stats(loss=1 / step), decode))
-    logger.log_table(step, TOKEN_TABLE, per_token_rows(step, trajectories, decode))
 
 
 def sample(step: int, index: int) -> ScoredTrajectory:

@@ -16,15 +16,6 @@ REWARD_BLUE = (0x00, 0x72, 0xB2)
 ACCURACY_VERMILION = (0xD5, 0x5E, 0x00)
 
 
-def write_run(path: Path, steps: int, accuracy: bool) -> Path:
-    rows = [{"step": step, "ref_actor_rewards/total_reward_mean": step / steps} for step in range(1, steps + 1)]
-    if accuracy:
-        first, last = ({"step": step, "evaluation/accuracy": 0.5} for step in (0, steps))
-        rows = [first, *rows, last]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def count_pixels(png: Path, color: tuple[int, int, int]) -> int:
     pixels = np.round(matplotlib.image.imread(png)[..., :3] * 255)
     return int((np.abs(pixels - color).max(axis=-1) < 3).sum())
@@ -39,8 +30,12 @@ def test_running_mean(window: int) -> None:
 
 @pytest.mark.parametrize(("steps", "accuracy"), [(1, True), (40, False)])
 def test_plot(tmp_path: Path, steps: int, accuracy: bool) -> None:
-    png = tmp_path / "new" / "curve.png"
-    plot_reward_curve(write_run(tmp_path / "metrics.jsonl", steps, accuracy), png)
+    rows = [{"step": step, "ref_actor_rewards/total_reward_mean": step / steps} for step in range(1, steps + 1)]
+    if accuracy:
+        rows = [{"step": 0, "evaluation/accuracy": 0.5}, *rows, {"step": steps, "evaluation/accuracy": 0.5}]
+    log, png = tmp_path / "metrics.jsonl", tmp_path / "new" / "curve.png"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_reward_curve(log, png)
     assert matplotlib.image.imread(png).shape[:2] == (720, 1280)
     assert count_pixels(png, REWARD_BLUE) > 50
     assert (count_pixels(png, ACCURACY_VERMILION) > 50) == accuracy

@@ -1,27 +1,16 @@
-"""What ends a response: ids, EOS, and texts that tokens spell."""
+"""Texts that end a response as soon as its tokens spell them. Conformance covers ids and EOS."""
 
 import random
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from rollout.requests import StopTexts, stop_ids
+from rollout.requests import StopTexts
 from rollout.transformers.samples import Sample
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces import SamplingParams
 from tests.unit.agents.histories import PLAIN, tokenizer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "merges": tokenizer(PLAIN)}
-
-
-@pytest.mark.parametrize(
-    ("stops", "ignore_eos", "found"),
-    [((), False, (2, 3)), ((7,), False, (7, 2, 3)), ((3, 7), False, (3, 7, 2)), ((7,), True, (7,)), ((), True, ())],
-)
-def test_a_stop_id_adds_to_eos(stops: tuple[int, ...], ignore_eos: bool, found: tuple[int, ...]) -> None:
-    dimensions: Any = SimpleNamespace(eos_token_ids=(2, 3))
-    assert stop_ids(SamplingParams(stop_token_ids=stops, ignore_eos=ignore_eos), dimensions) == found
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

@@ -28,18 +28,15 @@ class Gpu:
         self.uuid = "GPU-0"
         self.shared: list[torch.UntypedStorage] = []
         self.mapped: list[Sequence[Any]] = []
-        self.collected = 0
+        self.collect = mock.Mock()
         cuda = torch.cuda
         patch.setattr(cuda, "is_available", lambda: True)
         patch.setattr(cuda, "current_device", lambda: 0)
         patch.setattr(cuda, "get_device_properties", lambda index: mock.Mock(uuid=self.uuid))
-        patch.setattr(cuda, "ipc_collect", self._collect)
+        patch.setattr(cuda, "ipc_collect", self.collect)
         patch.setattr(torch, "empty", lambda *sizes, device=None, **options: EMPTY(*sizes, **options))
         patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: self._share(storage), raising=False)
         patch.setattr(torch.UntypedStorage, "_new_shared_cuda", self._map, raising=False)
-
-    def _collect(self) -> None:
-        self.collected += 1
 
     def _share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         """Return device, memory handle, bytes, offset, counter's handle and offset, event's handle, and a flag."""
@@ -80,12 +77,12 @@ def test_buffers_are_reused_grow_and_are_freed(gpu: Gpu, session: str) -> None:
             sender.release(metadata)
 
     deliver(sender, [10, 20, 30, 40])
-    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (2, 2, 2)
+    assert (len(gpu.shared), len(gpu.mapped), gpu.collect.call_count) == (2, 2, 2)
     deliver(sender, [1_000_000, 50, 60, 2_000_000, 70, 80])  # replaces one, and then the other
-    assert (len(gpu.shared), len(gpu.mapped), gpu.collected) == (4, 4, 4)
+    assert (len(gpu.shared), len(gpu.mapped), gpu.collect.call_count) == (4, 4, 4)
     receiver.rest()
     sender.rest()
-    assert gpu.collected == 5
+    assert gpu.collect.call_count == 5
     deliver(sender, [10, 5_000_000, 20, 30])  # the second is too large to be kept
     assert (len(gpu.shared), len(gpu.mapped)) == (7, 7)
     assert [storage.nbytes() >> 21 for storage in gpu.shared[-3:]] == [1, 10, 1]
