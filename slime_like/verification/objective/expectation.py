@@ -76,7 +76,7 @@ class Enumeration:
         size = len(self._rewards) * self._samples
         steps = [rows[start : start + size] for start in range(0, len(rows), size)]
         carrying = [tuple(self._tree.responses[one].mask.count(True) for _, one in batch) for batch, _ in batches]
-        alike = dict(zip(carrying, steps, strict=True))
+        alike = dict(zip(carrying, steps, strict=True))  # others of the same numbers have the same denominator
         divisors = {numbers: self._batcher.denominator(step) for numbers, step in alike.items()}
         scales = [p / divisors[numbers] for (_, p), numbers in zip(batches, carrying, strict=True)]
         weights = [row.token_weight * scales[index // size] for index, row in enumerate(rows)]

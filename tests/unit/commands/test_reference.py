@@ -6,10 +6,8 @@ import pytest
 
 from slime_like.commands.reference import page_text
 
-DOCS = Path(__file__).parents[3] / "docs"
-
 
 @pytest.mark.parametrize("page", ["configuration", "rewards"])
 def test_generated_pages_are_current(page: str) -> None:
-    path = DOCS / f"{page}.md"
+    path = Path(__file__).parents[3] / "docs" / f"{page}.md"
     assert path.read_text() == page_text(path), "run: python -m slime_like.commands.reference"

@@ -15,11 +15,10 @@ from slime_like.planning.search import trainer_gpus
 from slime_like.planning.step_time import critic_seconds, predict, worker_seconds
 from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, RESERVE, config, estimate, planned_run
 
-WORKERS = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
-
 
 def test_their_gpus_are_counted() -> None:
-    sections: dict[str, Any] = {"rollout": {"num_engines": 4}, "cluster": {"nodes": 2}, "reference": WORKERS}
+    workers = {"placement": "workers", "workers": 2, "parallel": {"tensor": 4}}
+    sections: dict[str, Any] = {"rollout": {"num_engines": 4}, "cluster": {"nodes": 2}, "reference": workers}
     run = config(trainer={"parallel": {"data": 8}}, algorithm={"kl": {"coef": 0.01}}, **sections)
     needed = gpus_needed(run)
     assert (needed.trainers, needed.engines, needed.workers, needed.total) == (8, 4, {"reference": 8}, 20)

@@ -21,7 +21,7 @@ def test_the_first_token_that_completes_a_text_ends_the_response(kind: str, stop
     texts = StopTexts(used)
     pieces = [*stop, stop[1:], stop[:-1], "x", "日", " ", stop]
     ended = 0
-    for _ in range(60):
+    for _ in range(25):
         written = "".join(draw.choices(pieces, k=12))
         tokens = used.encode(written, add_special_tokens=False)
         sampling = SamplingParams(stop=("not this", stop), max_new_tokens=len(tokens))

@@ -5,9 +5,7 @@ import pytest
 
 from slime_like.system.processes import end_processes
 
-UNUSED = 4_000_000  # no process has this id
-
 
 def test_a_process_that_has_just_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "pid_exists", lambda process_id: True)  # it was there when it was found
-    end_processes([UNUSED], grace_s=0.0)
+    end_processes([4_000_000], grace_s=0.0)  # no process has this id
