@@ -15,9 +15,9 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from rollout import stand_ins
 from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, StoreQueue
-from rollout.sglang import stand_ins
 from rollout.sglang.arguments import engine_arguments
 from slime_like.errors import EngineError
 from slime_like.hosting.parent import Owner
@@ -70,7 +70,7 @@ def _launch(
     Raises:
         EngineError: an engine argument is rejected, or a scheduler failed (with its message).
     """
-    stand_ins.install()
+    stand_ins.install(stand_ins.SGLANG)
     if on_cpu():  # SGLang would import it for quantized models, and take a sixth longer to start
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]
     from sglang.srt.arg_groups.arg_utils import record_fields

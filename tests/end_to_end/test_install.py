@@ -46,7 +46,7 @@ def test_a_normal_install_works_from_another_directory(tmp_path: Path) -> None:
     found = json.loads(answer.stdout.splitlines()[-1])
     assert all(file.startswith(str(target)) for file in found["files"])
     assert found["loaded"] == ["MegatronTrainer", "FsdpTrainer", "VllmEngine", "SglangEngine", "TransformersEngine"]
-    assert found["entry_points"] == ["fsdp", "megatron", "sglang", "slime-like", "transformers", "vllm"]
+    assert found["entry_points"] == ["fsdp", "megatron", "sglang", "slime-like", "slime_like", "transformers", "vllm"]
 
     heavy = [each for each in found["requires"] if each.startswith(("torch", "megatron-core"))]
     assert heavy and all("extra ==" in each for each in heavy)  # a light install has none

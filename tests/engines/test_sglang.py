@@ -10,7 +10,7 @@ import pytest
 
 from rollout.sglang.arguments import engine_arguments
 from rollout.sglang.engine import SglangEngine
-from rollout.sglang.stand_ins import PACKAGES
+from rollout.stand_ins import SGLANG, VLLM
 from slime_like.errors import EngineError
 from slime_like.system.processes import process_ids
 from tests.engines.harness import run_config
@@ -19,14 +19,15 @@ _PROCESS = """
 import importlib.util, sys
 from pathlib import Path
 from functools import partial
-from rollout.sglang import main, stand_ins
+from rollout import stand_ins
+from rollout.sglang import main
 
 def show(*values):
     with Path(__file__).with_name("shown").open("a") as file:
         print(*values, file=file)
 
-stand_ins.install()
-stand_ins.install()
+stand_ins.install(stand_ins.SGLANG)
+stand_ins.install(stand_ins.SGLANG)
 from sgl_kernel.flash_attn import flash_attn_varlen_func
 from torchvision.transforms import InterpolationMode
 import torchvision, transformers
@@ -37,7 +38,7 @@ try:
 except NotImplementedError as error:
     show(error)
 import safetensors  # installed packages are found
-assert len(stand_ins.PACKAGES) == 3 and importlib.util.find_spec("no_such_package") is None
+assert len(stand_ins.SGLANG) == 3 and importlib.util.find_spec("no_such_package") is None
 
 sys.modules["vllm"] = None  # as main does
 
@@ -76,9 +77,10 @@ def test_failed_starts(shown: list[str]) -> None:
 
 
 def test_stand_ins(shown: list[str]) -> None:
-    missing = "sgl_kernel.flash_attn.flash_attn_varlen_func: SGLang needs sgl_kernel on this machine"
+    missing = "sgl_kernel.flash_attn.flash_attn_varlen_func: the engine needs sgl_kernel on this machine"
     assert missing in shown[0]
-    assert [package for package in PACKAGES if find_spec(package)] == []  # this process has no stand-ins
+    only_sglang = set(SGLANG) - set(VLLM)  # an engine of another test may have installed vLLM's in this process
+    assert [package for package in only_sglang if find_spec(package)] == []
 
 
 @pytest.mark.parametrize(

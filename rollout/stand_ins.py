@@ -1,8 +1,9 @@
-"""Stand-ins for packages of SGLang's CUDA installation, which make SGLang importable without them.
+"""Stand-ins for packages of the engines' CUDA installations, which make engines importable without them.
 
-SGLang imports its CUDA kernels and torchvision on every platform. The package index has no builds of them for CPU-only
-torch. On a CPU without AMX, SGLang never calls them, but computes with torch's operators. So their names exist, and
-raise when called. Only SGLang's own processes install the stand-ins.
+SGLang imports its CUDA kernels on every platform. SGLang, and vLLM for models with a tower, import torchvision. The
+package index has no builds of them for CPU-only torch. On a CPU without AMX, the engines never call them for text, but
+compute with torch's operators. So their names exist, and raise when called. Only the engines' own processes install the
+stand-ins, vLLM's as a plugin.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("sgl_kernel", "torchvision", "IPython")
+VLLM = ("torchvision",)
+SGLANG = ("sgl_kernel", "torchvision", "IPython")
 
 
-def install() -> None:
-    """Replace the missing ones of ``PACKAGES``, in this process and those forked from it."""
+def install(packages: Sequence[str] = VLLM) -> None:
+    """Replace the missing ones of ``packages``, in this process and those forked from it."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # transformers caches the answer, so ask before the name exists
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    absent = tuple(package for package in PACKAGES if find_spec(package) is None)
+    absent = tuple(package for package in packages if find_spec(package) is None)
     if absent:
         sys.meta_path.append(_Finder(absent))
 
@@ -33,7 +35,7 @@ def install() -> None:
 class _MissingName(type):
     """Class that cannot be called, and whose attributes are such classes.
 
-    It is a class because SGLang also uses the names in annotations, as base classes, and in decorators.
+    It is a class because engines also use the names in annotations, as base classes, and in decorators.
     """
 
     def __getattr__(cls, name: str) -> _MissingName:
@@ -41,7 +43,7 @@ class _MissingName(type):
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{cls.__qualname__}: SGLang needs {cls.__qualname__.partition('.')[0]} on this machine, but it is not "
+            f"{cls.__qualname__}: the engine needs {cls.__qualname__.partition('.')[0]} on this machine, but it is not "
             "installed; install it, or use another engine"
         )
 
