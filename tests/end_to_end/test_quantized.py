@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.support.processes import succeed
+from tests.support.shared_cluster import train_together
 from tests.unit.weights.test_quantization import defined
 
 FLAGS = ["--rollout.engine", "transformers", "--sync.quantization", "fp8_blocks"]
@@ -27,9 +27,8 @@ CASES = {
 )
 def test_a_run_and_its_resumption(tiny: Tiny, tmp_path: Path, case: str) -> None:
     run_dir, rollouts = tmp_path / "run", tmp_path / "rollouts"
-    for steps in ("1", "2"):
-        flags = ["--steps", steps, "--debug.save_rollouts", str(rollouts)]
-        succeed(tiny.rl_flags(run_dir, *FLAGS, *CASES[case], *flags), tmp_path / f"log{steps}")
+    flags = tiny.rl_flags(run_dir, *FLAGS, *CASES[case], "--debug.save_rollouts", str(rollouts))
+    train_together([[*flags, "--steps", "1"], [*flags, "--steps", "2"]], tmp_path)
     rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2]
     plain = load_file(tiny.model / "model.safetensors")

@@ -27,12 +27,18 @@ RECIPES: dict[str, dict[str, Any]] = {
     heading: yaml.safe_load(block)
     for heading, block in re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)
 }
-MOE, BIASES, DISTILLATION = "Mixture of experts", "Router biases", "On-policy distillation"
+MOE, DISTILLATION = "Mixture of experts", "On-policy distillation"
 RATE = 0.05
 # An untrained model never adds right, but it writes letters by chance.
 REWARD: dict[str, Any] = {"name": "format", "options": {"pattern": ".*[a-m].*"}}
-# Layouts, losses and corrections set different fields, so one run tests three recipes.
-WITH = {"Long context": ("GSPO", "TIS"), "One GPU": ("CISPO", "MIS")}
+# Layouts, losses and corrections set different fields, so one run tests several recipes.
+WITH = {
+    "Long context": ("REINFORCE++ with baseline", "TIS"),
+    "One GPU": ("CISPO", "MIS"),
+    "LoRA": ("Dr. GRPO",),
+    "Asynchronous": ("RLOO",),
+    MOE: ("GSPO",),
+}
 _LIMITS: dict[str, Any] = {
     "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 8},
     "algorithm": {"reduction": {"length": 8}, "overlong": {"buffer": 4}, "minibatches": 2},
@@ -100,21 +106,19 @@ def test_recipe_is_planned_at_its_size(name: str, tmp_path: Path) -> None:
 
 
 def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "moe", family="qwen3_moe", seed=0)
-    make_tiny_model(tmp_path / "sigmoid", family="deepseek_v3", seed=0)
+    make_tiny_model(tmp_path / "experts", family="deepseek_v3", seed=0)
     make_tiny_model(tmp_path / "teacher", seed=1)
     runs = {name: recipe for name, recipe in RECIPES.items() if name not in chain(*WITH.values())}
     for name, others in WITH.items():
         parts = [RECIPES[part] for part in (name, *others)]
-        fields = [(section, field) for part in parts for section, values in part.items() for field in values]
-        assert len(set(fields)) == len(fields)
         runs[name] = reduce(merged, parts)
-    runs[BIASES] = merged(RECIPES[MOE], {"trainer": {"router_bias_rate": RATE}})
+        assert all(merged(runs[name], part) == runs[name] for part in parts)  # no value replaces another
+    runs[MOE] = merged(runs[MOE], {"trainer": {"router_bias_rate": RATE}})
     files = [tmp_path / f"{name}.yaml" for name in runs]
     for file, recipe in zip(files, runs.values(), strict=True):
-        model = {MOE: tmp_path / "moe", BIASES: tmp_path / "sigmoid"}.get(file.stem, tiny.model)
+        model = tmp_path / "experts" if file.stem == MOE else tiny.model
         settings = small(recipe, tiny, model, tmp_path / file.stem)
-        settings["checkpoint"] = {"export_hf": file.stem == BIASES}
+        settings["checkpoint"] = {"export_hf": file.stem == MOE}
         save_config(RunConfig.model_validate(settings), file)
     train_together([["train", str(file)] for file in files], tmp_path)
     steps = {name: steps_of(tmp_path / name) for name in runs}
@@ -125,11 +129,11 @@ def test_every_recipe_trains(tiny: Tiny, tmp_path: Path) -> None:
         assert any(row["train_actor_training/grad_norm"] > 0 for row in rows), name
         assert (rows[1]["train_actor_training/kl_loss"] > 0) == ("kl" in algorithm), name
         assert (rows[0]["train_actor_training/importance_weight"] > 0.9) == ("importance" in algorithm), name
-        assert (rows[1]["train_actor_training/moe_aux_loss"] > 0) == (name in (MOE, BIASES)), name
+        assert (rows[1]["train_actor_training/moe_aux_loss"] > 0) == (name == MOE), name
         assert (abs(rows[0].get("train_actor_training/distillation_kl", 0)) > 1e-5) == (name == DISTILLATION), name
-        assert (rows[1]["train_actor_training/router_load_max"] >= 1) == (name == BIASES), name
+        assert (rows[1]["train_actor_training/router_load_max"] >= 1) == (name == MOE), name
     assert all(row["rollout/zero_spread_groups"] == 0 for row in steps["DAPO"])
-    check_biases(tmp_path / "sigmoid", tmp_path / BIASES, steps[BIASES])
+    check_biases(tmp_path / "experts", tmp_path / MOE, steps[MOE])
 
 
 def check_biases(model: Path, run_dir: Path, rows: list[dict[str, Any]]) -> None:

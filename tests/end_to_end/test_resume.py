@@ -23,7 +23,8 @@ from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.support.other_user import OtherUser, Round, Targets
-from tests.support.processes import Command, succeed
+from tests.support.processes import Command
+from tests.support.shared_cluster import train_together
 
 STEPS, SAVE, REFRESH = 8, 2, 3
 SAME = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
@@ -47,8 +48,14 @@ def whole_flags(tiny: Tiny, root: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of an uninterrupted run, and in ``again`` of one that trains on its rollouts from step 5.
+
+    The second run has its reference in the trainers.
+    """
     root = tmp_path_factory.mktemp("whole")
-    succeed(whole_flags(tiny, root), root / "log")
+    kept = ["--debug.load_rollouts", str(root / "rollouts"), "--data.train", "none", "--evaluation.files", "none"]
+    kept += ["--checkpoint.export_hf", "false", "--resume", str(root / "run" / "checkpoints" / "step-000004")]
+    train_together([whole_flags(tiny, root), flags(tiny, root / "again", *kept)], root)
     return root
 
 
@@ -161,13 +168,7 @@ def test_another_user_obtains_nothing_from_a_living_run(resumed: tuple[Path, lis
     assert all(any(name.startswith(kind) for name in first.refused) for kind in kinds), first.refused
 
 
-def test_saved_rollouts_train_the_same_with_the_reference_in_the_trainers(
-    tiny: Tiny, tmp_path: Path, uninterrupted: Path
-) -> None:
+def test_saved_rollouts_train_the_same_with_the_reference_in_the_trainers(uninterrupted: Path) -> None:
     """The resumed checkpoint has the reference of step 3, and a refresh follows after step 6."""
-    kept = ["--debug.load_rollouts", str(uninterrupted / "rollouts"), "--data.train", "none"]
-    kept += ["--evaluation.files", "none", "--checkpoint.export_hf", "false"]
-    resume = ["--resume", str(uninterrupted / "run" / "checkpoints" / "step-000004")]
-    succeed(flags(tiny, tmp_path, *kept, *resume), tmp_path / "log")
-    assert len(steps_of(tmp_path / "run")) == 4
-    assert_same_metrics(tmp_path, uninterrupted, range(5, 9), rel=1e-4)
+    assert len(steps_of(uninterrupted / "again" / "run")) == 4
+    assert_same_metrics(uninterrupted / "again", uninterrupted, range(5, 9), rel=1e-4)

@@ -16,7 +16,7 @@ from tests.support.processes import Command
 
 
 def train_together(runs: Iterable[Sequence[str]], directory: Path, timeout_s: float = 280.0) -> None:
-    """Run all of these ``slime-like train FILE FLAG...`` in one cluster. They must succeed."""
+    """Run all of these ``slime-like train FILE FLAG...`` in one cluster, in order. They must succeed."""
     files = []
     for number, (_, file, *flags) in enumerate(runs):
         files.append(directory / f"{number}.yaml")
@@ -28,8 +28,6 @@ def train_together(runs: Iterable[Sequence[str]], directory: Path, timeout_s: fl
 def train_all(files: Sequence[str]) -> int:
     """Train the configurations one after the other. Use it as ``Command(program=...)``."""
     configs = [load_config(Path(file)) for file in files]
-    for config in configs:
-        require_valid(config)
     slots = max(sum(pieces_of(config).bundles) for config in configs)
     names = iter(range(len(configs)))
     with Cluster(configs[0].cluster, Path(files[0]).parent / "worker_logs", slots) as cluster:
@@ -39,5 +37,6 @@ def train_all(files: Sequence[str]) -> int:
 
         opening.Cluster = shared  # type: ignore[assignment,misc]
         for config in configs:
+            require_valid(config)  # it may continue an earlier one
             train(config)
     return 0
