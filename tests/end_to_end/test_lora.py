@@ -11,6 +11,7 @@ from slime_like.verification.rehearsal.rehearsal import _export
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.support.processes import succeed
+from tests.support.shared_cluster import train_together
 
 RANK, SHOWN = 6, 4
 LORA = ["--model.lora.rank", str(RANK), "--model.lora.alpha", "9", "--trainer.optimizer.lr", "1e-2"]
@@ -31,16 +32,40 @@ CASES: dict[str, list[str]] = {
 QUICK = list(CASES)[:3]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.acceptance]) for case in CASES]
-)
-def test_engines_and_trainer_agree(tiny: Tiny, tmp_path: Path, case: str) -> None:
-    """Factors change at a high rate, so an engine with old ones would be found."""
+EVALUATED = "evaluated"
+
+
+def flags_of(tiny: Tiny, root: Path, case: str) -> list[str]:
     engine, form = case.split("-")[:2]
     flags = ["--rollout.engine", engine, "--model.lora.sync", form, "--steps", "3", "--evaluation.files", "[]"]
     flags += ["--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1"]
-    run_dir = tmp_path / "run"
-    succeed(tiny.rl_flags(run_dir, *flags, *LORA, *CASES[case]), tmp_path / "log")
+    return tiny.rl_flags(root / case, *flags, *LORA, *CASES[case])
+
+
+@pytest.fixture(scope="module")
+def together(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of the quick runs, and of one that is evaluated."""
+    root = tmp_path_factory.mktemp("together")
+    engine = ["--rollout.engine", "transformers", "--model.lora.sync", "adapter"]
+    runs = [flags_of(tiny, root, case) for case in QUICK]
+    train_together([*runs, tiny.rl_flags(root / EVALUATED, *engine, *LORA)], root)
+    return root
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_engines_and_trainer_agree(tiny: Tiny, together: Path, case: str) -> None:
+    """Factors change at a high rate, so an engine with old ones would be found."""
+    check_agreement(tiny, together / case, case)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("case", list(CASES)[3:])
+def test_other_engines_and_trainers_agree(tiny: Tiny, tmp_path: Path, case: str) -> None:
+    succeed(flags_of(tiny, tmp_path, case), tmp_path / "log")
+    check_agreement(tiny, tmp_path / case, case)
+
+
+def check_agreement(tiny: Tiny, run_dir: Path, case: str) -> None:
     rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
@@ -50,29 +75,25 @@ def test_engines_and_trainer_agree(tiny: Tiny, tmp_path: Path, case: str) -> Non
     assert losses[0] == pytest.approx(0.0, abs=1e-6) and losses[-1] > 1e-3  # the reference is the base
     base = load_file(tiny.model / "model.safetensors")
     targets = [weight.shape for name, weight in base.items() if name.endswith("_proj.weight")]
-    whole = sum(weight.numel() for weight in base.values()) if form == "merged" else RANK * sum(map(sum, targets))
+    whole = sum(weight.numel() for weight in base.values()) if "merged" in case else RANK * sum(map(sum, targets))
     assert {row["weights/sync_bytes"] for row in rows} == {4 * whole}
 
 
-def test_an_evaluation_of_an_adapter(tiny: Tiny, tmp_path: Path) -> None:
-    """It samples what the run sampled after its last step, and something else without the adapter.
+def test_an_evaluation_of_an_adapter(tiny: Tiny, together: Path, tmp_path: Path) -> None:
+    """It samples what the run sampled after its last step, and not what it sampled from the base before the first.
 
     Rehearsals accept the exported adapter, but not with other targets.
     """
-    run_dir = tmp_path / "run"
-    engine = ["--rollout.engine", "transformers", "--model.lora.sync", "adapter"]
-    succeed(tiny.rl_flags(run_dir, *engine, *LORA), tmp_path / "log")
+    run_dir = together / EVALUATED
     trained = load_config(run_dir / "config.yaml", []).model
     other = trained.model_copy(update={"lora": trained.lora.model_copy(update={"targets": ("q_proj",)})})
     assert [_export(run_dir / "hf", model).is_sound for model in (trained, other)] == [True, False]
-    last = _responses(run_dir / "tables" / "held_out_debug_table.jsonl")[-SHOWN:]
-    found = []
-    for name, more in {"adapter": ["--model.lora.path", str(run_dir / "hf")], "base": []}.items():
-        flags = tiny.rl_flags(tmp_path / name, "--rollout.engine", "transformers", *more)
-        succeed(["eval", *flags[1:], "--output", str(tmp_path / f"{name}.jsonl")], tmp_path / f"{name}.log")
-        found.append(_responses(tmp_path / f"{name}.jsonl"))
-    assert found[0][:SHOWN] == last != found[1][:SHOWN]
-    assert len(found[0]) == 16
+    sampled = _responses(run_dir / "tables" / "held_out_debug_table.jsonl")
+    flags = tiny.rl_flags(tmp_path, "--rollout.engine", "transformers", "--model.lora.path", str(run_dir / "hf"))
+    succeed(["eval", *flags[1:], "--output", str(tmp_path / "eval.jsonl")], tmp_path / "log")
+    found = _responses(tmp_path / "eval.jsonl")
+    assert found[:SHOWN] == sampled[SHOWN:] != sampled[:SHOWN]
+    assert len(found) == 16
 
 
 def _responses(file: Path) -> list[str]:

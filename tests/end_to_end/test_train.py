@@ -16,6 +16,7 @@ from slime_like.data.dump import load_trajectories
 from slime_like.examples.tiny_model import VOCAB_SIZE, make_tiny_model
 from tests.conftest import Tiny
 from tests.support.processes import succeed
+from tests.support.shared_cluster import train_together
 
 PHASES = ("wait", "generate", "reward", "score", "train", "sync", "orchestration")
 SFT_ROWS = 64
@@ -32,21 +33,32 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in metrics_of(run_dir) if "train_actor_training/loss" in row]
 
 
-@pytest.mark.parametrize(
-    ("engine", "cut"), [("vllm", "--rollout.top_p 0.9 --rollout.top_k 40 --rollout.min_p 0.02"), ("sglang", "")]
-)
-def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, tmp_path: Path, engine: str, cut: str) -> None:
-    """The KL term is on, so the reference is loaded and scored. With one update per step, the ratio is 1.
+ENGINES = {"vllm": "--rollout.top_p 0.9 --rollout.top_k 40 --rollout.min_p 0.02", "sglang": ""}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run with each engine. A KL term needs the reference."""
+    root = tmp_path_factory.mktemp("runs")
+    flags = ["--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1", "--logging.tensorboard", "true"]
+    flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
+    halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
+    flags += ["--data.train", "[]", "--data.mixture", json.dumps([{**halves[0], "weight": 3}, halves[1]])]
+    each = [
+        tiny.rl_flags(root / engine, "--rollout.engine", engine, *flags, *cut.split())
+        for engine, cut in ENGINES.items()
+    ]
+    train_together([*each, truncated(tiny, root, "transformers")], root)
+    return root
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, runs: Path, engine: str) -> None:
+    """With one update per step, the ratio is 1.
 
     A run with vLLM over the whole vocabulary: test_killed_colocated_engines.py.
     """
-    run_dir = tmp_path / "run"
-    flags = [*cut.split(), "--rollout.engine", engine, "--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1"]
-    flags += ["--trainer.target_tokens_per_batch", "256", "--algorithm.old_logprobs", "score"]
-    flags += ["--logging.tensorboard", "true"]
-    halves = [{"name": name, "files": [str(tiny.data / f"{name}.jsonl")]} for name in ("train", "sft")]
-    flags += ["--data.train", "[]", "--data.mixture", json.dumps([{**halves[0], "weight": 3}, halves[1]])]
-    succeed(tiny.rl_flags(run_dir, *flags), tmp_path / "log")
+    run_dir, cut = runs / engine, ENGINES[engine]
     steps = steps_of(run_dir)
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
@@ -117,24 +129,6 @@ def losses_by_transformers(tiny: Tiny, conversations: list[list[tuple[str, str]]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-
-
-@pytest.mark.acceptance
-@pytest.mark.parametrize(("placement", "backend"), [("workers", "megatron"), ("trainer", "fsdp")])
-def test_an_exactly_distilled_run_approaches_its_teacher(
-    tiny: Tiny, tmp_path: Path, placement: str, backend: str
-) -> None:
-    """Rewards have no weight: the KL is the whole loss."""
-    make_tiny_model(tmp_path / "teacher", seed=1)
-    flags = ["--distillation.path", str(tmp_path / "teacher"), "--distillation.coef", "1"]
-    flags += ["--distillation.mode", "exact", "--distillation.placement", placement, "--trainer.backend", backend]
-    flags += ["--algorithm.loss", "policy_gradient", "--algorithm.minibatches", "1", "--rollout.engine", "transformers"]
-    flags += ["--reward.functions", "[{name: math_verify, weight: 0}]", "--trainer.optimizer.lr", "3e-3"]
-    succeed(tiny.rl_flags(tmp_path / "run", *flags, "--steps", "4"), tmp_path / "log")
-    rows = steps_of(tmp_path / "run")
-    kls = [row["train_actor_training/distillation_kl"] for row in rows]
-    assert [row["train_actor_training/loss"] for row in rows] == pytest.approx(kls, rel=1e-5)
-    assert len(kls) == 4 and kls[0] > 0.2 and kls[-1] < 0.7 * kls[0]
 
 
 @pytest.mark.acceptance
@@ -225,17 +219,27 @@ _TRUNCATED = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.acceptance] if "-" in name else []) for name in _TRUNCATED]
-)
-def test_truncated_samples_are_trained_over_their_supports(tiny: Tiny, case: str, tmp_path: Path) -> None:
-    """Engine, trainer and reference agree about each logprob of the first step."""
-    flags = ["--rollout.engine", case.partition("-")[0], "--rollout.top_p", "0.9"]
+def truncated(tiny: Tiny, root: Path, case: str) -> list[str]:
+    flags = ["--rollout.engine", case.partition("-")[0], "--rollout.top_p", "0.9", "--checkpoint.export_hf", "false"]
     flags += ["--algorithm.kl.coef", "0.01", "--algorithm.minibatches", "1", "--evaluation.files", "[]"]
-    flags += _TRUNCATED[case].replace("GAME", f"{tmp_path}/game.py:Game").split()
-    (tmp_path / "game.py").write_text(_GAME)
-    succeed(tiny.rl_flags(tmp_path / "run", *flags, "--checkpoint.export_hf", "false"), tmp_path / "log")
-    steps = steps_of(tmp_path / "run")
+    (root / "game.py").write_text(_GAME)
+    return tiny.rl_flags(root / case, *flags, *_TRUNCATED[case].replace("GAME", f"{root}/game.py:Game").split())
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("case", list(_TRUNCATED)[1:])
+def test_other_truncated_samples_are_trained_over_their_supports(tiny: Tiny, case: str, tmp_path: Path) -> None:
+    succeed(truncated(tiny, tmp_path, case), tmp_path / "log")
+    check_truncated(tmp_path / case, case)
+
+
+def test_truncated_samples_are_trained_over_their_supports(runs: Path) -> None:
+    check_truncated(runs / "transformers", "transformers")
+
+
+def check_truncated(run_dir: Path, case: str) -> None:
+    """Require that engine, trainer and reference agree about each logprob of the first step."""
+    steps = steps_of(run_dir)
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert 0 < row["train_actor_training/engine_gap_max"] < 1e-4  # 0.1 and more over the whole vocabulary
