@@ -15,10 +15,11 @@ from slime_like.planning.planned_run import PlannedRun, plannable_backend
 from slime_like.planning.result import Plan
 from slime_like.planning.search import least_bytes, search
 from slime_like.planning.units import memory_text, seconds_text
-from tests.support.published import ROOT, at_the_root, with_fewer_layers  # noqa: F401
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, write_checkpoint
+from tests.unit.planning.test_arithmetic import MODELS, PUBLISHED
 
+ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 # Number of GPUs that each recipe names.
 RECIPES = {
@@ -27,10 +28,22 @@ RECIPES = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def with_fewer_layers(directory: Path, model: Path, layers: int) -> Path:
+    """Write the model's ``config.json`` with fewer layers, because tracing a layer takes a tenth of a second."""
+    published = json.loads((ROOT / model / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**published, "num_hidden_layers": layers}))
+    return directory
+
+
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags for a model with two layers, because tracing a layer takes a tenth of a second."""
-    directory = with_fewer_layers(tmp_path_factory.mktemp("model"), "Qwen2.5-0.5B", 2)
+    """Flags for a model with two layers."""
+    directory = with_fewer_layers(tmp_path_factory.mktemp("model"), MODELS / "Qwen2.5-0.5B", 2)
     sizes = ["--trainer.target_tokens_per_batch", "2048", "--rollout.max_new_tokens", "512"]
     return ["--model.path", str(directory), *sizes]
 
@@ -52,15 +65,17 @@ def test_deepseek_v3_fits_32_nodes_of_8_h200(engine: dict[str, tuple[int, int]],
     assert plan.engine is not None and plan.engine.longest_sequences >= 20
 
 
-# A dense model on several nodes, a small one on one node, and factors; the acceptance tests cover the others.
-_IN_THE_SUITE = ("qwen2.5_0.5b", "qwen3_32b", "one_gpu_lora")
+# A small model on one node, and four layers of a dense one on several nodes and of one with factors.
+_IN_THE_SUITE: dict[str, int | None] = {"qwen2.5_0.5b": None, "qwen3_32b": 4, "one_gpu_lora": 4}
+_WHOLE = [pytest.param(name, None, marks=pytest.mark.acceptance) for name in RECIPES if name != "qwen2.5_0.5b"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in _IN_THE_SUITE else pytest.mark.acceptance) for n in RECIPES]
-)
-def test_recipe_fits_the_gpus_it_names(name: str) -> None:
+@pytest.mark.parametrize(("name", "layers"), [*_IN_THE_SUITE.items(), *_WHOLE])
+def test_recipe_fits_the_gpus_it_names(name: str, layers: int | None, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])
+    if layers:
+        model = config.model.model_copy(update={"path": with_fewer_layers(tmp_path, config.model.path, layers)})
+        config = config.model_copy(update={"model": model})
     planned = PlannedRun.of(config)
     plan = make_plan(planned)
     assert plan.problems == [] and plan.fits
@@ -85,26 +100,26 @@ def _matches_a_manual_calculation(plan: Plan, layout: ParallelConfig) -> None:
     """Compare with Qwen3-32B's published sizes. A weight takes 2 bytes, its gradient 4, and its main weight and both
     moments 12, divided by the ranks that share them (Megatron's rule: 6 + 12 / d)."""
     tensor, pipeline, sharing = layout.tensor, layout.pipeline, layout.data * layout.context
+    layers = plan.run.dimensions.num_layers
     attention = 5120 * (64 + 8 + 8) * 128 + 64 * 128 * 5120
     layer, norms = attention + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
     vocabulary = -(-151_936 // (128 * tensor)) * 128 * tensor * 5120  # padded to a multiple of 128 on each rank
     assert pipeline == 1
-    expected = (2 * vocabulary + 64 * layer) // tensor + 64 * norms + 5120  # embedding, head, and the last norm
+    expected = (2 * vocabulary + layers * layer) // tensor + layers * norms + 5120  # embedding, head, and the last norm
     for kind in plan.kinds:
         memory = kind.estimate.memory
         assert (memory.parameters, memory.parameter_bytes) == (expected, 2 * expected)
         assert memory.gradient_bytes == pytest.approx(4 * expected, rel=1e-5)
         assert memory.optimizer_bytes == pytest.approx(12 / sharing * expected, rel=1e-5)
     engine = plan.engine
-    assert engine is not None and engine.kv_bytes_per_token * engine.gpus == 64 * 2 * 8 * 128 * 2  # 256 KiB a token
+    assert engine is not None and engine.kv_bytes_per_token * engine.gpus == layers * 2 * 8 * 128 * 2
 
 
 def _counts_factors_by_hand(plan: Plan, layout: ParallelConfig) -> None:
     """Compare with Qwen3's published sizes. A factor's element takes 2 bytes, its gradient 4, and its main weight and
     both moments 12 / d. A rank holds a whole A if rows are split, and a whole B if columns are split."""
-    hidden, ffn, queries, keys, layers = {1: (4096, 12_288, 4096, 1024, 36), 4: (5120, 25_600, 8192, 1024, 64)}[
-        layout.tensor
-    ]
+    hidden, ffn, queries, keys = {1: (4096, 12_288, 4096, 1024), 4: (5120, 25_600, 8192, 1024)}[layout.tensor]
+    layers = plan.run.dimensions.num_layers
     by_rows, by_columns = (
         [(hidden, queries), *[(hidden, keys)] * 2, *[(hidden, ffn)] * 2],
         [(queries, hidden), (ffn, hidden)],
@@ -180,32 +195,14 @@ def test_all_problems_are_listed(small: list[str], flags: list[str], words: list
     [
         ("--mean-prompt 1025", "options-conflict"),
         ("--mean-response 9999", "options-conflict"),
+        ("--search --preflight", "options-conflict"),
         ("--trainer.parallel.tensor 3 --cluster.nodes 1", "plan-rejected"),
+        ("--model.lora.rank 8 --model.lora.targets v_prj", "model.lora"),  # the model has no weight files here
     ],
 )
-def test_contradicting_options_are_rejected(flags: str, code: str, rejects: Rejects) -> None:
+def test_contradicting_options_are_rejected(small: list[str], flags: str, code: str, rejects: Rejects) -> None:
     with rejects(ConfigError, code):
-        run(["plan", "configs/qwen2.5_0.5b.yaml", *flags.split()])
-
-
-def test_targets_must_be_matrices_of_the_model(small: list[str], rejects: Rejects) -> None:
-    """The model has no weight files here."""
-    with rejects(ConfigError, "model.lora") as caught:
-        run(["plan", "configs/qwen2.5_0.5b.yaml", *small, "--model.lora.rank", "8", "--model.lora.targets", "v_prj"])
-    assert "v_prj; use v_proj" in str(caught.value.problems[0])
-
-
-def test_search_and_preflight_exclude_each_other(rejects: Rejects) -> None:
-    with rejects(ConfigError, "options-conflict"):
-        run(["plan", "configs/qwen2.5_0.5b.yaml", "--search", "--preflight"])
-
-
-def test_a_layout_that_the_model_rejects_has_no_table(capsys: Capture) -> None:
-    with pytest.raises(ConfigError) as refused:
-        run(["plan", "configs/qwen2.5_7b.yaml", "--trainer.parallel.tensor", "3", "--cluster.nodes", "1"])
-    found = refused.value.problems
-    assert any("trainer.parallel.tensor=3 does not divide the model's" in str(problem) for problem in found)
-    assert any("does not divide cluster.gpus_per_node" in str(problem) for problem in found)
+        run(["plan", "configs/qwen2.5_0.5b.yaml", *small, *flags.split()])
 
 
 def test_search_lists_what_fits_fastest_first(small: list[str]) -> None:
@@ -271,3 +268,44 @@ def test_experts_are_planned_on_every_axis(parallel: dict[str, Any], tmp_path: P
         shared = config.trainer.parallel.tensor * config.trainer.parallel.context
         flops.append(backend.planner().estimate(config, kind.ranks[0]).training.matmul_flops * shared)
     assert flops[1] == pytest.approx(flops[0], rel=0.02)
+
+
+def planned_references(small: list[str], *flags: str) -> Plan:
+    workers = ["--algorithm.kl.coef", "0.1", "--reference.placement", "workers", "--cluster.nodes", "2"]
+    return make_plan(PlannedRun.of(_config([*small, *workers, *flags])))
+
+
+def test_a_larger_reference_is_planned_with_its_own_sizes(small: list[str], tmp_path: Path) -> None:
+    """Its GPUs hold its own weights: Qwen3-4B's without 32 of its layers."""
+    layer = 2560 * (32 + 8 + 8) * 128 + 32 * 128 * 2560 + 3 * 2560 * 9728
+    reference = with_fewer_layers(tmp_path, MODELS / "Qwen3-4B", 36 - 32)
+    flags = ["--reference.path", str(reference), "--reference.parallel.tensor", "4"]
+    plan = planned_references(small, *flags, "--algorithm.minibatches", "1")
+    assert plan.problems == [] and plan.gpus_in_use == 16  # the policy fills the GPUs that references leave
+    (kind,) = plan.references
+    assert kind.estimate.memory.parameters * 4 == pytest.approx(PUBLISHED["Qwen3-4B"] - 32 * layer, rel=0.01)
+    assert kind.phases[0] in plan.phases and kind.phases[0].items["parameters"] == 2 * kind.estimate.memory.parameters
+    assert plan.step is not None and plan.step.references > 0 and plan.step.scoring == 0
+
+
+REJECTED = ("--trainer.parallel.tensor", "3")  # nothing is traced then, which would take seconds
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([*REJECTED, "--reference.parallel.tensor", "3"], ["reference.parallel.tensor=3 does not divide the model's"]),
+        ([*REJECTED, "--reference.path", "/nowhere"], ["reference.path=/nowhere does not exist"]),
+        (
+            ["--cluster.gpu_memory_gib", "5", "--reference.path", "EIGHT_LAYERS"],
+            ["has 152064 tokens and model.path 151936", "GPU memory, reference scoring: "],
+        ),
+    ],
+)
+def test_problems_of_references(small: list[str], flags: list[str], words: list[str], tmp_path: Path) -> None:
+    """This machine does not belong to the cluster, so only settings are problems."""
+    larger = str(with_fewer_layers(tmp_path, MODELS / "Qwen2.5-7B", 8))
+    plan = planned_references(small, *(flag.replace("EIGHT_LAYERS", larger) for flag in flags))
+    for word in words:
+        assert [problem for problem in plan.problems if word in problem], plan.problems
+        assert not [note for note in plan.notes if word in note]
