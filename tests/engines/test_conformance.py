@@ -64,19 +64,14 @@ def test_samples_follow_the_distribution(engine: EngineUnderTest, prompts: list[
     assert ((seen - cells) ** 2 / cells).sum() < 45.3
 
 
-def test_eos_ends_a_response(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
-    generations = engine.generate(prompts[2], max_new_tokens=300, num_samples=16, seed=1)
-    for generation in generations:
-        assert generation.finish_reason == "stop"
-        assert generation.token_ids[-1] in EOS_IDS
-        assert not set(generation.token_ids[:-1].tolist()) & set(EOS_IDS)
-        check_logprobs(engine.reference, prompts[2], generation)
-
-
 def test_stop_ids_add_to_eos_unless_it_is_ignored(engine: EngineUnderTest, prompts: list[list[int]]) -> None:
     stop = tuple(range(100, 130))
     options: dict[str, Any] = {"max_new_tokens": 300, "num_samples": 16, "seed": 1, "stop_token_ids": stop}
-    found = [g.token_ids.tolist() for g in engine.generate(prompts[2], **options)]
+    generations = engine.generate(prompts[2], **options)
+    for generation in generations:
+        assert generation.finish_reason == "stop"
+        check_logprobs(engine.reference, prompts[2], generation)
+    found = [generation.token_ids.tolist() for generation in generations]
     only = [g.token_ids.tolist() for g in engine.generate(prompts[2], ignore_eos=True, **options)]
     assert all(ids[-1] in {*stop, *EOS_IDS} and not {*ids[:-1]} & {*stop, *EOS_IDS} for ids in found)
     assert all(ids[-1] in stop for ids in only) and any(set(ids) & set(EOS_IDS) for ids in only)

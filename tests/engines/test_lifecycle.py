@@ -23,12 +23,9 @@ LONG = SamplingParams(max_new_tokens=700, temperature=0.05, ignore_eos=True)
     ("kind", "rollout", "message"),
     [
         (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument is not an argument of vllm"),
-        (VllmEngine, {"engine_args": {"dtype": "float16"}}, "set model.dtype instead"),
-        (VllmEngine, {"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode is not supported"),
         (VllmEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
         (VllmEngine, {"max_model_len": 4000}, r"did not start: ValidationError: (?!.*pydantic\.dev).*max_model_len"),
         (SglangEngine, {"engine_args": {"context_length": 64}}, "set rollout.max_model_len instead"),
-        (SglangEngine, {"engine_args": {"enable_lora": True}}, "enable_lora=True is not supported"),
         (SglangEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
         (TransformersEngine, {"engine_args": {"block_size": 32}}, "use one of: attn_implementation, max_batch_size"),
         (TransformersEngine, {"tensor": 2}, "rollout.tensor=2"),

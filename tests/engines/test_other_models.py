@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
-from slime_like.examples.tiny_model import VOCAB_SIZE, byte_tokenizer, make_tiny_model, write_random_weights
-from slime_like.models.weight_files import keeps_type
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import (
     EngineUnderTest,
@@ -24,7 +21,6 @@ from tests.engines.harness import (
     started,
     tiny_pair,
 )
-from tests.parallel.tiny import edited_weights
 from tests.parallel.towers import save_tower
 
 LARGEST, MEAN = 0.25, 0.03
@@ -89,9 +85,21 @@ def check_the_median(engine: EngineUnderTest, judge: Reference, prompts: list[li
 TOWERS = ("qwen2_5_vl", "qwen3_vl")
 FAMILIES = ("qwen2", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "gemma3_text")
 UPDATED: list[Any] = [*product(["transformers"], (*FAMILIES, *TOWERS))]
-UPDATED += [pytest.param("transformers", "glm4_moe", marks=pytest.mark.acceptance)]
+UPDATED += [pytest.param(kind, "glm4_moe", marks=pytest.mark.acceptance) for kind in ("transformers", "sglang")]
 NO_TORCHVISION = pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's towers import torchvision")
 UPDATED += [pytest.param("vllm", each, marks=[pytest.mark.acceptance, NO_TORCHVISION]) for each in TOWERS]
+
+
+def check_served(engine: EngineUnderTest, prompt: list[int], which: int) -> None:
+    """Require that the engine serves the weights of reference ``which``, after an update if it has others."""
+    if which != engine.current:
+        receipt, sent = engine.run(engine.load(which))
+        assert receipt.checksums == sent
+    (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, ignore_eos=True)
+    assert generation.prompt_logprobs is not None
+    expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
+    check_gaps(engine.reference, generation.prompt_logprobs, expected)
+    check_logprobs(engine.reference, prompt, generation)
 
 
 @pytest.mark.parametrize(("kind", "family"), UPDATED)
@@ -111,63 +119,7 @@ def test_an_update_reaches_every_kind_of_tensor(kind: str, family: str, tmp_path
     config = run_config(references[0].directory, tmp_path / "run", max_new_tokens=64)
     with started(ENGINES[kind](config, 0), references) as engine:
         for which in (0, 1, 0):
-            if which != engine.current:
-                receipt, sent = engine.run(engine.load(which))
-                assert receipt.checksums == sent
-            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, ignore_eos=True)
-            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
-            assert generation.prompt_logprobs is not None
-            check_gaps(engine.reference, generation.prompt_logprobs, expected)
-            check_logprobs(engine.reference, prompt, generation)
-
-
-GLM = {
-    **{"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64},
-    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
-    **{"max_position_embeddings": 1024, "partial_rotary_factor": 1.0, "pad_token_id": 0, "eos_token_id": 2},
-    **{"dtype": "float32", "architectures": ["Glm4MoeForCausalLM"]},
-}
-
-
-def make_model(family: str, directory: Path) -> None:
-    if family == "deepseek_v3":
-        make_tiny_model(directory, family)
-        return
-    write_random_weights(transformers.Glm4MoeConfig(**GLM), directory, 0, transformers.GenerationConfig(eos_token_id=2))
-    byte_tokenizer().save_pretrained(directory)
-
-
-SERVED = [("transformers", "deepseek_v3"), pytest.param("sglang", "glm4_moe", marks=pytest.mark.acceptance)]
-
-
-@pytest.mark.parametrize(("kind", "family"), SERVED)
-def test_moved_biases_reach_the_routers(kind: str, family: str, tmp_path: Path) -> None:
-    """The two models differ only in routers' biases. SGLang serves DeepSeek-V3 only on GPUs."""
-    directories = [tmp_path / name for name in ("before", "after")]
-    for directory in directories:
-        make_model(family, directory)
-    generator = torch.Generator().manual_seed(0)
-    with edited_weights(directories[1]) as tensors:
-        for name in filter(keeps_type, tensors):
-            tensors[name] += 0.3 * torch.randn(len(tensors[name]), generator=generator)
-    references = [Reference(directory) for directory in directories]
-    prompt = [7 + 3 * i % 240 for i in range(40)]
-    config = run_config(directories[0], tmp_path / "run", max_new_tokens=64)
-    with started(ENGINES[kind](config, 0), references) as engine:
-        for which in (0, 1, 0):
-            if which != engine.current:
-                receipt, sent = engine.run(engine.load(which))
-                assert receipt.checksums == sent
-            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, ignore_eos=True)
-            found = generation.prompt_logprobs
-            assert found is not None
-            ours, other = (
-                references[each].logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0) for each in (which, 1 - which)
-            )
-            check_gaps(engine.reference, found, ours)
-            check_logprobs(engine.reference, prompt, generation)
-            assert np.abs(other - ours).max() > 0.1
+            check_served(engine, prompt, which)
 
 
 @pytest.mark.acceptance
@@ -180,11 +132,4 @@ def test_vllm_serves_other_attention(family: str, tmp_path: Path, monkeypatch: p
     config = run_config(references[0].directory, tmp_path / "run")
     with started(VllmEngine(config, 0), references) as engine:
         for which in (0, 1) if family == "gemma3_text" else (0,):
-            if which:
-                receipt, sent = engine.run(engine.load(which))
-                assert receipt.checksums == sent
-            (generation,) = engine.generate(prompt, max_new_tokens=12, prompt_logprobs=True, ignore_eos=True)
-            assert generation.prompt_logprobs is not None
-            expected = engine.reference.logprobs(prompt[:1], np.asarray(prompt[1:]), 1.0)
-            check_gaps(engine.reference, generation.prompt_logprobs, expected)
-            check_logprobs(engine.reference, prompt, generation)
+            check_served(engine, prompt, which)
