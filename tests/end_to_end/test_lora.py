@@ -29,10 +29,7 @@ CASES: dict[str, list[str]] = {
     "sglang-merged": TWO,
     "transformers-adapter-stages": ["--trainer.parallel.pipeline", "2"],
 }
-QUICK = list(CASES)[:3]
-
-
-EVALUATED = "evaluated"
+QUICK, EVALUATED = list(CASES)[:3], "evaluated"
 
 
 def flags_of(tiny: Tiny, root: Path, case: str) -> list[str]:
