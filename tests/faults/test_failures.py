@@ -52,7 +52,8 @@ def test_an_engine_that_cannot_update_the_weights_is_rejected_before_engines_sta
 @pytest.mark.parametrize(
     ("moment", "how", "engine"),
     [
-        ("starting Ray", "ctrl-c", "sglang"),  # with vLLM: test_killed_colocated_engines.py
+        ("starting Ray", "ctrl-c", "sglang"),
+        pytest.param("weight sync: ", "ctrl-c", "vllm", marks=pytest.mark.acceptance),
         ("checkpoint of step 1", "SIGTERM to its group", "transformers"),
         ("weight sync: ", "SIGTERM", "transformers"),  # after step 1, without a checkpoint
     ],

@@ -45,6 +45,7 @@ def _flags(tiny: Tiny, run_dir: Path, agent: Path, steps: int, *more: str) -> li
     )  # fmt: skip
 
 
+@pytest.mark.acceptance
 def test_a_killed_agent_costs_its_rollout_a_killed_engine_nothing(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(AGENT)
     run_dir, steps = tmp_path / "run", 7

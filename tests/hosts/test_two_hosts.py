@@ -7,10 +7,8 @@ a node.
 
 import json
 import math
-import shutil
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import pytest
 from slime_like.data.ledger import audit_run
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.hosts.hosts import REPO, Host, Network, Running, two_hosts
+from tests.hosts.hosts import REPO, Host, Network, Running
 
 PORT = 6380
 TWO_RANKS_EACH = ("--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2")
@@ -28,12 +26,6 @@ ONE_RANK_EACH = ("--trainer.parallel.pipeline", "2")
 SPANNING = ("--cluster.placement", "colocated", "--cluster.gpus_per_node", "1")
 NOT_LOOKED_AT = ("--checkpoint.export_hf", "false", "--logging.tensorboard", "false")
 RAYS_OWN = ("gcs_server", "raylet", "ray::", "python")  # the driver has a Ray server, too
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    with two_hosts(tmp_path_factory.mktemp("shared")) as network:
-        yield network
 
 
 def start(
@@ -77,8 +69,6 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(network: Network, tiny: Tiny) -> Trained:
     """Run the first start to its end."""
-    shutil.copytree(tiny.model, network.shared / "model")
-    shutil.copytree(tiny.data, network.shared / "data")
     flags = (*TWO_RANKS_EACH, "--checkpoint.every", "2")
     runs = [
         start(host, rank, network, tiny, "first", flags, ENGINE="transformers", PLAN="1")

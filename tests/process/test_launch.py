@@ -1,6 +1,6 @@
 """Both sides of a launch with a GCS in this process. Each failure is a sentence that names node and cause.
 
-``tests/hosts`` has nodes that never come, are killed, or have another key.
+``tests/hosts`` has nodes that are killed or interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import SlimeLikeError
-from slime_like.launch import coordinator, participant
+from slime_like.launch import commands, coordinator, participant
 from slime_like.launch.agreement import facts
 from slime_like.launch.coordinator import launch
 from slime_like.launch.exit import RefusedError, Verdict
@@ -192,6 +192,43 @@ def test_ray_that_ends_on_node_0_ends_the_run(server: GcsServer, config: RunConf
     server.ray.death = "Ray's gcs_server ended by itself with -9"  # type: ignore[attr-defined]
     sentence = f"{leader.place}, during `start`: Ray's gcs_server ended by itself with -9; {REMEDY}"
     assert leader.ended().verdict == Verdict(1, sentence)
+
+
+def test_a_node_that_never_comes_is_named_on_the_others(server: GcsServer, config: RunConfig) -> None:
+    publish(server, config)
+    node = begin(server, config)
+    wait_until(lambda: 1 in server.nodes)
+    leader = begin(server, config, 0, nodes_timeout_s=1.0)
+    verdict = leader.ended().verdict
+    assert verdict is not None and verdict == node.ended().verdict and verdict.code == 1
+    assert verdict.sentence.startswith(f"of 3 nodes, node 2 did not come to {leader.place} within 1 s; start the same ")
+
+
+def test_a_node_with_another_key_ends_the_run(server: GcsServer, config: RunConfig, tmp_path: Path) -> None:
+    """Node 0 reads the note that the node leaves."""
+    other = tmp_path / "key"
+    other.touch(mode=0o600)
+    other.write_text("w" * 40)
+    leader = head(server, config)
+    node = begin(server, config, token_file=other).ended()
+    assert isinstance(node.error, SlimeLikeError) and node.error.code == "wrong-token"
+    assert str(node.error).startswith(f"{node.place}: {HOST}:")
+    assert leader.ended().verdict == Verdict(1, str(node.error)) and 1 not in server.nodes
+
+
+def test_a_plan_that_is_rejected_ends_every_node(
+    config: RunConfig, port: int, server: GcsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(arguments: list[str], *_: object) -> Verdict:
+        Path(arguments[arguments.index("--output") + 1]).write_text('{"problems": ["a=1", "b=2"]}')
+        return Verdict(1)
+
+    monkeypatch.setattr(commands, "run_command", plan)
+    early = Node(config, 1, port)
+    time.sleep(0.5)  # it waits for node 0's GCS
+    leader = Node(config, 0, port, plan=True).ended()
+    assert leader.verdict == Verdict(1, f"{leader.place}, slime-like plan: a=1; b=2")
+    assert early.ended().verdict == leader.verdict and server.nodes == {}
 
 
 def test_node_0_fails_while_one_waits_and_another_comes_later(config: RunConfig, port: int) -> None:
