@@ -1,15 +1,17 @@
 """Agents that are programs: what they get, what they return, and their bounds."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slime_like.errors import AgentFailure
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams
+from slime_like.interfaces import ConversationTask, Generation
 from slime_like.system.processes import is_alive
-from tests.process.test_agents import MESSAGES, PROMPT, TOKENIZER, Engine, config, failure, made, request, rollouts
+from tests.process.scripted import MESSAGES, TOKENIZER, Engine, failure, request, talk_of
+from tests.process.test_agents import config, rollouts
 from tests.support.rejections import Rejects
 
 COMMAND = """
@@ -24,7 +26,7 @@ print("the program heard", word, flush=True)
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 with open(sys.argv[0] + ".pids", "a") as pids:
     pids.write(f"{child.pid}\\n")
-if word == "fail":
+if word == "again":
     sys.exit("went wrong")
 if word != "nothing":
     result = {"reward": 0.5, "success": True, "metadata": {"said": word}}
@@ -36,21 +38,17 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     """A program gets its task in a file and writes its result to another. The worker's log has its output."""
     (tmp_path / "agent.py").write_text(COMMAND)
     command = ["python", str(tmp_path / "agent.py"), "{base_url}", "{key}", "{task_file}", "{result_file}"]
-
-    class Saying(Engine):
-        async def generate(self, request: GenerationRequest) -> list[Generation]:
-            return [made(("ok", "fail", "nothing", "odd")[int(request.request_id.split("/")[1])])]
-
+    words = ("ok", "again", "nothing", "odd")
     (tmp_path / "logs").mkdir()
-    good, *bad = rollouts(Saying(), request(4), (tmp_path / "logs", "agent"), name=None, command=command)
-    assert good.conversation is not None and good.conversation.failure is None
-    assert (good.conversation.reward, good.conversation.success) == (0.5, True)
+    engine = Engine(*([word] for word in words))
+    good, *bad = rollouts(engine, request(4), (tmp_path / "logs", "agent"), name=None, command=command)
+    assert (failure(good), talk_of(good).reward, talk_of(good).success) == (None, 0.5, True)
     assert [failure(generation) for generation in bad] == ["error"] * 3
-    details = [g.conversation.failure["detail"] for g in bad if g.conversation and g.conversation.failure]
-    assert details[0] == "CommandFailed: exit code 1: the program heard fail | went wrong"
+    details = [detail(generation) for generation in bad]
+    assert details[0] == "CommandFailed: exit code 1: the program heard again | went wrong"
     assert details[1] == "CommandFailed: it wrote no result file"
     printed = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
-    assert all(f"the program heard {word}" in printed for word in ("ok", "fail", "nothing", "odd"))
+    assert all(f"the program heard {word}" in printed for word in words)
     left = list(map(int, (tmp_path / "agent.py.pids").read_text().split()))
     assert len(left) == 4 and not any(map(is_alive, left))
 
@@ -58,13 +56,9 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
 def test_the_example_program_solves_a_task() -> None:
     program = Path(__file__).parents[2] / "docs" / "examples" / "agents" / "calculator_program.py"
     command = [sys.executable, str(program), "{task_file}", "{result_file}"]
-    asked = GenerationRequest(
-        "r", PromptInput(PROMPT), SamplingParams(max_new_tokens=50), 1, task=ConversationTask("408", {}, MESSAGES)
-    )
-    engine = Engine(["[12*34]", "408"])
-    (generation,) = rollouts(engine, asked, name=None, command=command, workers=1)
-    assert generation.conversation is not None and generation.conversation.failure is None
-    assert (generation.conversation.reward, generation.conversation.success) == (1.0, True)
+    asked = replace(request(1), task=ConversationTask("408", {}, MESSAGES))
+    (generation,) = rollouts(Engine(["[12*34]", "408"]), asked, name=None, command=command, workers=1)
+    assert failure(generation) is None and talk_of(generation).success and talk_of(generation).reward == 1.0
     assert TOKENIZER.decode(generation.token_ids) == "[12*34]<eos><user>408<assistant>408<eos>"
 
 
@@ -87,8 +81,11 @@ def end(code=0, **result):
 
 
 def metadata(generation: Generation) -> dict[str, Any]:
-    assert generation.conversation is not None
-    return dict(generation.conversation.metadata[0])
+    return dict(talk_of(generation).metadata[0])
+
+
+def detail(generation: Generation) -> str:
+    return str((talk_of(generation).failure or {})["detail"])
 
 
 def test_a_command_has_its_own_directories_and_the_task_in_its_arguments(
@@ -105,10 +102,8 @@ for name in ("work", "home"):
 end(reward=1.0, metadata=found)
 """)  # fmt: skip
     command[1] = "agent.py"
-    asked = request(2)
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say {key} or {model}."})
-    task = ConversationTask("x", {}, messages)
-    asked = GenerationRequest("r", PromptInput(PROMPT), asked.sampling, 2, seed=5, task=task)
+    asked = replace(request(2), task=ConversationTask("x", {}, messages))
     found = rollouts(Engine([], []), asked, name=None, command=[*command, "{model}: {prompt}", "{x}"], workers=1)
     told = [metadata(generation) for generation in found]
     for one in told:
@@ -125,21 +120,19 @@ def test_a_result_counts_whatever_the_exit_code(tmp_path: Path, rejects: Rejects
     command = program(tmp_path / "agent.py", text)
     given, none, fails = (Engine([word]) for word in ("give", "ok", "quit"))
     (generation,) = rollouts(given, request(1), name=None, command=command)
-    assert failure(generation) is None and generation.conversation is not None
-    assert generation.conversation.reward == 0.5
+    assert (failure(generation), talk_of(generation).reward) == (None, 0.5)
     last = " | ".join(f"line {i}" for i in range(8, 20))
     assert metadata(generation) | {"endpoint": 0} == {"a": 1, "exit_code": 3, "output": last, "endpoint": 0}
     for engine, reason in ((none, "it wrote no result file"), (fails, f"exit code 2: {last}")):
         (generation,) = rollouts(Engine(*engine.scripts), request(1), name=None, command=command)
-        assert generation.conversation is not None and generation.conversation.failure is not None
-        assert generation.conversation.failure["detail"] == f"CommandFailed: {reason}"
+        assert detail(generation) == f"CommandFailed: {reason}"
     graded = config(name=None, command=command)
     graded = graded.model_copy(
         update={"reward": graded.reward.model_copy(update={"functions": graded.reward.computed})}
     )
     for engine, ended in ((none, {}), (fails, {"exit_code": 2, "output": last})):
         (generation,) = rollouts(engine, request(1), settings=graded)
-        assert failure(generation) is None and generation.conversation is not None
+        assert failure(generation) is None
         assert metadata(generation) | {"endpoint": 0} == {**ended, "endpoint": 0}
     silent = graded.rollout.agent.model_copy(update={"command": ("sh", "-c", "echo unknown flag; exit 9")})
     graded = graded.model_copy(update={"rollout": graded.rollout.model_copy(update={"agent": silent})})
@@ -163,8 +156,8 @@ end(reward=1.0)
     pids = tmp_path / "pids"
     engine = Engine(["fill"], ["ok"])
     full, good = rollouts(engine, request(2), name=None, command=[*command, str(pids)], memory_mb=256)
-    assert failure(good) is None and full.conversation is not None
-    detail = "its processes exceeded rollout.agent.memory_mb=256"
-    assert full.conversation.failure == {"reason": "memory", "function": "rollout.agent", "detail": detail}
+    told = "its processes exceeded rollout.agent.memory_mb=256"
+    assert failure(good) is None
+    assert talk_of(full).failure == {"reason": "memory", "function": "rollout.agent", "detail": told}
     left = list(map(int, pids.read_text().split()))
     assert len(left) == 2 and not any(map(is_alive, left))

@@ -257,13 +257,14 @@ async def test_clients_understand_rejections() -> None:
         async with here.openai() as one, here.anthropic() as other:
             ask = one.chat.completions.create
             long: Any = {"role": "user", "content": "x" * 50}
-            assert await rejected(ask(model="m", messages=[long])) == (400, "context_length_exceeded")
+            for stream in (False, True):  # what is known before sampling is a status of a stream, too
+                asked: Any = {"model": "m", "messages": [long], "stream": stream}
+                assert await rejected(ask(**asked)) == (400, "context_length_exceeded")
             tell = other.messages.create(model="m", max_tokens=1, messages=[long])
             assert await rejected(tell) == (400, "context_length_exceeded")
-            settings: list[dict[str, Any]] = [{"n": 2}, {"logit_bias": {"7": 1}}, {"logprobs": True}]
-            settings += [{"extra_body": {"guided_json": JSON}}]
-            for setting in settings:
-                asked: Any = {"model": "m", "messages": [USER], **setting}
+            unsupported = {"n": 2, "logit_bias": {"7": 1}, "logprobs": True, "extra_body": {"guided_json": JSON}}
+            for setting in ({name: value} for name, value in unsupported.items()):
+                asked = {"model": "m", "messages": [USER], **setting}
                 assert await rejected(ask(**asked)) == (400, "unsupported_parameter")
             image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
             with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.0\.image_url: images are not sup"):
@@ -359,12 +360,14 @@ async def test_a_stream_shows_signs_of_life_and_then_an_error(
 
 
 @bounded
-async def test_clients_raise_an_error_in_a_stream() -> None:
-    async with endpoint("die", "die", "die") as here, here.openai() as one, here.anthropic() as other:
-        for create, text in (
-            (one.chat.completions.create, {"messages": [USER]}),
-            (one.responses.create, {"input": "hi"}),
-        ):
+async def test_an_engine_failure_ends_the_rollout_and_clients_raise_it_in_a_stream() -> None:
+    async with endpoint(*["die"] * 4) as here, here.openai() as one, here.anthropic() as other:
+        ask = one.chat.completions.create
+        assert await rejected(ask(model="m", messages=[USER])) == (503, "engine_failed")
+        assert str(here.session.failure.result()) == "it died"
+        assert len(here.model.asked) == 1  # the client does not try again
+        text: Any
+        for create, text in ((ask, {"messages": [USER]}), (one.responses.create, {"input": "hi"})):
             with pytest.raises(openai.APIError, match="the engine failed"):
                 async for _ in await create(model="m", stream=True, **text):
                     pass
@@ -374,33 +377,12 @@ async def test_clients_raise_an_error_in_a_stream() -> None:
 
 
 @bounded
-async def test_a_stream_rejects_what_is_known_before_sampling_by_status() -> None:
-    async with endpoint(max_model_len=40) as here, here.openai() as one:
-        long: Any = {"role": "user", "content": "x" * 50}
-        asked = one.chat.completions.create(model="m", messages=[long], stream=True)
-        assert await rejected(asked) == (400, "context_length_exceeded")
-
-
-@bounded
-async def test_tokens_are_counted_without_a_call() -> None:
-    async with endpoint(max_calls=1) as here, here.anthropic() as client:
+async def test_tokens_are_counted_without_a_call_and_a_probe_needs_no_key() -> None:
+    async with endpoint(max_calls=1) as here, here.anthropic() as client, aiohttp.ClientSession() as probe:
         counted = await client.messages.count_tokens(model="m", system="be", messages=[USER])
         await client.messages.create(model="m", max_tokens=1, system="be", messages=[USER])
         assert counted.input_tokens == len(here.model.asked[0].prompt.token_ids)
-
-
-@bounded
-async def test_a_probe_needs_no_key() -> None:
-    async with endpoint() as here, aiohttp.ClientSession() as client, client.head(here.server.base_url) as answer:
-        assert answer.status == 200
-
-
-@bounded
-async def test_an_engine_failure_ends_the_rollout() -> None:
-    async with endpoint("die") as here, here.openai() as client:
-        assert await rejected(client.chat.completions.create(model="m", messages=[USER])) == (503, "engine_failed")
-        assert str(here.session.failure.result()) == "it died"
-        assert len(here.model.asked) == 1  # the client does not try again
+        assert (await probe.head(here.server.base_url)).status == 200
 
 
 HOSTILE = 1000

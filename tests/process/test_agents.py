@@ -3,8 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import AgentFailure, EngineError
-from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.requests import to_group
-from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.sandbox.rewards.pool import RewardPool
 from slime_like.system.processes import is_alive
+from tests.process import scripted
 from tests.process.conftest import wait_until
+from tests.process.scripted import EOS, MESSAGES, PROMPT, TOKENIZER, Engine, failure, request, rewarded, talk_of
 from tests.support.rejections import Rejects
 
 AGENT = '''
@@ -102,43 +100,10 @@ async def served(task):
     return AgentResult(1.0, metadata={"pids": [server.pid, int(child.read_text())]})
 '''
 
-TOKENIZER = byte_tokenizer()
-EOS = TOKENIZER.eos_token_id
-PROMPT = TOKENIZER.encode("<user>hello<assistant>", add_special_tokens=False)
-MESSAGES = ({"role": "user", "content": "hello"},)
 
-
-def made(text: str, version: int = 0) -> Generation:
-    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
-    count = len(tokens)
-    return Generation(np.array(tokens), np.full(count, -1.0, np.float32), np.full(count, version, np.int64), "stop")
-
-
-class Engine:
-    """Engine that answers sample i with its script, call by call. "wait" never ends, and "fail" raises."""
-
-    def __init__(self, *scripts: list[str]) -> None:
-        self.scripts = [list(script) for script in scripts]
-        self.requests: list[GenerationRequest] = []
-
-    async def generate(self, request: GenerationRequest) -> list[Generation]:
-        self.requests.append(request)
-        script = self.scripts[int(request.request_id.split("/")[1])]
-        said = script.pop(0) if script else "ok"
-        if said == "wait":
-            await asyncio.Event().wait()
-        if said == "fail":
-            raise EngineError("it died")
-        return [made(said, version=len(self.requests))]
-
-    async def version(self) -> int:
-        return 7
-
-
-@pytest.fixture
-def agents(user_module: Callable[[str, str], Path]) -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def _agents(user_module: Callable[[str, str], Path]) -> None:
     user_module("agents_of_test", AGENT)
-    yield
 
 
 def config(data: Any = None, **agent: Any) -> RunConfig:
@@ -148,43 +113,17 @@ def config(data: Any = None, **agent: Any) -> RunConfig:
     return RunConfig(run_dir="run", model={"path": "model"}, **sections)
 
 
-def request(samples: int, **fields: Any) -> GenerationRequest:
-    sampling = SamplingParams(temperature=0.7, max_new_tokens=50, stop_token_ids=(EOS,))
-    return GenerationRequest(
-        "r", PromptInput(PROMPT), sampling, samples, seed=5, task=ConversationTask("bye", fields, MESSAGES)
-    )
-
-
-Scenario = Callable[[AgentRollouts], Awaitable[list[Generation]]]
-
-
 def rollouts(
     engine: Engine,
-    asked: GenerationRequest | Scenario,
+    asked: GenerationRequest | scripted.Scenario,
     logs: tuple[Path, str] | None = None,
     settings: RunConfig | None = None,
     **agent: Any,
 ) -> list[Generation]:
-    async def run() -> list[Generation]:
-        made = AgentRollouts(settings or config(**agent), TOKENIZER, engine.generate, engine.version, logs)
-        pids: tuple[int, ...] = ()
-        try:
-            await made.start()
-            pids = made._pool.process_ids
-            return await (made.run(asked) if isinstance(asked, GenerationRequest) else asked(made))
-        finally:
-            await made.close()
-            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    found = settings or config(**agent)
+    return scripted.run(lambda: AgentRollouts(found, TOKENIZER, engine.generate, engine.version, logs), asked)
 
 
-def failure(generation: Generation) -> str | None:
-    assert generation.conversation is not None
-    return None if generation.conversation.failure is None else generation.conversation.failure["reason"]
-
-
-@pytest.mark.usefixtures("agents")
 def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
     """Rollouts run on two workers. One that hangs or dies affects no other."""
     words = ["more", "fork", "raise", "die", "odd", "nan", "hang", "left", "ok"]
@@ -196,11 +135,11 @@ def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
         "hang": "timeout", "left": None, "ok": None,
     }  # fmt: skip
     more, fork, left = found["more"], found["fork"], found["left"]
-    assert more.conversation is not None and fork.conversation is not None
-    assert more.segments == () and len(more.conversation.turns) == 2
+    talk = talk_of(more)
+    assert more.segments == () and len(talk.turns) == 2
     assert TOKENIZER.decode(more.token_ids) == "more<eos><user>more<assistant>ok<eos>"
-    assert (more.conversation.reward, more.conversation.success) == (0.5, True)
-    (told,) = more.conversation.metadata
+    assert (talk.reward, talk.success) == (0.5, True)
+    (told,) = talk.metadata
     assert told["endpoint"] == {"calls": 2, "rows": 1, "ignored": {"temperature": "0.1"}}
     assert (told["prompt"], told["said"]) == ("<user>hello<assistant>", "more")
     assert told["messages"] == [*MESSAGES]
@@ -213,16 +152,13 @@ def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
     assert [seeds["r/0/0"], seeds["r/0/1"]] == expected
 
 
-@pytest.mark.usefixtures("agents")
 def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
     (generation,) = rollouts(Engine(["title"]), request(1), untrained=("other_models",))
-    assert generation.conversation is not None and generation.segments == ()
-    assert TOKENIZER.decode(generation.token_ids) == "title<eos>"
-    endpoint = generation.conversation.metadata[0]["endpoint"]
+    assert generation.segments == () and TOKENIZER.decode(generation.token_ids) == "title<eos>"
+    endpoint = talk_of(generation).metadata[0]["endpoint"]
     assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
 
 
-@pytest.mark.usefixtures("agents")
 def test_fields_of_tokens_are_kept_and_fields_of_the_prompt_rejected(rejects: Rejects) -> None:
     """Prompts of an agent's calls come from its messages, so they would lack fields of the row's prompt."""
 
@@ -241,61 +177,45 @@ def test_fields_of_tokens_are_kept_and_fields_of_the_prompt_rejected(rejects: Re
     assert "depth" in str(caught.value)
 
 
-@pytest.mark.usefixtures("agents")
 def test_a_call_may_give_template_variables_and_stop_strings() -> None:
     engine = Engine(["own"])
     (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": {"a": 2}})
-    assert found.conversation is not None
-    assert found.conversation.metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1"}
+    assert talk_of(found).metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1"}
     assert [asked.sampling.stop for asked in engine.requests] == [(), ("zz",)]
 
 
-@pytest.mark.usefixtures("agents")
 def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
-    engine = Engine(["more"], ["fork"], ["raise"])
-    generations = rollouts(engine, request(3))
-    group = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), generations, 1.0)
-    settings = config()
-    with closing(RewardPool(settings.reward)) as pool:
-        scorer = Scorer(settings, pool, TOKENIZER)
-        (rewarded,) = scorer.rewards([group])
-        scored = scorer.scored([rewarded], step=1)
-    assert rewarded.rewards[:, 1].tolist() == [1.0, 1.0, 0.0]
+    generations = rollouts(Engine(["more"], ["fork"], ["raise"]), request(3))
+    found, scored = rewarded(config(), generations)
+    assert found.rewards[:, 1].tolist() == [1.0, 1.0, 0.0]
     assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2", "7-2"]
     advantages = [float(row.advantages.unique()) for row in scored]
     assert advantages[1] == advantages[2] == advantages[3] > advantages[4]
 
 
-@pytest.mark.usefixtures("agents")
 def test_calls_have_rewards_in_the_order_of_answers() -> None:
     """The subagent's call comes between two calls of the main row, and its row before it."""
     found = rollouts(Engine(["A"]), request(1), name="agents_of_test:paid")[0]
-    assert [TOKENIZER.decode(segment.token_ids[segment.loss_mask]) for segment in found.segments] == [
-        "ok<eos>",
-        "A<eos>ok<eos>",
-    ]
-    assert found.conversation is not None and found.conversation.reward == 3.5
-    assert (found.conversation.calls, found.conversation.rewards) == ((1, 0, 2), (2.0, 1.0, 0.0))
+    trained = [TOKENIZER.decode(segment.token_ids[segment.loss_mask]) for segment in found.segments]
+    assert trained == ["ok<eos>", "A<eos>ok<eos>"]
+    talk = talk_of(found)
+    assert (talk.reward, talk.calls, talk.rewards) == (3.5, (1, 0, 2), (2.0, 1.0, 0.0))
     (refused,) = rollouts(Engine(["A"]), request(1), name="agents_of_test:unpaid")
     assert failure(refused) == "error"
 
 
-@pytest.mark.usefixtures("agents")
-def test_an_agent_without_calls_has_a_reward_and_no_loss(rejects: Rejects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_without_calls_has_a_reward_and_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its routes are unknown, if others have some."""
     monkeypatch.setattr("slime_like.orchestration.rollout.agents.routes_per_token", lambda *_: (2, 4))
     (generation,) = rollouts(Engine([]), request(1), name="agents_of_test:silent")
-    assert generation.conversation is not None and generation.conversation.turns == ()
-    assert (generation.conversation.reward, generation.token_ids.tolist()) == (2.0, [EOS])
+    assert (talk_of(generation).turns, talk_of(generation).reward) == ((), 2.0)
+    assert generation.token_ids.tolist() == [EOS]
     assert generation.weight_versions.tolist() == [7]
     (row,) = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), [generation], 1.0).trajectories
     assert not row.loss_mask.any()
     assert row.routes is not None and torch.equal(row.routes, torch.full((len(PROMPT), 2, 4), -1, dtype=torch.int16))
-    with rejects(AgentFailure, "agent-silent"):
-        rollouts(Engine([]), request(8), name="agents_of_test:silent")
 
 
-@pytest.mark.usefixtures("agents")
 def test_a_killed_worker_ends_only_its_rollout_and_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
 
@@ -312,7 +232,6 @@ def test_a_killed_worker_ends_only_its_rollout_and_its_children(tmp_path: Path) 
     assert (failure(killed), failure(other)) == ("crash", None)
 
 
-@pytest.mark.usefixtures("agents")
 def test_a_rollout_leaves_no_daemons(tmp_path: Path) -> None:
     """They are ended before the next rollout of the worker."""
     pid_file = tmp_path / "pid"
@@ -326,17 +245,14 @@ def test_a_rollout_leaves_no_daemons(tmp_path: Path) -> None:
     assert failure(generation) is None
 
 
-@pytest.mark.usefixtures("agents")
 def test_a_process_of_the_module_stays_until_the_worker_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER", str(tmp_path / "asked"))
     found = rollouts(Engine([], []), request(2), name="agents_of_test:served", workers=1)
-    results = [generation.conversation for generation in found]
     assert [failure(generation) for generation in found] == [None, None]
-    first, second = (result.metadata[0]["pids"] for result in results if result)
+    first, second = (talk_of(generation).metadata[0]["pids"] for generation in found)
     assert first == second and len(first) == 2 and not any(map(is_alive, first))
 
 
-@pytest.mark.usefixtures("agents")
 def test_a_canceled_request_ends_its_agents_and_their_calls() -> None:
     engine = Engine(["more", "wait"], ["wait"])
 
@@ -354,24 +270,10 @@ def test_a_canceled_request_ends_its_agents_and_their_calls() -> None:
     rollouts(engine, scenario)
 
 
-@pytest.mark.usefixtures("agents")
-@pytest.mark.parametrize(("host", "expected"), [({}, "127.0.0.1"), ({"host": "node"}, "127.0.0.2")])
-def test_the_endpoint_listens_on_loopback_or_the_nodes_address(
-    host: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("host", "expected"), [(None, "127.0.0.1"), ("node", "127.0.0.2"), ("127.0.0.3", "127.0.0.3")])
+def test_the_endpoint_listens_on_one_address(host: str | None, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, loopback. A Linux host has all of 127.0.0.0/8."""
     monkeypatch.setattr("slime_like.orchestration.rollout.agents.node_address", lambda: "127.0.0.2")
-
-    async def scenario(made: AgentRollouts) -> list[Generation]:
-        assert made._server.base_url.startswith(f"http://{expected}:")
-        return await made.run(request(1))
-
-    (generation,) = rollouts(Engine(["more"]), scenario, **host)
-    assert failure(generation) is None
-
-
-@pytest.mark.usefixtures("agents")
-def test_the_endpoint_listens_on_the_given_address(rejects: Rejects) -> None:
-    """A Linux host has all of 127.0.0.0/8, and no host has an address for documentation."""
 
     def listening() -> set[tuple[str, int]]:
         """Ports of this process; earlier tests may have left some open."""
@@ -381,31 +283,31 @@ def test_the_endpoint_listens_on_the_given_address(rejects: Rejects) -> None:
 
     async def scenario(made: AgentRollouts) -> list[Generation]:
         during.update(listening())
-        assert made._server.base_url.startswith("http://127.0.0.2:")
+        assert made._server.base_url.startswith(f"http://{expected}:")
         return await made.run(request(1))
 
-    (generation,) = rollouts(Engine(["more"]), scenario, host="127.0.0.2")
-    assert failure(generation) is None and {ip for ip, _ in during - before} == {"127.0.0.2"}
-    with rejects(AgentFailure, "agent-host"):
-        rollouts(Engine(), request(1), host="198.51.100.7")
+    (generation,) = rollouts(Engine(["more"]), scenario, **({"host": host} if host else {}))
+    assert failure(generation) is None and {ip for ip, _ in during - before} == {expected}
 
 
-@pytest.mark.usefixtures("agents")
 def test_an_engine_error_ends_the_request() -> None:
     with pytest.raises(EngineError, match="it died"):
         rollouts(Engine(["more", "fail"], ["wait"]), request(2))
 
 
-@pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize(
-    "agent", [{"name": "agents_of_test:absent"}, {"name": "agents_of_test:plain"}, {"options": {"wings": 2}}]
+    ("agent", "code"),
+    [
+        ({"name": "agents_of_test:absent"}, "code-unusable"),
+        ({"name": "agents_of_test:plain"}, "code-unusable"),
+        ({"options": {"wings": 2}}, "code-unusable"),
+        ({"host": "198.51.100.7"}, "agent-host"),  # for documentation; no host has it
+        ({"name": "agents_of_test:broken", "workers": 1}, "agent-fails"),
+        ({"name": "agents_of_test:silent"}, "agent-silent"),
+    ],
 )
-def test_an_unusable_agent_is_rejected_at_the_start(agent: dict[str, Any], rejects: Rejects) -> None:
-    with rejects(AgentFailure, "code-unusable"):
-        rollouts(Engine([]), request(1), **agent)
-
-
-@pytest.mark.usefixtures("agents")
-def test_an_agent_that_always_fails_ends_the_run(rejects: Rejects) -> None:
-    with rejects(AgentFailure, "agent-fails"):
-        rollouts(Engine(), request(8), name="agents_of_test:broken", workers=1)
+def test_an_agent_that_is_unusable_or_always_fails_ends_the_run(
+    agent: dict[str, Any], code: str, rejects: Rejects
+) -> None:
+    with rejects(AgentFailure, code):
+        rollouts(Engine(*[[]] * 8), request(8), **agent)

@@ -1,8 +1,7 @@
 """Conversations with a scripted engine: ids stay as sampled, observations carry no loss, and limits hold."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.config.rollout import RewardConfig
-from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, EnvironmentFailure
-from slime_like.examples.tiny_model import byte_tokenizer
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput
 from slime_like.orchestration.rollout.conversations import Conversations
-from slime_like.orchestration.rollout.requests import to_group
-from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.sandbox.rewards.pool import RewardPool
+from tests.process import scripted
+from tests.process.scripted import EOS, PROMPT, TOKENIZER, Engine, failure, ids, made, request, rewarded, talk_of, turn
 from tests.support.rejections import Rejects
 
 ENVIRONMENT = '''
@@ -63,48 +59,10 @@ class Judge(Parrot):
         return super().step(state, response)
 '''
 
-TOKENIZER = byte_tokenizer()
-EOS = TOKENIZER.eos_token_id
-PROMPT = TOKENIZER.encode("<user>hello<assistant>", add_special_tokens=False)
 
-
-def ids(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False)
-
-
-def turn(text: str, reason: str = "stop", version: int = 0) -> Generation:
-    tokens = ids(text) + ([EOS] if reason == "stop" else [])
-    return made(tokens, reason, version)
-
-
-def made(tokens: list[int], reason: Any = "stop", version: int = 0) -> Generation:
-    count = len(tokens)
-    logprobs = -np.arange(1, count + 1, dtype=np.float32)
-    return Generation(np.array(tokens, np.int64), logprobs, np.full(count, version, np.int64), reason)
-
-
-Scenario = Callable[[Conversations], Awaitable[list[Generation]]]
-
-
-class Engine:
-    """Engine that answers sample i with its script, turn by turn, and records requests."""
-
-    def __init__(self, *scripts: list[Generation]) -> None:
-        self.scripts = [list(script) for script in scripts]
-        self.requests: list[GenerationRequest] = []
-
-    async def generate(self, request: GenerationRequest) -> list[Generation]:
-        self.requests.append(request)
-        _, sample, _ = request.request_id.split("/")
-        return [self.scripts[int(sample)].pop(0)]
-
-
-@pytest.fixture
-def loop(user_module: Callable[[str, str], Path]) -> Iterator[asyncio.AbstractEventLoop]:
+@pytest.fixture(autouse=True)
+def _parrots(user_module: Callable[[str, str], Path]) -> None:
     user_module("parrots", ENVIRONMENT)
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
 
 
 def config(**environment: Any) -> RunConfig:
@@ -112,34 +70,17 @@ def config(**environment: Any) -> RunConfig:
     return RunConfig(run_dir="run", model={"path": "model"}, rollout={"environment": settings})
 
 
-def request(samples: int = 1, limit: int = 200, **fields: Any) -> GenerationRequest:
-    sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(EOS,))
-    return GenerationRequest("r", PromptInput(PROMPT), sampling, samples, seed=5, task=ConversationTask("bye", fields))
+def talk(engine: Engine, asked: GenerationRequest | scripted.Scenario, **environment: Any) -> list[Generation]:
+    return scripted.run(lambda: Conversations(config(**environment), TOKENIZER, engine.generate), asked)
 
 
-def talk(
-    loop: asyncio.AbstractEventLoop, engine: Engine, asked: GenerationRequest | Scenario, **environment: Any
-) -> list[Generation]:
-    async def run() -> list[Generation]:
-        conversations = Conversations(config(**environment), TOKENIZER, engine.generate)
-        await conversations.start()
-        try:
-            return await (conversations.run(asked) if isinstance(asked, GenerationRequest) else asked(conversations))
-        finally:
-            pids = conversations._pool.process_ids
-            await conversations.close()
-            assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-    return loop.run_until_complete(asyncio.wait_for(run(), 60))
-
-
-def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEventLoop) -> None:
+def test_ids_are_kept_and_observations_carry_no_loss() -> None:
     """The model samples half a character and a special token, which text cannot restore. The tool sends an EOS."""
     odd = [*ids("h"), ids("\u00e9")[0], TOKENIZER.convert_tokens_to_ids("<user>"), EOS]
     assert ids(TOKENIZER.decode(odd, skip_special_tokens=False)) != odd
     engine = Engine([made(odd, version=3), turn("on", version=3), turn("bye", version=4)])
     fields = {"depth": np.arange(len(PROMPT))}
-    (generation,) = talk(loop, engine, replace(request(extra="<eos>"), prompt=PromptInput(PROMPT, fields)))
+    (generation,) = talk(engine, replace(request(extra="<eos>"), prompt=PromptInput(PROMPT, fields)))
     tokens = generation.token_ids.tolist()
     first, second = ids("<tool>"), ids("<assistant>")
     assert tokens[: len(odd)] == odd
@@ -148,23 +89,23 @@ def test_ids_are_kept_and_observations_carry_no_loss(loop: asyncio.AbstractEvent
     assert tokens[4:22] == [*first, *ids("H\ufffd<USER> "), *tokens[16:21], *second]  # the mark is text for the tool
     assert tokens.count(EOS) == 3  # only sampled ones: the tool's "<eos>" is five letters
     assert TOKENIZER.decode(tokens[25:35]) == "<tool>ON <eos><assistant>"
-    assert generation.conversation is not None
-    assert generation.conversation.turns == ((0, 4), (22, 25), (35, 39))
+    said = talk_of(generation)
+    assert said.turns == ((0, 4), (22, 25), (35, 39))
     observed = np.ones(len(tokens), bool)
-    for start, end in generation.conversation.turns:
+    for start, end in said.turns:
         observed[start:end] = False
     assert (generation.logprobs[observed] == 0).all() and (generation.logprobs[~observed] < 0).all()
     assert generation.weight_versions.tolist() == [3] * 35 + [4] * 4
-    assert (generation.finish_reason, generation.conversation.success) == ("stop", True)
-    assert [step["said"][-1] for step in generation.conversation.metadata] == ["h\ufffd<user>", "on", "bye"]
-    state = generation.conversation.metadata[-1]["state"]
+    assert (generation.finish_reason, said.success) == ("stop", True)
+    assert [step["said"][-1] for step in said.metadata] == ["h\ufffd<user>", "on", "bye"]
+    state = said.metadata[-1]["state"]
     assert (state["prompt"], state["answer"], state["extra"]) == ("<user>hello<assistant>", "bye", "<eos>")
 
 
-def test_every_turn_of_every_sample_has_a_different_seed(loop: asyncio.AbstractEventLoop) -> None:
+def test_every_turn_of_every_sample_has_a_different_seed() -> None:
     def seeds(samples: int) -> dict[str, int | None]:
         engine = Engine(*[[turn("a"), turn("b"), turn("bye")] for _ in range(samples)])
-        talk(loop, engine, request(samples))
+        talk(engine, request(samples))
         return {r.request_id: r.seed for r in engine.requests}
 
     four = seeds(4)
@@ -186,7 +127,6 @@ def test_every_turn_of_every_sample_has_a_different_seed(loop: asyncio.AbstractE
     ],
 )
 def test_budgets(
-    loop: asyncio.AbstractEventLoop,
     limit: int,
     environment: dict[str, Any],
     script: list[Generation],
@@ -194,32 +134,31 @@ def test_budgets(
     reason: str,
 ) -> None:
     engine = Engine(script)
-    (generation,) = talk(loop, engine, request(limit=limit), **environment)
+    (generation,) = talk(engine, request(limit=limit), **environment)
     assert [r.sampling.max_new_tokens for r in engine.requests] == limits
-    assert generation.conversation is not None and len(generation.conversation.turns) == len(limits)
-    assert len(generation.token_ids) <= limit
-    assert generation.conversation.turns[-1][1] == len(generation.token_ids)  # it ends with a turn, not an observation
+    turns = talk_of(generation).turns
+    assert len(turns) == len(limits) and len(generation.token_ids) <= limit
+    assert turns[-1][1] == len(generation.token_ids)  # it ends with a turn, not an observation
     assert generation.finish_reason == reason
 
 
-def test_a_turn_that_is_cut_off_is_judged_if_the_environment_supports_it(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_turn_that_is_cut_off_is_judged_if_the_environment_supports_it() -> None:
     """Either way, it ends the conversation, and its tokens carry loss."""
     script = [turn("a"), turn("bc", "length")]
     for name, reward, said in (("Parrot", 1.0, ["a"]), ("Judge", 0.5, ["cut bc"])):
         options = {"name": f"parrots:{name}", "options": {"reward": 1.0}}
-        (generation,) = talk(loop, Engine(script), request(), **options)
-        assert generation.conversation is not None and generation.finish_reason == "length"
-        assert generation.conversation.reward == reward and not generation.conversation.success
-        assert generation.conversation.metadata[-1]["said"] == said
+        (generation,) = talk(Engine(script), request(), **options)
+        found = talk_of(generation)
+        assert (generation.finish_reason, found.reward, found.success) == ("length", reward, False)
+        assert found.metadata[-1]["said"] == said
         assert generation.token_ids.tolist()[-2:] == ids("bc")
 
 
-def test_an_observation_is_cut_to_its_limit(loop: asyncio.AbstractEventLoop) -> None:
-    (generation,) = talk(loop, Engine([turn("abcdef"), turn("bye")]), request(), max_observation_tokens=3)
+def test_an_observation_is_cut_to_its_limit() -> None:
+    (generation,) = talk(Engine([turn("abcdef"), turn("bye")]), request(), max_observation_tokens=3)
     tokens = generation.token_ids.tolist()
     assert TOKENIZER.decode(tokens[7:12]) == "<tool>ABC<assistant>"
-    assert generation.conversation is not None
-    assert generation.conversation.metadata[0]["cut_tokens"] == 4
+    assert talk_of(generation).metadata[0]["cut_tokens"] == 4
 
 
 @pytest.mark.parametrize(
@@ -233,84 +172,66 @@ def test_an_observation_is_cut_to_its_limit(loop: asyncio.AbstractEventLoop) -> 
         ("odd", "error", "TypeError: step returned a str; return a Step (FILE:14)"),
     ],
 )
-def test_a_bad_step_ends_only_its_conversation(
-    loop: asyncio.AbstractEventLoop, tmp_path: Path, word: str, reason: str, detail: str
-) -> None:
+def test_a_bad_step_ends_only_its_conversation(tmp_path: Path, word: str, reason: str, detail: str) -> None:
     """Other conversations continue, even if they began on the worker that ended. A worker keeps no state."""
     engine = Engine([turn("a"), turn("b"), turn("bye")], [turn("a"), turn(word)], [turn("a"), turn("b"), turn("bye")])
-    good, bad, other = talk(loop, engine, request(3), timeout_s=1.5, options={"reward": 0.5}, workers=1)
+    good, bad, other = talk(engine, request(3), timeout_s=1.5, options={"reward": 0.5}, workers=1)
     for generation in (good, other):
-        assert generation.conversation is not None and generation.conversation.failure is None
-        assert (generation.conversation.reward, generation.finish_reason) == (1.5, "stop")
-        assert all(1.5 <= step["cpu_left"] <= 3.5 for step in generation.conversation.metadata)
-    assert bad.conversation is not None and bad.conversation.failure is not None
-    assert bad.conversation.failure["reason"] == reason
-    assert bad.conversation.failure.get("detail", "") == detail.replace("FILE", str(tmp_path / "parrots.py"))
-    assert bad.conversation.turns == ((0, 2), (6, 6 + len(word) + 1))
-
-
-def test_an_environment_that_always_fails_ends_the_run(loop: asyncio.AbstractEventLoop, rejects: Rejects) -> None:
-    engine = Engine(*[[turn("raise")] for _ in range(9)])
-    with rejects(EnvironmentFailure, "environment-fails"):
-        talk(loop, engine, request(9))
+        assert (failure(generation), talk_of(generation).reward, generation.finish_reason) == (None, 1.5, "stop")
+        assert all(1.5 <= step["cpu_left"] <= 3.5 for step in talk_of(generation).metadata)
+    assert failure(bad) == reason
+    told = (talk_of(bad).failure or {}).get("detail", "")
+    assert told == detail.replace("FILE", str(tmp_path / "parrots.py"))
+    assert talk_of(bad).turns == ((0, 2), (6, 6 + len(word) + 1))
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [{"name": "parrots:Absent"}, {"options": {"wings": 2}}, {"name": "calculator", "options": {"opening": ""}}],
+    ("environment", "code"),
+    [
+        ({}, "environment-fails"),
+        ({"name": "parrots:Absent"}, "code-unusable"),
+        ({"options": {"wings": 2}}, "code-unusable"),
+        ({"name": "calculator", "options": {"opening": ""}}, "code-unusable"),
+    ],
 )
-def test_an_unusable_environment_is_rejected_at_the_start(
-    loop: asyncio.AbstractEventLoop, rejects: Rejects, environment: dict[str, Any]
+def test_an_environment_that_is_unusable_or_always_fails_ends_the_run(
+    rejects: Rejects, environment: dict[str, Any], code: str
 ) -> None:
-    with rejects(EnvironmentFailure, "code-unusable"):
-        talk(loop, Engine(), request(), **environment)
+    with rejects(EnvironmentFailure, code):
+        talk(Engine(*[["raise"]] * 9), request(9), **environment)
 
 
-def test_a_turn_that_the_engine_aborts_ends_the_conversation(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_turn_that_the_engine_aborts_ends_the_conversation() -> None:
     """One has sampled a token of its second turn, the other has not."""
     engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
-    first, second = talk(loop, engine, request(2))
+    first, second = talk(engine, request(2))
     assert first.finish_reason == second.finish_reason == "abort"
-    assert first.conversation is not None and first.conversation.turns == ((0, 2), (6, 7))
-    assert second.conversation is not None and second.conversation.turns == ((0, 3),)
+    assert (talk_of(first).turns, talk_of(second).turns) == (((0, 2), (6, 7)), ((0, 3),))
     assert second.token_ids.tolist() == [*ids("ab"), EOS]
 
 
-def test_an_engine_error_ends_the_request_and_leaves_nothing_running(loop: asyncio.AbstractEventLoop) -> None:
-    class Dying(Engine):
-        async def generate(self, request: GenerationRequest) -> list[Generation]:
-            if request.request_id == "r/1/1":
-                raise EngineError("it died")
-            if request.request_id == "r/0/1":
-                await asyncio.Event().wait()
-            return await super().generate(request)
-
+def test_an_engine_error_ends_the_request_and_leaves_nothing_running() -> None:
     with pytest.raises(EngineError, match="it died"):
-        talk(loop, Dying([turn("a")], [turn("a")]), request(2))
+        talk(Engine(["a", "wait"], ["a", "fail"]), request(2))
 
 
-def test_rewards_see_the_last_turn_and_the_environment_has_a_column(loop: asyncio.AbstractEventLoop) -> None:
+def test_rewards_see_the_last_turn_and_the_environment_has_a_column() -> None:
     engine = Engine([turn("bye now"), turn("bye")], [turn("b"), turn("raise")], [turn("bye")])
-    generations = talk(loop, engine, request(3), options={"reward": 0.25})
+    generations = talk(engine, request(3), options={"reward": 0.25})
     functions = ({"name": "format", "options": {"pattern": "bye"}}, {"name": "environment", "weight": 2.0})
     reward = RewardConfig.model_validate({"functions": functions})
-    settings = config().model_copy(update={"reward": reward})
-    group = to_group(Prompt(PromptInput(PROMPT), "bye", 7, 0, 0), generations, 1.0)
-    first = group.trajectories[0]
+    found, scored = rewarded(config().model_copy(update={"reward": reward}), generations)
+    first = found.group.trajectories[0]
     assert first.sampled_len == len(ids("bye now")) + 1 + len(ids("bye")) + 1 < first.response_len
     assert first.loss_mask.tolist() == [value != 0 for value in first.logprobs.tolist()]
-    with closing(RewardPool(reward)) as pool:
-        scorer = Scorer(settings, pool, TOKENIZER)
-        (rewarded,) = scorer.rewards([group])
-        scored = scorer.scored([rewarded], step=1)
-    assert rewarded.rewards.tolist() == [[1.0, 0.5], [0.0, 0.0], [1.0, 0.25]]
-    assert rewarded.totals.tolist() == [2.0, 0.0, 1.5]
-    assert rewarded.metadata[1]["reason"] == "error" and "no such thing" in rewarded.metadata[1]["detail"]
+    assert found.rewards.tolist() == [[1.0, 0.5], [0.0, 0.0], [1.0, 0.25]]
+    assert found.totals.tolist() == [2.0, 0.0, 1.5]
+    assert found.metadata[1]["reason"] == "error" and "no such thing" in found.metadata[1]["detail"]
     assert scored[0].reward_metadata["conversation"]["turns"] == [[0, 8], [18, 22]]
     assert scored[0].loss_mask.tolist() == first.loss_mask.tolist()
 
 
-def test_a_canceled_request_frees_its_worker(loop: asyncio.AbstractEventLoop) -> None:
+def test_a_canceled_request_frees_its_worker() -> None:
     engine = Engine([turn("hang")], [turn("bye")])
 
     async def scenario(conversations: Conversations) -> list[Generation]:
@@ -322,5 +243,5 @@ def test_a_canceled_request_frees_its_worker(loop: asyncio.AbstractEventLoop) ->
         engine.scripts.pop(0)
         return await conversations.run(request(1))
 
-    (generation,) = talk(loop, engine, scenario, timeout_s=50.0)
+    (generation,) = talk(engine, scenario, timeout_s=50.0)
     assert generation.finish_reason == "stop"

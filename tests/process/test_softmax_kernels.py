@@ -13,11 +13,11 @@ from torch import Tensor
 
 from slime_like.algorithms import head
 from tests.unit.algorithms.cases import dense_scores
-from tests.unit.algorithms.test_head import weighted
+from tests.unit.algorithms.test_head import make_case, weighted
 
 triton = pytest.importorskip("triton")
 
-TOKENS, WIDTH, BLOCK = 13, 7, 16
+TOKENS, BLOCK = 13, 16
 Arrays = dict[str, np.ndarray]
 
 
@@ -41,19 +41,9 @@ def _use_kernels() -> None:
 
 
 def _case(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Three padding rows of the weight hold huge values, so that reading them would show."""
-    g = torch.Generator().manual_seed(0)
-    weight = 1.5 * torch.randn(columns + 3, WIDTH, generator=g)
-    weight[columns:] = 50.0
-    targets = torch.randint(0, columns, (TOKENS,), generator=g)
-    return {
-        "hidden": torch.randn(TOKENS, WIDTH, generator=g).to(dtype),
-        "weight": weight.to(dtype),
-        "targets": targets.masked_fill(torch.arange(TOKENS) % 5 == 4, -100),
-        "temperatures": torch.rand(TOKENS, generator=g) + 0.5,
-        "w": torch.randn(TOKENS, generator=g),
-        "h": torch.randn(TOKENS, generator=g),
-    }
+    case = make_case(TOKENS, columns, columns + 3, torch.float32)
+    case |= {name: case[name].to(dtype) for name in ("hidden", "weight")}
+    return {**case, "targets": case["targets"].masked_fill(torch.arange(TOKENS) % 5 == 4, -100)}
 
 
 def _head(case: dict[str, Tensor], with_entropy: bool, **options: Any) -> Arrays:

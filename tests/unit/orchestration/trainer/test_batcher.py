@@ -52,19 +52,6 @@ def carried(packs: Iterable[PackedTrajectory]) -> list[str]:
     return sorted(name for pack in packs if pack.loss_mask.any() for name in pack.sequence_ids)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("minibatches", [1, 2, 4])
-def test_every_sequence_is_trained_once_and_counts_are_equal(replicas: int, minibatches: int) -> None:
-    settings = config(algorithm={"minibatches": minibatches}, trainer={"target_tokens_per_batch": 64})
-    trajectories = batch_of(9, 4)
-    batch = batcher_of(settings, replicas).batch(trajectories)
-    for minibatch in range(minibatches):
-        assert len({len(replica[minibatch]) for replica in batch.replicas}) == 1
-    packs = all_packs(batch.replicas)
-    assert carried(packs) == sorted(t.sequence_id for t in trajectories)
-    assert all(pack.packed_seq_len <= 64 for pack in packs)
-
-
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_sources_go_into_different_packs_of_equal_counts(replicas: int) -> None:
     """Also a source that has fewer sequences than there are replicas."""
@@ -186,15 +173,14 @@ def batcher(replicas: int, pipeline: int = 1, reduction: str = "samples") -> Exp
     return batcher_of(config(trainer=trainer, algorithm={"reduction": reduction}), replicas)
 
 
-def arrivals(seed: int) -> list[list[ScoredTrajectory]]:
+def arrivals(rows: Sequence[ScoredTrajectory], seed: int) -> list[list[ScoredTrajectory]]:
     """Return whole groups in random order, one to three at a time."""
     generator, groups = random.Random(seed), list(range(GROUPS))
     generator.shuffle(groups)
-    by_group = {g: [t for t in batch_of(GROUPS, SAMPLES) if t.group_id == g] for g in groups}
     parts = []
     while groups:
         taken = [groups.pop() for _ in range(min(len(groups), generator.randint(1, 3)))]
-        parts.append([t for g in taken for t in by_group[g]])
+        parts.append([t for t in rows if t.group_id in taken])
     return parts
 
 
@@ -209,16 +195,19 @@ def sequence_weights(windows: Sequence[Window]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("reduction", ["tokens", "samples", "groups"])
-@pytest.mark.parametrize(("replicas", "pipeline"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
-def test_windows_add_up_to_the_batch(replicas: int, pipeline: int, reduction: str) -> None:
-    whole = batcher(replicas, pipeline, reduction).batch(batch_of(GROUPS, SAMPLES))
-    expected = sequence_weights([[minibatch for replica in whole.replicas for minibatch in replica]])
-    for seed in range(3):
+@pytest.mark.parametrize(
+    ("rows", "replicas", "pipeline"),
+    [("one", 1, 1), ("one", 2, 1), ("one", 3, 1), ("one", 1, 2), ("one", 2, 2), ("several", 1, 1), ("several", 2, 2)],
+)
+def test_windows_add_up_to_the_batch(rows: str, replicas: int, pipeline: int, reduction: str) -> None:
+    batch = batch_of(GROUPS, SAMPLES) if rows == "one" else rollouts_in_rows(GROUPS, 2)
+    expected, whole = weights_by_definition(batch, reduction)
+    for seed in range(2 if rows == "one" else 1):
         stream = WindowStream(batcher(replicas, pipeline, reduction))
-        early = [window for part in arrivals(seed) if (window := stream.add(part)) is not None]
+        early = [window for part in arrivals(batch, seed) if (window := stream.add(part)) is not None]
         last, denominator = stream.finish()
-        assert sequence_weights([*early, last]) == expected
-        assert denominator == whole.denominators[0]
+        assert sequence_weights([*early, last]) == pytest.approx(expected, rel=1e-15)
+        assert denominator == whole
         assert len(early) >= 1
         for window in (*early, last):
             assert len(window) == replicas and len({len(replica) for replica in window}) == 1
@@ -305,15 +294,18 @@ def weights_by_definition(rows: Sequence[ScoredTrajectory], reduction: str) -> t
 
 
 @pytest.mark.parametrize("reduction", ["tokens", "samples", "groups"])
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_uneven_rows_over_replicas(replicas: int, reduction: str) -> None:
-    """Minibatches hold whole rollouts, and weights are of whole rollouts, even if packs split them."""
-    settings = config(algorithm={"minibatches": 3, "reduction": reduction}, trainer={"target_tokens_per_batch": BUDGET})
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_uneven_rows_over_replicas(replicas: int, minibatches: int, reduction: str) -> None:
+    """Every row is trained once. Minibatches hold whole rollouts, and weights are of whole rollouts, even if packs split them."""
+    algorithm = {"minibatches": minibatches, "reduction": reduction}
+    settings = config(algorithm=algorithm, trainer={"target_tokens_per_batch": BUDGET})
     batch = batcher_of(settings, replicas).batch(rollouts_in_rows(8, 3))
     seen: set[str] = set()
-    for step, minibatch in enumerate(split_by_group(rollouts_in_rows(8, 3), 3)):
+    for step, minibatch in enumerate(split_by_group(rollouts_in_rows(8, 3), minibatches)):
         packs = [pack for replica in batch.replicas for pack in replica[step]]
         assert len({len(replica[step]) for replica in batch.replicas}) == 1
+        assert all(pack.packed_seq_len <= BUDGET for pack in packs)
         weights, denominator = weights_by_definition(minibatch, reduction)
         window = [list(replica[step]) for replica in batch.replicas]
         assert sequence_weights([window]) == pytest.approx(weights, rel=1e-15)
@@ -323,19 +315,6 @@ def test_uneven_rows_over_replicas(replicas: int, reduction: str) -> None:
         seen |= rollouts
         holders = [{name for pack in packs for name in pack.rollout_ids} for packs in window]
         assert replicas == 1 or any(one & other for one, other in pairwise(holders))
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_windows_of_rows_add_up_to_the_batch(replicas: int) -> None:
-    rows = rollouts_in_rows(GROUPS, 3)
-    weights, denominator = weights_by_definition(rows, "samples")
-    stream, windows = WindowStream(batcher(replicas)), list[Window]()
-    for group in reversed(range(GROUPS)):
-        if window := stream.add([row for row in rows if row.group_id == group]):
-            windows.append(window)
-    last, found = stream.finish()
-    assert len(windows) > 2 and found == denominator
-    assert sequence_weights([*windows, last]) == pytest.approx(weights, rel=1e-15)
 
 
 PER_SEQUENCE = {
