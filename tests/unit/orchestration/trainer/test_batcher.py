@@ -297,7 +297,7 @@ def weights_by_definition(rows: Sequence[ScoredTrajectory], reduction: str) -> t
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("minibatches", [1, 2, 4])
 def test_uneven_rows_over_replicas(replicas: int, minibatches: int, reduction: str) -> None:
-    """Every row is trained once. Minibatches hold whole rollouts, and weights are of whole rollouts, even if packs split them."""
+    """Every row is trained once. Minibatches and weights are of whole rollouts, even if packs split them."""
     algorithm = {"minibatches": minibatches, "reduction": reduction}
     settings = config(algorithm=algorithm, trainer={"target_tokens_per_batch": BUDGET})
     batch = batcher_of(settings, replicas).batch(rollouts_in_rows(8, 3))
