@@ -153,29 +153,36 @@ def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple
     return ranks, packs
 
 
-def test_kl_in_the_reward(rejects: Rejects) -> None:
-    """The advantage of ``reward - coef * sum of (log pi - log ref)`` reaches every response token of the packs."""
-    settings = config(kl_reward={"coef": 0.1}, overlong={"buffer": 4})
-    trajectories = batch(SHAPES)
-    trainers, packs = one_rank(settings, trajectories)
-    totals = []
-    for t in trajectories:
+@pytest.mark.parametrize("several_rows", [False, True])
+def test_kl_in_the_reward(several_rows: bool, rejects: Rejects) -> None:
+    """The advantage of ``reward - coef * sum of (log pi - log ref)`` reaches every response token of the packs.
+
+    The sum is of a whole rollout, even if its rows are of any length, in any order and pack.
+    """
+    settings = config(kl_reward={"coef": 0.1}, **({} if several_rows else {"overlong": {"buffer": 4}}))
+    whole, totals = batch(SHAPES), []
+    for t in whole:
         assert t.old_logprobs is not None and t.ref_logprobs is not None
         kl = sum((t.old_logprobs - t.ref_logprobs)[t.loss_mask].tolist())
-        overlong = max(0.0, min(1.0, (t.response_len - 4) / 4))
+        overlong = 0.0 if several_rows else max(0.0, min(1.0, (t.response_len - 4) / 4))
         totals.append(2 * float(t.rewards[0]) + float(t.rewards[1]) - overlong - 0.1 * kl)
-    expected = []
-    for i, total in enumerate(totals):
+    expected = {}
+    for i, t in enumerate(whole):
         group = totals[i // 2 * 2 : i // 2 * 2 + 2]
-        expected.append((total - statistics.mean(group)) / statistics.stdev(group))
-    Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
-    assert [float(t.advantages.unique()) for t in trajectories] == pytest.approx(expected, rel=1e-5)
-    spread = [a for a, (_, n) in zip(expected, SHAPES, strict=True) for _ in range(n)]
-    assert torch.cat([pack.advantages for pack in packs]).tolist() == pytest.approx(spread, rel=1e-5)
+        expected[t.rollout_id] = (totals[i] - statistics.mean(group)) / statistics.stdev(group)
+    rows = [row for i, t in enumerate(whole) for row in cut_into_rows(t, range(1, t.response_len, 1 + i % 3))]
+    rows = sorted(rows, key=lambda row: row.sequence_id[::-1]) if several_rows else whole
+    trainers, packs = one_rank(settings, rows)
+    Advantages(settings).penalise_kl(trainers, rows, 1, coefficient=0.1)
+    wanted = [expected[row.rollout_id] for row in rows]
+    assert [float(row.advantages.unique()) for row in rows] == pytest.approx(wanted, rel=1e-5)
     for pack in packs:
+        tokens = zip(pack.rollout_ids, pack.response_lens.tolist(), strict=True)
+        spread = [expected[name] for name, length in tokens for _ in range(length)]
+        assert pack.advantages is not None and pack.advantages.tolist() == pytest.approx(spread, rel=1e-5)
         pack.ref_logprobs = None
     with rejects(TrainerError, "no-reference-logprobs"):
-        Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
+        Advantages(settings).penalise_kl(trainers, rows, 1, coefficient=0.1)
 
 
 def test_values_of_a_critic_give_advantages_and_targets() -> None:
@@ -234,25 +241,6 @@ def test_a_teacher_adds_to_the_advantage_of_every_token_that_carries_loss(reject
         pack.teacher_logprobs = None
     with rejects(TrainerError, "no-distillation-logprobs"):
         distil(trainers, trajectories, 0.5)
-
-
-def test_kl_of_several_rows_is_summed_per_rollout() -> None:
-    """Rows of any length, in any order and pack, get the advantage of the uncut rollout."""
-    settings, whole = config(kl_reward={"coef": 0.1}, advantage="grpo_mean_only"), batch(SHAPES)
-    cut = [row for i, t in enumerate(whole) for row in cut_into_rows(t, range(1, t.response_len, 1 + i % 3))]
-    rows = sorted(cut, key=lambda row: row.sequence_id[::-1])
-    assert len(rows) > 2 * len(whole)
-    for trajectories in (rows, whole):
-        trainers, packs = one_rank(settings, trajectories)
-        Advantages(settings).penalise_kl(trainers, trajectories, 1, coefficient=0.1)
-        expected = {t.rollout_id: float(t.advantages.unique()) for t in trajectories}
-        for pack in packs:
-            tokens = zip(pack.rollout_ids, pack.response_lens.tolist(), strict=True)
-            assert pack.advantages is not None
-            assert pack.advantages.tolist() == [expected[name] for name, length in tokens for _ in range(length)]
-    assert [float(row.advantages.unique()) for row in rows] == pytest.approx(
-        [expected[row.rollout_id] for row in rows], 1e-5
-    )
 
 
 def test_advantages_over_the_mean_importance_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,13 +70,16 @@ def _found(root: Path) -> tuple[list[str], str | None]:
     return names, str(latest.readlink()) if latest.is_symlink() else None
 
 
-def test_a_started_save_counts_when_every_rank_has_written(tmp_path: Path, trainers: Trainers) -> None:
-    store = _store(tmp_path, trainers)
+def test_a_started_save_counts_and_replaces_older_ones_when_every_rank_has_written(
+    tmp_path: Path, trainers: Trainers
+) -> None:
+    store = _store(tmp_path, trainers, keep=1)
+    store.save(1, {})
     state: dict[str, Any] = {"data": {"position": 7}}
     store.start(3, state)
     state["data"]["position"] = 8  # training continues
     assert store.commit_written() is None
-    assert _found(tmp_path) == ([".partial-step-000003"], None)
+    assert _found(tmp_path) == ([".partial-step-000003", "step-000001"], "step-000001")
     trainers.written = True
     assert store.commit_written() == tmp_path / "checkpoints" / "step-000003"
     assert _found(tmp_path) == (["step-000003"], "step-000003")
@@ -84,15 +87,9 @@ def test_a_started_save_counts_when_every_rank_has_written(tmp_path: Path, train
     assert checkpoint.step == 3 and checkpoint.data_position() == {"position": 7}
     assert (checkpoint.trainer / "weights").read_text() == "whole"
     assert store.commit_written() is None and store.finish() is None
-
-
-def test_older_checkpoints_are_removed_when_the_new_one_counts(tmp_path: Path) -> None:
-    store = _store(tmp_path, Trainers(), keep=1)
-    store.save(1, {})
-    store.start(2, {})
-    assert _found(tmp_path) == ([".partial-step-000002", "step-000001"], "step-000001")
-    assert store.finish() == tmp_path / "checkpoints" / "step-000002"
-    assert _found(tmp_path) == (["step-000002"], "step-000002")
+    store.start(4, {})
+    assert store.finish() == tmp_path / "checkpoints" / "step-000004"
+    assert _found(tmp_path) == (["step-000004"], "step-000004")
 
 
 def test_a_run_resumed_from_an_older_step_keeps_its_own_checkpoints(tmp_path: Path) -> None:
