@@ -159,7 +159,8 @@ def test_kl_in_the_reward(several_rows: bool, rejects: Rejects) -> None:
 
     The sum is of a whole rollout, even if its rows are of any length, in any order and pack.
     """
-    settings = config(kl_reward={"coef": 0.1}, **({} if several_rows else {"overlong": {"buffer": 4}}))
+    penalised = {} if several_rows else {"overlong": {"buffer": 4}}
+    settings = config(kl_reward={"coef": 0.1}, advantage="grpo_mean_only", **penalised)
     whole, totals = batch(SHAPES), []
     for t in whole:
         assert t.old_logprobs is not None and t.ref_logprobs is not None
@@ -168,8 +169,7 @@ def test_kl_in_the_reward(several_rows: bool, rejects: Rejects) -> None:
         totals.append(2 * float(t.rewards[0]) + float(t.rewards[1]) - overlong - 0.1 * kl)
     expected = {}
     for i, t in enumerate(whole):
-        group = totals[i // 2 * 2 : i // 2 * 2 + 2]
-        expected[t.rollout_id] = (totals[i] - statistics.mean(group)) / statistics.stdev(group)
+        expected[t.rollout_id] = totals[i] - statistics.mean(totals[i // 2 * 2 : i // 2 * 2 + 2])
     rows = [row for i, t in enumerate(whole) for row in cut_into_rows(t, range(1, t.response_len, 1 + i % 3))]
     rows = sorted(rows, key=lambda row: row.sequence_id[::-1]) if several_rows else whole
     trainers, packs = one_rank(settings, rows)
