@@ -98,23 +98,26 @@ def test_partial_rewards_and_the_time_limit_of_all_tests() -> None:
     assert slow.reward == 0.0 and slow.metadata["reason"] == "timeout"
 
 
-def test_workers_compute_included_rewards_and_look_at_the_first_row() -> None:
-    """In worker processes, as in training, and in the check before a start."""
-    included = {
-        "code": ("def f(x): return 4", "assert f(2) == 4"),
-        "gsm8k": ("#### 4", "2 + 2\n#### 4"),
-        "multiple_choice": ("B", "B"),
-        "exact_match": ("so", "so"),
-        "json_schema": ("{}", "{}"),
-    }
-    for name, (response, answer) in included.items():
-        config = RewardConfig(functions=(RewardFunction(name=name),))
-        text = _code(response) if name == "code" else response
-        with closing(RewardPool(config)) as pool:
-            (outcome,) = pool.score([RewardItem("", text, answer)])
-        assert (outcome.rewards, outcome.successes) == ((1.0,), (1.0,)), (name, outcome.metadata)
-        assert start_problems(config, 0, RewardItem("", "?", answer)) == []
-    for name in ("code", "gsm8k", "multiple_choice", "json_schema"):
-        config = RewardConfig(functions=(RewardFunction(name=name),))
-        (problem,) = start_problems(config, 0, RewardItem("", "?", "no such thing ("))
-        assert problem.startswith(f"reward.functions.0.name={name} fails on the first row of the data")
+ANSWERS = {
+    "code": "assert f(2) == 4",
+    "gsm8k": "2 + 2\n#### 4",
+    "multiple_choice": "B",
+    "json_schema": "{}",
+    "exact_match": "so",  # for which any text is an answer
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_included_rewards_look_at_the_first_row(name: str) -> None:
+    """``test_task_library.py`` has their rewards in workers."""
+    config = RewardConfig(functions=(RewardFunction(name=name),))
+    assert start_problems(config, 0, RewardItem("", "?", ANSWERS[name])) == []
+    problems = start_problems(config, 0, RewardItem("", "?", "no such thing ("))
+    begin = f"reward.functions.0.name={name} fails on the first row of the data"
+    assert [problem.startswith(begin) for problem in problems] == [True] * (name != "exact_match")
+
+
+def test_workers_run_code() -> None:
+    with closing(RewardPool(RewardConfig(functions=(RewardFunction(name="code"),)))) as pool:
+        (outcome,) = pool.score([RewardItem("", _code("def f(x): return 4"), ANSWERS["code"])])
+    assert (outcome.rewards, outcome.successes) == ((1.0,), (1.0,)), outcome.metadata

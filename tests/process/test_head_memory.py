@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from slime_like.algorithms.head import default_chunk, fused_logprobs
 
-TOKENS, VOCABULARY, WIDTH = 4096, 32_000, 16
+TOKENS, VOCABULARY, WIDTH = 2560, 16_000, 16
 
 
 class LiveBytes(TorchDispatchMode):

@@ -146,27 +146,21 @@ def test_a_row_for_each_segment() -> None:
 
 whole = segment("p", "AB")
 MALFORMED = {
-    "no prompt": [replace(whole, prompt=PromptInput(ids("")))],
-    "no token": [whole, segment("p", "")],
-    "a mask that is short": [replace(whole, loss_mask=np.ones(1, bool)), whole],
-    "versions that are short": [replace(whole, weight_versions=np.zeros(1)), whole],
-    "logprobs that are long": [replace(whole, logprobs=np.zeros(3)), whole],
+    "no prompt": generation(replace(whole, prompt=PromptInput(ids("")))),
+    "no token": generation(whole, segment("p", "")),
+    "a mask that is short": generation(replace(whole, loss_mask=np.ones(1, bool)), whole),
+    "versions that are short": generation(replace(whole, weight_versions=np.zeros(1)), whole),
+    "logprobs that are long": generation(replace(whole, logprobs=np.zeros(3)), whole),
+    "a last segment that is not the response": replace(generation(whole, segment("p", "CD")), token_ids=ids("CE")),
 }
 
 
-@pytest.mark.parametrize("segments", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_segment_is_rejected(segments: list[Segment]) -> None:
-    with pytest.raises(EngineError) as caught:
-        to_group(Prompt(PromptInput([1]), "", 7, 0, 0), [generation(*segments)], 1.0)
-    assert caught.value.code == "bad-response" and caught.value.who.startswith("sequence 7-0")
-
-
-def test_the_last_segment_is_the_response() -> None:
-    answer = generation(segment("p", "AB"), segment("p", "CD"))
-    answer.token_ids = ids("CE")
-    with pytest.raises(EngineError) as caught:
-        to_group(Prompt(PromptInput([1]), "", 7, 0, 0), [answer], 1.0)
-    assert (caught.value.code, caught.value.who) == ("bad-response", "rollout 7-0")
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_segment_is_rejected(name: str, rejects: Rejects) -> None:
+    with rejects(EngineError, "bad-response") as caught:
+        to_group(Prompt(PromptInput([1]), "", 7, 0, 0), [MALFORMED[name]], 1.0)
+    who = "rollout 7-0" if "last" in name else "sequence 7-0"
+    assert isinstance(caught.value, EngineError) and caught.value.who.startswith(who)
 
 
 def test_spans_that_carry_loss() -> None:
