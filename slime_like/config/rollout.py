@@ -154,8 +154,7 @@ class RolloutConfig(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the engine that do not change the model. `vllm: {max_num_seqs: 64}` is only for vllm."""
     start_timeout_s: float | None = Field(None, gt=0, description="Timeout of a start; none: 1200 on GPUs, else 300.")
-    request_timeout_s: float | None = Field(None, gt=0)
-    """Timeout of a request; none: 0.2 per token, at least 600."""
+    request_timeout_s: float | None = Field(None, gt=0, description="Timeout; none: 0.2 per token, at least 600.")
 
     @field_validator("engine_args")
     @classmethod

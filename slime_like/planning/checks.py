@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.checks.layout import divisors
-from slime_like.config import CheckpointConfig, RunConfig
+from slime_like.config import CheckpointConfig, ClusterConfig, RunConfig
 from slime_like.config.filling import gpus_needed
 from slime_like.models.tower import language_names
 from slime_like.models.weight_files import header_shapes
@@ -21,12 +21,11 @@ _TOKEN_BYTES, _RESPONSE_BYTES = 17, 33
 _SHOWN = 5
 
 
-def object_store_notes(config: RunConfig) -> Iterator[str]:
+def object_store_notes(cluster: ClusterConfig, largest: int) -> Iterator[str]:
     """Warn if node 0's object store does not hold a step's packs, so Ray writes them to disk."""
-    largest, store = largest_batch_bytes(config), config.cluster.object_store_mb * 2**20
-    if config.cluster.address is None and largest > store:
+    if cluster.address is None and largest > cluster.object_store_mb * 2**20:
         yield (
-            f"cluster.object_store_mb={config.cluster.object_store_mb}: a step's packs take up to "
+            f"cluster.object_store_mb={cluster.object_store_mb}: a step's packs take up to "
             f"{memory_text(largest)}, and Ray writes what exceeds the store to disk; set at least "
             f"{-(-largest // 2**20)}"
         )

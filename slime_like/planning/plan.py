@@ -52,7 +52,8 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     if not preflight or local_gpus():  # CPUs may run a recipe that is planned for GPUs
         found += rejected_on_cuda(config.model)
     plan.problems += dict.fromkeys(found)
-    plan.notes += [*checks.object_store_notes(config), *checks.idle_engine_notes(config)]
+    plan.notes += checks.object_store_notes(config.cluster, checks.largest_batch_bytes(config))
+    plan.notes += checks.idle_engine_notes(config)
     on_machine = [text for text in map(str, check(config, needs - {"code"})) if text not in plan.problems]
     trained = run.factors or dimensions.num_parameters
     if config.algorithm.needs_critic and (config.for_critic().model.path / "config.json").is_file():

@@ -14,7 +14,7 @@ from torch import Tensor
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.shaping import kl_penalty
-from slime_like.config import RunConfig
+from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.orchestration.rollout.advantages import Advantages, configured_estimator
 from slime_like.orchestration.rollout.rows import Rollout
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
@@ -190,7 +190,9 @@ class Enumeration:
         return torch.cat(found)
 
 
-def objective(tree: Tree, rewards: Tensor, policies: Policies, config: RunConfig, samples: int) -> dict[str, Tensor]:
+def objective(
+    tree: Tree, rewards: Tensor, policies: Policies, algorithm: AlgorithmConfig, samples: int
+) -> dict[str, Tensor]:
     """Return the true objectives, means over prompts, as functions of ``policies.current``.
 
     ``reward``: the expected reward, or the best of a group's for ``pass_at_k``, minus the KL in the reward, which is of
@@ -211,10 +213,10 @@ def objective(tree: Tree, rewards: Tensor, policies: Policies, config: RunConfig
         )
         visited = (probability.detach()[:, None] * visits).sum(dim=0)
         reward = (probability * rewards[prompt]).sum()
-        if config.algorithm.advantage.name == "pass_at_k":
+        if algorithm.advantage.name == "pass_at_k":
             groups = torch.tensor(list(itertools.product(range(len(logs)), repeat=samples)))
             reward = (probability[groups].prod(dim=1) * rewards[prompt][groups].amax(dim=1)).sum()
-        found["reward"] += (reward - config.algorithm.kl_reward.coef * kl) / len(policies.current)
+        found["reward"] += (reward - algorithm.kl_reward.coef * kl) / len(policies.current)
         found["kl"] += (visited * (states.exp() * (states - others)).sum(dim=-1)).sum() / len(policies.current)
         found["entropy"] -= (visited * (states.exp() * states).sum(dim=-1)).sum() / len(policies.current)
     return found

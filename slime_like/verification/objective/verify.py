@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.config import RunConfig
+from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.config.part import Part
 from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
 from slime_like.config.sections import DistillationConfig
@@ -80,18 +80,18 @@ def verify_objective(config: RunConfig) -> list[Finding]:
     shape = (2, 2) if per_batch else (1, 3)
     return [
         finding
-        for scenario in scenarios(config)
+        for scenario in scenarios(config.algorithm, config.rollout.max_staleness)
         for tree in trees
         for finding in _findings(tested, tree, scenario, *shape)
     ]
 
 
-def scenarios(config: RunConfig) -> list[Scenario]:
+def scenarios(algorithm: AlgorithmConfig, max_staleness: int) -> list[Scenario]:
     """Return on-policy sampling, an engine that computes slightly differently, later updates and staleness."""
     found = [Scenario(ON_POLICY), Scenario("engine rounds", engine=_ENGINE)]
-    if config.algorithm.epochs * config.algorithm.minibatches > 1:
+    if algorithm.epochs * algorithm.minibatches > 1:
         found.append(Scenario("later update", update=_UPDATE))
-    if config.rollout.max_staleness > 0:
+    if max_staleness > 0:
         found.append(Scenario("stale samples", engine=_STALE))
     return found
 
@@ -114,7 +114,7 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
     rewards = torch.rand(prompts, len(tree.responses), generator=generator, dtype=torch.float64)
     first = torch.rand(prompts, ACTIONS, generator=generator, dtype=torch.float64)
     rewards += first[:, [response.tokens[0] for response in tree.responses]]
-    truth = _true_gradients(tree, rewards, policies, config, samples)
+    truth = _true_gradients(tree, rewards, policies, config.algorithm, samples)
 
     def expected(changed: RunConfig, exact_ratio: bool = False) -> Tensor:
         return -Enumeration(changed, tree, rewards, first, samples, exact_ratio).gradient(policies)
@@ -145,11 +145,11 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
 
 
 def _true_gradients(
-    tree: Tree, rewards: Tensor, policies: Policies, config: RunConfig, samples: int
+    tree: Tree, rewards: Tensor, policies: Policies, algorithm: AlgorithmConfig, samples: int
 ) -> dict[str, Tensor]:
     current = policies.current.clone().requires_grad_()
     at = Policies(policies.behaviour, policies.old, current, policies.reference)
-    values = objective(tree, rewards, at, config, samples)
+    values = objective(tree, rewards, at, algorithm, samples)
     return {name: torch.autograd.grad(value, current, retain_graph=True)[0] for name, value in values.items()}
 
 

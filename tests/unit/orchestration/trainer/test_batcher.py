@@ -387,6 +387,7 @@ def test_a_plan_counts_the_bytes_of_packs() -> None:
     values = [getattr(pack, field.name) for pack in packs for field in fields(pack)]
     per_token = [value for value in values if isinstance(value, torch.Tensor) and len(value) in (56, 96)]
     assert largest_batch_bytes(settings) == sum(tensor.nbytes for tensor in per_token)
-    assert not list(object_store_notes(settings))
-    (note,) = object_store_notes(config(rollout=rollout | {"max_new_tokens": 10**7}))
+    assert not list(object_store_notes(settings.cluster, largest_batch_bytes(settings)))
+    longer = config(rollout=rollout | {"max_new_tokens": 10**7})
+    (note,) = object_store_notes(longer.cluster, largest_batch_bytes(longer))
     assert "2.79 GiB" in note and "2862" in note  # 6 x 10**7 x 50 bytes
