@@ -17,7 +17,7 @@ from slime_like.config import RunConfig
 from slime_like.observability.phases import PhaseClock
 from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
-from slime_like.orchestration.run.recorder import step_recorder
+from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep, adjust, score, update
 from slime_like.orchestration.trainer.batcher import WindowStream
@@ -39,7 +39,7 @@ def train(config: RunConfig) -> TrainSummary:
     config = chosen_recompute(config)
     train_step = _train_on_stream if config.rollout.stream else _train_on_batch
     with open_run(config) as run:
-        recorder = step_recorder(run)
+        recorder = StepRecorder(run)
         milestones = Milestones(run, recorder)
         with run.progress.waiting("first weight sync"):
             run.rollout.start(version=run.finished_steps)

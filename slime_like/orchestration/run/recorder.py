@@ -30,13 +30,16 @@ _WARN_AFTER = 5
 
 
 class StepRecorder:
-    """Recorder of training steps on demonstrations. ``ResponseRecorder`` is for sampled responses."""
+    """Recorder of training steps."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._trained_tokens = 0
         self._trained_s = 0.0
         self._memory: dict[str, float] = {}
+        self._flat_steps = 0
+        self._failures = ScoringFailures()
+        self._watches_programs = bool(run.config.rollout.agent.command)
 
     @property
     def tokens_per_second(self) -> float:
@@ -53,9 +56,10 @@ class StepRecorder:
         if step % _MEMORY_EVERY == 1:
             peaks = run.trainers.peak_memory_bytes()
             self._memory = {f"peak_{kind} (GiB)": nbytes / 2**30 for kind, nbytes in peaks.items()}
-        figures = run.rollout.figures(times.step_s)
-        rewards, rollout = self.sampled(step, trained.trajectories, times, figures)
+        figures, is_sampled = run.rollout.figures(times.step_s), not run.config.supervised
+        sampled = self.sampled(step, trained.trajectories, times, figures) if is_sampled else (None, None)
         self.note(*figures.notes)
+        sync = figures.sync
         rollouts = rollouts_of(trained.trajectories)
         metrics = step_metrics(
             StepRecord(
@@ -69,53 +73,38 @@ class StepRecorder:
                 shared_tokens=trained.tokens.shared,
                 trainers_busy_s=trained.busy_s,
                 penalties=trained.penalties,
-                rewards=rewards,
-                rollout=rollout,
+                rewards=sampled[0],
+                rollout=sampled[1],
                 scoring={**figures.scoring, **trained.scoring},
-                weight_gather_s=figures.gather_s,
-                probe_gap=figures.probe_gap,
-                sync=figures.sync,
+                weight_gather_s=None if sync is None else sync.gather_s,
+                probe_gap=None if sync is None else sync.probe_gap,
+                sync=sync,
                 replay_buffer_size=figures.ready_groups,
                 memory=self._memory,
             )
         )
-        if step == run.finished_steps + 1:
-            self.note(figures.sync_line)
+        if sync is not None and step == run.finished_steps + 1:
+            self.note(str(sync))
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
-        self.finish_step(step, trained)
+        if is_sampled:
+            self._show_samples(step, trained)
+            self._warn_of_flat_rewards(step, trained.trajectories)
 
     def note(self, *sentences: str | None) -> None:
         """Print all sentences that are not empty."""
         for sentence in filter(None, sentences):
             self._run.progress.note(sentence)
 
-    # ---------------------------------------------------------------------------- additions for sampled responses
-    def sampled(
-        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
-    ) -> tuple[RewardRecord | None, RolloutRecord | None]:
-        """Return the reward functions' results and the figures of sampling."""
-        return None, None
-
-    def finish_step(self, step: int, trained: TrainedStep) -> None:
-        """Write tables and warnings. Runs after the step's metrics."""
-
     def finish(self) -> None:
         """Write warnings about the whole run. Runs after the last step."""
+        self.note(self._failures.at_end())
 
-
-class ResponseRecorder(StepRecorder):
-    """Recorder of training steps on sampled and rewarded responses."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._flat_steps = 0
-        self._failures = ScoringFailures()
-        self._watches_programs = bool(run.config.rollout.agent.command)
-
+    # ---------------------------------------------------------------------------------------------- sampled responses
     def sampled(
         self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
     ) -> tuple[RewardRecord, RolloutRecord]:
+        """Return the reward functions' results and the figures of sampling."""
         functions, rollouts = self._run.config.reward.functions, rollouts_of(trajectories)
         metadata = [rollout.last.reward_metadata for rollout in rollouts]
         self.note(self._failures.add(step, metadata))
@@ -141,14 +130,16 @@ class ResponseRecorder(StepRecorder):
         )
         return rewards, record
 
-    def finish_step(self, step: int, trained: TrainedStep) -> None:
-        run, trajectories, debug = self._run, trained.trajectories, self._run.config.debug
+    def _show_samples(self, step: int, trained: TrainedStep) -> None:
+        run, debug = self._run, self._run.config.debug
         is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
         if debug.samples_per_step > 0 and is_due and trained.updates:
             ranks, limit = run.trainers.ranks, debug.samples_per_step
-            tables = debug_tables(step, trajectories, ranks, trained.updates[-1], run.decode, limit)
+            tables = debug_tables(step, trained.trajectories, ranks, trained.updates[-1], run.decode, limit)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
+
+    def _warn_of_flat_rewards(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
         has_gradient = any(bool(trajectory.advantages.any()) for trajectory in trajectories)
         self._flat_steps = 0 if has_gradient else self._flat_steps + 1
         if self._flat_steps == _WARN_AFTER:
@@ -156,9 +147,6 @@ class ResponseRecorder(StepRecorder):
                 f"steps {step - _WARN_AFTER + 1} to {step}: for every prompt, all responses got the same reward, so "
                 "there was no policy gradient; use prompts that are sometimes solved, or more samples per prompt"
             )
-
-    def finish(self) -> None:
-        self.note(self._failures.at_end())
 
 
 class ScoringFailures:
@@ -214,11 +202,6 @@ def _kind(failure: Mapping[str, Any]) -> tuple[str, ...]:
     reason = failure["reason"]
     error = str(failure.get("detail", "")).partition(":")[0] if reason == "error" else ""
     return reason, str(failure.get("function", "")), error
-
-
-def step_recorder(run: Run) -> StepRecorder:
-    """Create the recorder for the run's kind of trajectories."""
-    return StepRecorder(run) if run.config.supervised else ResponseRecorder(run)
 
 
 def debug_tables(

@@ -9,7 +9,7 @@ from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
 from slime_like.observability.progress import Progress
-from slime_like.observability.records import ScoringRecord, SyncRecord
+from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
 from slime_like.orchestration.rollout.role_pool import RolePool
@@ -32,10 +32,7 @@ class RolloutFigures:
     queued_groups: int = 0
     ready_groups: int = 0
     dropped_prompts: int = 0
-    gather_s: float | None = None
-    probe_gap: float | None = None
-    sync: SyncRecord | None = None
-    sync_line: str = ""
+    sync: SyncReport | None = None
     scoring: Mapping[str, ScoringRecord] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -138,10 +135,7 @@ class EngineSide(RolloutSide):
             queued_groups=queued,
             ready_groups=ready,
             dropped_prompts=self._dropped_prompts - before,
-            gather_s=self._report.gather_s,
-            probe_gap=self._report.probe_gap,
             sync=self._report,
-            sync_line=str(self._report),
             scoring={pool.role: pool.take_work(step_s) for pool in self._pools},
             notes=notes,
         )

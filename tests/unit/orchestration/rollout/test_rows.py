@@ -26,7 +26,7 @@ from slime_like.orchestration.rollout.evaluation import Evaluator
 from slime_like.orchestration.rollout.requests import require_routes, to_group
 from slime_like.orchestration.rollout.rows import rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.orchestration.run.recorder import ResponseRecorder
+from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome
 from slime_like.trajectory import ScoredTrajectory
@@ -298,7 +298,7 @@ def test_figures_of_a_step_count_rollouts() -> None:
     run: Any = SimpleNamespace(
         config=config(), rollout=RolloutSide(cast(Any, None), dict), progress=SimpleNamespace(note=notes.append)
     )
-    rows, recorder = scored(config()), ResponseRecorder(run)
+    rows, recorder = scored(config()), StepRecorder(run)
     for row in rows[4:6]:
         row.reward_metadata["reason"] = "error"
     rewards, rollout = recorder.sampled(3, rows, phase_times(), run.rollout.figures(1.0))

@@ -9,7 +9,7 @@ import torch
 
 from slime_like.config.reading.load import load_config
 from slime_like.orchestration.run.milestones import is_due
-from slime_like.orchestration.run.recorder import step_recorder
+from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.rollout_side import RolloutSide
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
@@ -36,7 +36,7 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
         metrics=SimpleNamespace(log=lambda step, metrics: None),
         progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),
     )
-    recording = step_recorder(run)
+    recording = StepRecorder(run)
     for step, advantage in enumerate([0.5, 0, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0], start=1):
         recording.record(
             step, TrainedStep(group(step, advantage), [grpo_stats()], {}, PackTokens(16, 0)), phase_times()
