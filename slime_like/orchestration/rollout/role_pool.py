@@ -2,23 +2,18 @@
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.group_store import GroupTask
-from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.trajectory import UnscoredTrajectory
-
-_REQUESTS_PER_WORKER = 2
-"""Requests per worker: one in progress, and one that follows immediately."""
 
 
 class RoleWorker(Protocol):
@@ -76,29 +71,15 @@ class RoleWeights:
                 self._readers[weights] -= 1
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Member:
-    """A worker and the one thread that calls it."""
-
-    worker: RoleWorker
-    thread: ThreadPoolExecutor
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    tokens: int
-    member: _Member
-
-
 class RolePool:
-    """Pool of a role's workers. Each group goes as a whole to the least loaded one. Use from one thread.
+    """Pool of a role's workers. Each has a thread that takes the next waiting groups, as many as fit a request.
 
-    The caller keeps the groups. A failed worker leaves the pool, and other workers score its groups from the beginning.
-    It restarts in the background and joins again. The pool fails if no restart and no worker is left.
+    The caller keeps the groups. If a worker fails, its groups wait again, and its thread restarts it. The pool fails if
+    no restart and no worker is left.
 
     Args:
         role: name of the role.
-        request_tokens: limit on the tokens of waiting groups that are sent together.
+        request_tokens: limit on the tokens of waiting groups that are scored together.
         max_restarts: limit on worker restarts over the pool's life.
         source: the only source whose groups the pool scores; ``None``: all groups.
 
@@ -110,137 +91,128 @@ class RolePool:
     def __init__(self, role: str, request_tokens: int, max_restarts: int = 0, source: str | None = None) -> None:
         self.role = role
         self.source = source
-        self._request_tokens = request_tokens
-        self._restarts_left = max_restarts
-        self._restarting: dict[Future[None], _Member] = {}
-        self._members: LeastLoaded[_Member] = LeastLoaded(_REQUESTS_PER_WORKER)
-        self._running: dict[Future[dict[str, Scores]], _Request] = {}
-        self._done: deque[tuple[float, int, int]] = deque()  # appended by the workers' threads
         self.weights = RoleWeights()
         self.news: list[str] = []
+        self._request_tokens = request_tokens
+        self._changed = threading.Condition()  # guards everything below, and the tasks
+        self._restarts_left = max_restarts
+        self._workers = 0
+        self._end: BaseException | None = None
+        self._waiting: list[GroupTask] = []
+        self._scored: list[GroupTask] = []
+        self._work: list[tuple[float, int, int]] = []
 
     def join(self, worker: RoleWorker) -> None:
         """Add a worker that holds the weights."""
-        self._members.join(_Member(worker, ThreadPoolExecutor(1, thread_name_prefix=worker.name)))
+        self._workers += 1
+        threading.Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True).start()
 
     def poll(self, tasks: Sequence[GroupTask], timeout_s: float) -> list[GroupTask]:
-        """Send all waiting groups that workers have room for, then wait at most ``timeout_s`` for scored groups.
+        """Let workers score all waiting groups, and return scored ones. Without any, wait at most ``timeout_s``.
 
         Args:
-            tasks: all tasks that the pool is to score, in the order to send them, until it has returned them.
+            tasks: all tasks that the pool is to score, in order, until it has returned them.
 
         Raises:
             TrainerError: no worker is left.
         """
-        self._send(tasks)
-        awaited: list[Future[Any]] = [*self._running, *self._restarting]
-        done = wait(awaited, timeout_s, FIRST_COMPLETED).done if awaited else set()
-        finished = [task for future in done for task in self._settle(future, tasks)]
-        self._admit_restarted()
-        self._send(tasks)
-        return finished
+        with self._changed:
+            self._waiting = [task for task in tasks if task.answer is None]
+            self._changed.notify_all()
+            if tasks and not self._scored and self._end is None:
+                self._changed.wait(timeout_s)
+            if self._end is not None:
+                raise self._end
+            scored, self._scored = self._scored, []
+            return [task for task in scored if task in tasks]
 
     def take_work(self, total_s: float) -> ScoringRecord:
         """Return the work since the last call ``total_s`` ago, with mean seconds over the remaining workers."""
-        done = [self._done.popleft() for _ in range(len(self._done))]
-        busy_s, response_tokens, total_tokens = map(sum, zip((0.0, 0, 0), *done, strict=True))
-        return ScoringRecord(total_s, busy_s / max(1, len(self._members.workers)), response_tokens, total_tokens)
+        with self._changed:
+            work, self._work = self._work, []
+        busy_s, response_tokens, total_tokens = map(sum, zip((0.0, 0, 0), *work, strict=True))
+        return ScoringRecord(total_s, busy_s / max(1, self._workers), response_tokens, total_tokens)
 
     def close(self) -> None:
         """Start no more requests. The owner must close the workers."""
-        for member in (*self._members.workers, *self._restarting.values()):
-            member.thread.shutdown(wait=False, cancel_futures=True)
+        self._finish(TrainerError("the run has ended", code="run-ended", who=f"{self.role} workers"))
 
-    # ------------------------------------------------------------------------------------------------------- requests
-    def _send(self, tasks: Sequence[GroupTask]) -> None:
-        waiting = [task for task in tasks if task.answer is None]
-        while waiting:
-            count, tokens = self._next_request(waiting)
-            member = self._members.acquire(tokens)
-            if member is None:
-                return
-            sent, waiting = waiting[:count], waiting[count:]
-            trajectories = [trajectory for task in sent for trajectory in task.samples.trajectories]
-            future = member.thread.submit(self._score, member.worker, trajectories)
-            self._running[future] = _Request(tokens, member)
-            for task in sent:
-                task.answer = future
+    def _finish(self, reason: BaseException) -> None:
+        with self._changed:
+            self._end = self._end or reason
+            self._changed.notify_all()
 
-    def _next_request(self, waiting: Sequence[GroupTask]) -> tuple[int, int]:
-        """Count (groups, tokens) at the head of the queue that fit a request, at least one group."""
-        count = tokens = 0
-        for task in waiting:
-            if count and tokens + task.samples.total_tokens > self._request_tokens:
-                break
-            count, tokens = count + 1, tokens + task.samples.total_tokens
-        return count, tokens
+    # -------------------------------------------------------------------------------------------- a worker's thread
+    def _serve(self, worker: RoleWorker) -> None:
+        try:
+            while tasks := self._next_request(worker):
+                try:
+                    self._score(worker, tasks)
+                except SlimeLikeError as error:
+                    self.news.append(f"{worker.name} left the logprob pool ({error})")
+                    self._put_back(tasks)
+                    if not self._restarts(worker, error):
+                        worker.close()
+                        return
+        except BaseException as error:  # raised again by ``poll``
+            self._finish(error)
 
-    def _score(self, worker: RoleWorker, trajectories: list[UnscoredTrajectory]) -> dict[str, Scores]:
-        """Score in the worker's thread. Return scores by ``sequence_id``."""
+    def _next_request(self, worker: RoleWorker) -> list[GroupTask]:
+        """Wait for groups, and take those that fit a request, at least one. Return none once the pool has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._end)
+            taken, tokens = list[GroupTask](), 0
+            while self._waiting and self._end is None:
+                tokens += self._waiting[0].samples.total_tokens
+                if taken and tokens > self._request_tokens:
+                    break
+                taken.append(self._waiting.pop(0))
+                taken[-1].answer = worker
+            return taken
+
+    def _score(self, worker: RoleWorker, tasks: Sequence[GroupTask]) -> None:
+        rows = [row for task in tasks for row in task.samples.trajectories]
         with self.weights.reading() as weights:
             if weights is not None:
                 worker.use(weights)
         started = time.perf_counter()
-        scores = worker.score(trajectories)
+        scores = {row.sequence_id: found for row, found in zip(rows, worker.score(rows), strict=True)}
         busy_s = time.perf_counter() - started
-        self._done.append((busy_s, sum(t.response_len for t in trajectories), sum(t.total_len for t in trajectories)))
-        return {row.sequence_id: found for row, found in zip(trajectories, scores, strict=True)}
+        with self._changed:
+            self._work.append((busy_s, sum(row.response_len for row in rows), sum(row.total_len for row in rows)))
+            for task in tasks:
+                pairs = zip(task.samples.trajectories, task.rewarded.scores, strict=True)
+                task.rewarded = replace(task.rewarded, scores=[old | scores[row.sequence_id] for row, old in pairs])
+            self._scored += tasks
+            self._changed.notify_all()
 
-    def _settle(self, future: Future[Any], tasks: Sequence[GroupTask]) -> list[GroupTask]:
-        request = self._running.pop(future, None)
-        if request is None:  # its worker has just left or is restarting
-            return []
-        self._members.release(request.member, request.tokens)
-        try:
-            scores = future.result()
-        except SlimeLikeError as error:
-            self._lose(request.member, error, tasks, future)
-            return []
-        finished = [task for task in tasks if task.answer is future]
-        for task in finished:
-            rows = zip(task.samples.trajectories, task.rewarded.scores, strict=True)
-            task.rewarded = replace(task.rewarded, scores=[old | scores[row.sequence_id] for row, old in rows])
-        return finished
-
-    # -------------------------------------------------------------------------------------------------------- restarts
-    def _lose(self, member: _Member, error: SlimeLikeError, tasks: Sequence[GroupTask], failed: Future[Any]) -> None:
-        """Remove the worker of a failed request. All its groups wait for others again."""
-        others = [future for future, request in self._running.items() if request.member == member]
-        for task in tasks:
-            if task.answer in (failed, *others):
+    def _put_back(self, tasks: Sequence[GroupTask]) -> None:
+        with self._changed:
+            for task in tasks:
                 task.answer = None
-        self._members.leave(member)
-        self.news.append(f"{member.worker.name} left the logprob pool ({error})")
-        for future in others:
-            del self._running[future]
-            future.cancel()
-        self._restart_or_close(member, error)
+            self._waiting = [*tasks, *self._waiting]
+            self._changed.notify_all()
 
-    def _restart_or_close(self, member: _Member, error: SlimeLikeError) -> None:
-        """Restart or close the member in its thread, since both may take a while."""
-        if self._restarts_left > 0:
-            self._restarts_left -= 1
-            self._restarting[member.thread.submit(self._restart, member.worker)] = member
-        else:
-            member.thread.submit(member.worker.close)
-            member.thread.shutdown(wait=False)
-        if not self._members.workers and not self._restarting:
-            raise TrainerError(f"no {self.role} worker is left: {error}", code=f"no-{self.role}-worker") from error
-
-    def _restart(self, worker: RoleWorker) -> None:
-        """Restart in the worker's thread."""
-        with self.weights.reading() as weights:
-            worker.restart(weights)
-
-    def _admit_restarted(self) -> None:
-        """Let restarted workers join. Retry failed starts while restarts are left."""
-        for future in [restart for restart in self._restarting if restart.done()]:
-            member = self._restarting.pop(future)
+    def _restarts(self, worker: RoleWorker, error: SlimeLikeError) -> bool:
+        """Restart a failed worker, as often as restarts are left. Return whether it works again."""
+        while self._may_restart():
             try:
-                future.result()
-            except SlimeLikeError as error:
-                self.news.append(f"{member.worker.name} did not start again ({error})")
-                self._restart_or_close(member, error)
-            else:
-                self.news.append(f"{member.worker.name} was restarted")
-                self._members.join(member)
+                with self.weights.reading() as weights:
+                    worker.restart(weights)
+                self.news.append(f"{worker.name} was restarted")
+                return True
+            except SlimeLikeError as again:
+                error = again
+                self.news.append(f"{worker.name} did not start again ({error})")
+        with self._changed:
+            self._workers -= 1
+        if not self._workers:
+            self._finish(TrainerError(f"no {self.role} worker is left: {error}", code=f"no-{self.role}-worker"))
+        return False
+
+    def _may_restart(self) -> bool:
+        """Use up a restart, if one is left and the pool has not ended."""
+        with self._changed:
+            may = self._end is None and self._restarts_left > 0
+            self._restarts_left -= may
+            return may

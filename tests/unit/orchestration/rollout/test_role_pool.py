@@ -1,4 +1,4 @@
-"""A role's pool on plain objects: routing, failures of workers, and restarts."""
+"""A role's pool on plain objects: requests, failures of workers, and restarts."""
 
 import threading
 import time
@@ -134,21 +134,29 @@ def test_a_group_collects_the_scores_of_every_role() -> None:
         assert torch.equal(scores["teacher_logprobs"], trajectory.response_tokens.float())
 
 
-def test_waiting_groups_go_together_to_the_least_loaded_worker() -> None:
-    """A request of at most 40 tokens holds two groups of 16. A worker has at most two requests; more wait."""
+def test_a_free_worker_takes_the_next_groups_that_fit_a_request() -> None:
+    """A request of at most 40 tokens holds two groups of 16. All others wait until a worker is free."""
+
+    def wait_for_request(worker: Worker) -> None:
+        deadline = time.monotonic() + 30
+        while not worker.requests and time.monotonic() < deadline:
+            time.sleep(0.001)
+
     pool, workers = Pool("reference", request_tokens=40), [Worker("one", False), Worker("two", False)]
     pool.submit(group(0, length=16))
     pool.join(workers[0])
     assert pool.scored(0.0) == []
-    pool.join(workers[1])  # joins late, with less to do
+    wait_for_request(workers[0])
+    pool.join(workers[1])
     for number in range(1, 9):
         pool.submit(group(number))
     assert pool.scored(0.0) == [] and len(pool) == 9
+    wait_for_request(workers[1])
+    assert [worker.requests for worker in workers] == [[[0]], [[1, 2]]]
     for worker in workers:
         worker.may_work.set()
     check(list(drain(pool)), range(9))
-    assert workers[0].requests[0] == [0] and workers[1].requests[0] == [1, 2]
-    assert sorted(workers[0].requests[1] + workers[1].requests[1]) == [3, 4, 5, 6]
+    assert sorted(workers[0].requests[1:] + workers[1].requests[1:]) == [[3, 4], [5, 6], [7, 8]]
     pool.close()
 
 
