@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import ray
 
-from slime_like.config import ClusterConfig
+from slime_like.config import ClusterConfig, RolloutConfig
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.rollout.routing import LeastLoaded
+from slime_like.orchestration.rollout.supervisor import EngineStart, EngineSupervisor
 
 WORKERS, REQUESTS, IN_FLIGHT, ASKED = 64, 50_000, 64 * 64, 2_000
 GOAL_PER_S, GOAL_IMBALANCE = 5_000, 0.10
@@ -35,12 +36,30 @@ class Figures:
     largest: float
 
 
+class Engines:
+    """An ``EngineGroup`` whose engines only have names."""
+
+    def __len__(self) -> int:
+        return WORKERS
+
+    def start(self, left: object) -> None: ...
+
+    def actor(self, index: int) -> None: ...
+
+    def name(self, index: int) -> str:
+        return f"engine {index}"
+
+
+def arguments(capacity: int) -> tuple[Any, ...]:
+    """Return the arguments of a supervisor whose engines hold ``capacity`` requests each."""
+    return Engines(), RolloutConfig(max_concurrent_requests=capacity), print
+
+
 def route(sizes: Sequence[int]) -> Figures:
     """Route requests of these sizes."""
-    registry: LeastLoaded[int] = LeastLoaded(capacity=256)
-    for worker in range(WORKERS):
-        registry.join(worker)
-    running: deque[tuple[int, int]] = deque()
+    registry = EngineSupervisor(*arguments(256))
+    registry.start()
+    running: deque[tuple[EngineStart, int]] = deque()
     imbalances: list[float] = []
     spent = mean = 0.0
     for index, size in enumerate(sizes):
@@ -52,7 +71,7 @@ def route(sizes: Sequence[int]) -> Figures:
             registry.release(*running.popleft())
         spent += time.perf_counter() - started
         if len(running) == IN_FLIGHT and index % 100 == 0:
-            loads = [registry.outstanding_tokens(worker) for worker in registry.workers]
+            loads = [engine.tokens for engine in registry.serving]
             mean = sum(loads) / len(loads)
             imbalances.append(max(loads) / mean - 1)
     return Figures(len(sizes) / spent, max(imbalances), max(sizes) / mean)
@@ -61,8 +80,8 @@ def route(sizes: Sequence[int]) -> Figures:
 def ask_an_actor(sizes: Sequence[int]) -> float:
     """Return the decisions per second of a registry in a Ray actor, asked one after another."""
     with TemporaryDirectory() as directory, Cluster(ClusterConfig(), Path(directory) / "worker_logs", slots=1):
-        registry = ray.remote(LeastLoaded).options(num_cpus=0).remote(capacity=len(sizes))
-        ray.get([registry.join.remote(worker) for worker in range(WORKERS)], timeout=60)
+        registry = ray.remote(EngineSupervisor).options(num_cpus=0).remote(*arguments(len(sizes)))
+        ray.get(registry.start.remote(), timeout=60)
         started = time.perf_counter()
         for size in sizes:
             ray.get(registry.acquire.remote(size), timeout=60)

@@ -6,7 +6,7 @@ engine's requests are queued again. It is replaced at the next weight sync, or i
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.rollout.engine_group import EngineGroup
-from slime_like.orchestration.rollout.routing import LeastLoaded
 
 
 class NoEngineLeft(EngineError):
@@ -23,13 +22,23 @@ class NoEngineLeft(EngineError):
     code = "no-engine"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class EngineStart:
-    """One start of one engine."""
+    """One start of one engine.
+
+    Attributes:
+        serves: whether it has the current weights.
+        death: the error that revealed its end.
+        tokens, requests: what it has to answer.
+    """
 
     index: int
     name: str
     actor: Any
+    serves: bool = False
+    death: EngineError | None = None
+    tokens: int = 0
+    requests: int = 0
 
 
 class EngineSupervisor:
@@ -55,9 +64,8 @@ class EngineSupervisor:
         self._max_restarts = rollout.max_engine_restarts
         self._note = note
         self._lock = threading.Lock()
-        self._living: list[EngineStart] = []
-        self._serving: LeastLoaded[EngineStart] = LeastLoaded(rollout.max_concurrent_requests)
-        self._dead: dict[int, EngineError] = {}  # by engine, until it is replaced
+        self._starts: list[EngineStart] = []  # by engine
+        self._capacity = rollout.max_concurrent_requests
 
     def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
         """Wait until every engine has loaded the model, then let all serve.
@@ -66,19 +74,17 @@ class EngineSupervisor:
             left: called with the engines that are not ready yet.
         """
         self.engines.start(left)
-        self._add(range(len(self.engines)))
+        self._starts = [self._started(index) for index in range(len(self.engines))]
         self.admit()
 
-    def _add(self, indexes: Iterable[int]) -> None:
-        with self._lock:
-            self._living += [EngineStart(i, self.engines.name(i), self.engines.actor(i)) for i in indexes]
+    def _started(self, index: int) -> EngineStart:
+        return EngineStart(index, self.engines.name(index), self.engines.actor(index))
 
     # ----------------------------------------------------------------------------------------------------- requests
     @property
     def serving(self) -> list[EngineStart]:
         """Living engines with the current weights."""
-        with self._lock:
-            return self._serving.workers
+        return [start for start in self._starts if start.serves]
 
     def acquire(self, tokens: int) -> EngineStart | None:
         """Charge ``tokens`` to the least loaded engine with room, and return it; ``None`` if all are full.
@@ -87,19 +93,28 @@ class EngineSupervisor:
             NoEngineLeft: no engine serves.
         """
         with self._lock:
-            if not self._serving.workers:
-                raise NoEngineLeft(str(next(iter(self._dead.values()), "no engine has been started")))
-            return self._serving.acquire(tokens)
+            if not (serving := self.serving):
+                raise NoEngineLeft(str(next((each.death for each in self._dead), "no engine has been started")))
+            free = [start for start in serving if start.requests < self._capacity]
+            chosen = min(free, key=lambda start: start.tokens, default=None)
+            if chosen is not None:
+                chosen.tokens, chosen.requests = chosen.tokens + tokens, chosen.requests + 1
+            return chosen
 
     def release(self, start: EngineStart, tokens: int) -> None:
+        """Record that a request of ``tokens`` ended."""
         with self._lock:
-            self._serving.release(start, tokens)
+            start.tokens, start.requests = start.tokens - tokens, start.requests - 1
 
     # ------------------------------------------------------------------------------------------------------- deaths
     @property
     def has_dead(self) -> bool:
         """True if a dead engine has not been replaced."""
         return bool(self._dead)
+
+    @property
+    def _dead(self) -> list[EngineStart]:
+        return [start for start in self._starts if start.death is not None]
 
     def lose(self, start: EngineStart, error: EngineError) -> bool:
         """Check after a failed call whether the engine is alive, and record its death if not.
@@ -108,30 +123,24 @@ class EngineSupervisor:
             True if it is dead and may be replaced. If no restart is left, ``error`` must end the run.
         """
         self._bury([start], error)
-        with self._lock:
-            return start not in self._living
+        return start.death is not None
 
     def find_dead(self, error: Exception) -> bool:
         """Check all engines like ``lose``. Return True if some are dead and all of them may be replaced."""
-        self._bury(self._living, EngineError(str(error), code="engine-died"))
+        self._bury(self._starts, EngineError(str(error), code="engine-died"))
         return self.has_dead
 
     def _bury(self, starts: Sequence[EngineStart], error: EngineError) -> None:
         """Record which of these engines are dead, if all dead ones may be replaced."""
         if self._restarts_left < 1:
             return
+        dead = [start for start in starts if start.death is None and not self.engines.is_alive(start.actor)]
         with self._lock:
-            living = [start for start in starts if start in self._living]
-        dead = [start for start in living if not self.engines.is_alive(start.actor)]
-        with self._lock:
-            dead = [start for start in dead if start in self._living]  # another thread may have been faster
+            dead = [start for start in dead if start.death is None]  # another thread may have been faster
             if len(dead) > self._restarts_left:
                 return
             for start in dead:
-                self._living.remove(start)
-                if start in self._serving.workers:
-                    self._serving.leave(start)
-                self._dead[start.index] = error
+                start.death, start.serves = error, False
 
     @property
     def _restarts_left(self) -> int:
@@ -144,23 +153,20 @@ class EngineSupervisor:
         Raises:
             EngineError: an engine did not start.
         """
-        with self._lock:
-            dead = dict(self._dead)
-        self.engines.restart_engines(list(dead))
-        self._add(dead)
+        dead = self._dead
+        self.engines.restart_engines([start.index for start in dead])
         with self._lock:
             self.generation += len(dead)
-            for index in dead:
-                del self._dead[index]
-        for index, death in dead.items():
-            self._note(f"{self.engines.name(index)} was restarted ({death})")
+            for start in dead:
+                self._starts[start.index] = self._started(start.index)
+        for start in dead:
+            self._note(f"{start.name} was restarted ({start.death})")
 
     def admit(self) -> None:
         """Let all living engines serve. They must have the current weights."""
         with self._lock:
-            for start in self._living:
-                if start not in self._serving.workers:
-                    self._serving.join(start)
+            for start in self._starts:
+                start.serves = start.death is None
 
     def revive(self) -> None:
         """Restart engines if none serves, after the last one died. Call where weights can be sent.
@@ -193,8 +199,7 @@ class EngineSupervisor:
         Raises:
             EngineError: a living engine failed, or a dead one may not be replaced.
         """
-        with self._lock:
-            living = list(self._living)
+        living = [start for start in self._starts if start.death is None]
         asked = [self.engines.ask(method, *arguments, phase=phase, indexes=[start.index]) for start in living]
         for start, answers in zip(living, asked, strict=True):
             try:

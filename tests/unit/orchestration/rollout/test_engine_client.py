@@ -12,7 +12,6 @@ from slime_like.errors import EngineError, RewardError, SlimeLikeError
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.rollout import engine_client
 from slime_like.orchestration.rollout.engine_client import EngineCall, EngineClient
-from slime_like.orchestration.rollout.routing import LeastLoaded
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
 from tests.support.rejections import Rejects
 
@@ -144,21 +143,25 @@ def started(names: str, engines: int = 1, capacity: int = 2) -> tuple[Client, li
 
 
 def loads(client: Client) -> list[int]:
-    registry = client._supervisor._serving
-    return [registry.outstanding_tokens(engine) for engine in registry.workers]
+    return [start.tokens for start in client._supervisor.serving]
 
 
 def test_least_outstanding_tokens_wins() -> None:
-    """A released worker is attractive again. The late release of one that left is harmless."""
-    pool: LeastLoaded[int] = LeastLoaded(capacity=3)
-    for worker in range(3):
-        pool.join(worker)
-    assert [pool.acquire(tokens) for tokens in (100, 10, 50, 5)] == [0, 1, 2, 1]
-    pool.release(0, 100)
-    assert pool.acquire(1) == 0
-    pool.leave(0)
-    pool.release(0, 1)
-    assert [pool.acquire(1) for _ in range(4)] == [1, 2, 2, None]
+    """A released engine is attractive again. The late release of one that died is harmless."""
+    engines = [Engine() for _ in range(3)]
+    supervisor = client_of(*engines, capacity=3)._supervisor
+
+    def acquire(*tokens: int) -> list[int | None]:
+        return [start and start.index for start in map(supervisor.acquire, tokens)]
+
+    first = supervisor.serving[0]
+    assert acquire(100, 10, 50, 5) == [0, 1, 2, 1]
+    supervisor.release(first, 100)
+    assert acquire(1) == [0]
+    engines[0].alive = False
+    assert supervisor.lose(first, EngineError("killed"))
+    supervisor.release(first, 1)
+    assert acquire(1, 1, 1, 1) == [1, 2, 2, None]
 
 
 def test_requests_wait_for_room_and_answers_make_room() -> None:

@@ -293,7 +293,8 @@ def test_a_replacement_serves_only_with_the_current_weights(make: Callable[..., 
     assert run.supervisor.serving == [kept]
     assert not run.supervisor.has_dead
     run.supervisor.admit()
-    assert run.supervisor.serving[0] is kept and run.supervisor.serving[1] is not lost
+    again, other = run.supervisor.serving
+    assert again is not lost and again.index == lost.index and other is kept
 
 
 def test_without_a_weight_source_a_replacement_serves_immediately(make: Callable[..., Run]) -> None:
