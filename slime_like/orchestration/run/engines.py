@@ -14,7 +14,7 @@ from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.reference.workers import RankedWorker, role_pools
-from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
+from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
@@ -123,4 +123,4 @@ def start_engines(
         return supervisor, rewards, pools, Turns()
     supervisor.sleep(keep_weights=False)  # the first sync follows
     trainers.onload()
-    return supervisor, rewards, pools, SharedDevices(trainers, supervisor)
+    return supervisor, rewards, pools, Turns((trainers, supervisor))

@@ -13,7 +13,7 @@ from slime_like.checks.transport import chosen_transport
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams, TrainerBackend
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
+from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.rollout.sync_probe import Probe
@@ -108,7 +108,7 @@ class Sides:
         if colocated:
             self._engines.sleep(keep_weights=True)
             self._trainers.onload()
-            self._turns = SharedDevices(self._trainers, self._engines)
+            self._turns = Turns((self._trainers, self._engines))
         return self._engines
 
     def _exported(self) -> dict[str, Any]:

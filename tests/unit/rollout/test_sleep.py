@@ -18,7 +18,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Manifest, PauseMode
 from slime_like.models.dimensions import Attention, ForeignAttention, ModelDimensions
-from slime_like.orchestration.rollout.colocation import SharedDevices
+from slime_like.orchestration.rollout.colocation import Turns
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -93,7 +93,7 @@ def test_engines_keep_weights_before_sampling_without_a_sync() -> None:
     slept: list[bool] = []
     trainers = cast(Any, SimpleNamespace(offload=lambda *_, **__: None, onload=lambda: None))
     engines = cast(Any, SimpleNamespace(sleep=slept.append, wake=lambda _: None))
-    devices = SharedDevices(trainers, engines)
+    devices = Turns((trainers, engines))
     for turn in (devices.generation, devices.training, devices.begin_sync, devices.end_sync):
         turn()
     devices.training(keep_weights=True)

@@ -13,7 +13,7 @@ from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Manifest, UpdateReceipt
-from slime_like.orchestration.rollout.colocation import SharedDevices, Turns
+from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.weight_sync import WeightSync
@@ -214,10 +214,10 @@ def make(tmp_path: Path) -> Callable[..., Run]:
         trainers: Any = Trainers(group)
         supervisor = EngineSupervisor(cast(Any, group), config.rollout, notes.append)
         supervisor.start()
-        turns: Turns = Turns()
+        turns = Turns()
         if placement == "colocated":
             supervisor.sleep(keep_weights=False)
-            turns = SharedDevices(trainers, supervisor)
+            turns = Turns((trainers, supervisor))
         trainers.onload()
         transport, probe = chosen_transport(config, on_cuda=False, num_hosts=1), Probe(config.model, None, 32, ())
         sync = WeightSync(config.sync, transport, config.model.dtype, probe, trainers, supervisor, turns, "run")
