@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -9,11 +10,11 @@ from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, TrainerBackend, UpdateReceipt
 from slime_like.observability.records import SyncRecord
+from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.engine_group import EngineAnswers
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.rollout.sync_probe import Probe
-from slime_like.orchestration.trainer.calls import Answers, RankCalls, given
+from slime_like.orchestration.trainer.calls import RankCalls, given
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.system.words import counted
@@ -55,27 +56,17 @@ class SyncReport(SyncRecord):
 
 @dataclass(slots=True)
 class _Sent:
-    """Totals of the part of a sync that is already sent.
+    """The part of a sync that is already sent.
 
     Attributes:
+        hash_s: seconds that the slowest trainer hashed.
         expected: the ranks' logprobs of the probe; ``None`` until everything is sent, or without a probe.
     """
 
-    checksums: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
-    wire_nbytes: int = 0
-    changed: int = 0
-    compared: int = 0
+    buckets: list[BucketMetadata] = field(default_factory=list)
     gather_s: float = 0.0
     hash_s: float = 0.0
     expected: Answers[np.ndarray | None] | None = None
-
-    def add(self, bucket: BucketMetadata) -> None:
-        self.checksums.update({entry.name: entry.checksum for entry in bucket.entries})
-        self.nbytes += bucket.nbytes
-        self.wire_nbytes += bucket.nbytes - bucket.saved_nbytes
-        self.changed += bucket.changed
-        self.compared += bucket.compared
 
 
 class WeightSync:
@@ -166,33 +157,30 @@ class WeightSync:
 
     def _send(self, version: int) -> SyncReport:
         started = time.perf_counter()
-        sent, receipts = self._transfer_or_resend(version)
+        try:
+            sent, receipts = self._transfer(version)
+        except WeightSyncError as error:
+            if not (self._delta and is_base_lost(error)):
+                raise
+            sent, receipts = self._transfer(version)  # an engine has lost the base of the changes: send everything
         self._turns.end_sync()  # trainers score the probe before they leave the device, since they work in order
         verifying = time.perf_counter()
         expected = sent.expected
         gap, note = (None, "") if expected is None else self._verify(version, sent, receipts, expected)
         finished = time.perf_counter()
         hash_s = sent.hash_s + max(receipt.hash_s for receipt in receipts)
+        nbytes, compared = sum(each.nbytes for each in sent.buckets), sum(each.compared for each in sent.buckets)
         return SyncReport(
             transport=self._transport,
-            nbytes=sent.nbytes,
-            wire_nbytes=sent.wire_nbytes,
-            changed_fraction=sent.changed / sent.compared if sent.compared else None,
+            nbytes=nbytes,
+            wire_nbytes=nbytes - sum(each.saved_nbytes for each in sent.buckets),
+            changed_fraction=sum(each.changed for each in sent.buckets) / compared if compared else None,
             total_s=finished - started,
             gather_s=sent.gather_s,
             verification_s=hash_s + (0.0 if gap is None else finished - verifying),
             probe_gap=gap,
             note=note,
         )
-
-    def _transfer_or_resend(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
-        """Transfer. If an engine has lost the base of the changes, transfer everything once more."""
-        try:
-            return self._transfer(version)
-        except WeightSyncError as error:
-            if not (self._delta and is_base_lost(error)):
-                raise
-        return self._transfer(version)
 
     def _transfer(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
         if self._connected != self._supervisor.generation:
@@ -208,7 +196,7 @@ class WeightSync:
         return sent, receipts
 
     def _stream(
-        self, gathered: Answers[BucketMetadata | None], asked: EngineAnswers, version: int
+        self, gathered: Answers[BucketMetadata | None], asked: Answers[Any], version: int
     ) -> tuple[_Sent, list[UpdateReceipt]]:
         """Gather bucket k+1 on the trainers while the engines load bucket k."""
         sent = _Sent()
@@ -226,16 +214,16 @@ class WeightSync:
             if not buckets:
                 return sent, asked.result()
             sent.hash_s += max(bucket.hash_s for bucket in buckets)
-            for bucket in buckets:
-                sent.add(bucket)
+            sent.buckets += buckets
             gathered = self._ranks.start(_PHASE, RankExport.next_bucket)
 
     def _verify(
         self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Answers[np.ndarray | None]
     ) -> tuple[float, str]:
         """Compare hashes, then logprobs, which prove that engines use what arrived. Return the probe's verdict."""
+        checksums = {entry.name: entry.checksum for bucket in sent.buckets for entry in bucket.entries}
         for engine, receipt in enumerate(receipts):
-            compare_checksums(sent.checksums, receipt, engine)
+            compare_checksums(checksums, receipt, engine)
         asked = [self._engines.probe(request) for request in self._probe.requests(version)]
         wanted, answers = given(expected.result())[0], [answers.result() for answers in asked]
         by_engine = [[answer[engine][0] for answer in answers] for engine in range(len(self._engines))]

@@ -4,8 +4,9 @@ import copy
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
@@ -26,6 +27,7 @@ _ASK_EVERY_S = 2.0
 _ROLE = re.compile(r"(\w+) (?:worker |rank )?(\d+).*")
 """Pattern of an actor's name in messages. After a restart, its log has a number ("engine-0.2.log")."""
 
+_Answer = TypeVar("_Answer")
 _Error = TypeVar("_Error", bound=SlimeLikeError)
 
 
@@ -76,13 +78,56 @@ def gather(
     return [values[reference] for reference in references]
 
 
-def wait_for_end(references: Sequence[Any], timeout_s: float) -> None:
-    """Wait for calls that end actors, unless Ray's own daemons have ended: then no answer comes."""
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[_Answer]):
+    """Answers of several actors to one call.
+
+    Attributes:
+        references: Ray's references to the answers, by the actor's name, in order.
+        phase, error, watch: see ``gather``.
+        timeout_s: default bound of the waits.
+        before: called with the bound before ``result`` waits.
+    """
+
+    references: Mapping[str, Any]
+    phase: str
+    timeout_s: float
+    error: type[SlimeLikeError]
+    watch: Callable[[], None] = watch_none
+    before: Callable[[float | None], None] | None = None
+
+    def result(
+        self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
+    ) -> list[_Answer]:
+        """Wait for all answers, and for calls that were deferred before. Raises ``error`` for the first failure.
+
+        Args:
+            left: see ``gather``.
+        """
+        if self.before is not None:
+            self.before(timeout_s)
+        asked, names, bound = list(self.references.values()), list(self.references), timeout_s or self.timeout_s
+        return gather(asked, names, phase=self.phase, timeout_s=bound, error=self.error, watch=self.watch, left=left)
+
+    def is_answered(self) -> bool:
+        """Return whether all actors have answered. Raises the error of a failed one. Never waits."""
+        asked = list(self.references.values())
+        ended, running = ray.wait(asked, num_returns=len(asked), timeout=0)
+        for name, reference in self.references.items():
+            if reference in ended:
+                one(reference, name, phase=self.phase, error=self.error)
+        return not running
+
+
+def end_actors(actors: Sequence[Any], references: Sequence[Any], timeout_s: float) -> None:
+    """Wait for the calls that end the actors, then kill them. Once Ray's own daemons have ended, no answer comes."""
     node, deadline = own_node(), time.monotonic() + timeout_s
     while references and (remaining := deadline - time.monotonic()) > 0:
         _, references = ray.wait(references, num_returns=len(references), timeout=min(remaining, _ASK_EVERY_S))
         if node is not None and node.ended_daemon() is not None:
-            return
+            break
+    for actor in actors:
+        ray.kill(actor)
 
 
 def one(
@@ -155,7 +200,7 @@ class Liveness:
         self._actors = dict(zip(names, actors, strict=True))
         self._phase = phase
         self._error = error
-        self._asked: dict[Any, str] = {}
+        self._asked: dict[str, Any] = {}
         self._next = 0.0
         self._lock = threading.Lock()
 
@@ -169,9 +214,9 @@ class Liveness:
             if time.monotonic() < self._next:
                 return
             self._next = time.monotonic() + _ASK_EVERY_S
-            if self._asked:
-                answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-                for reference in answered:
-                    one(reference, self._asked.pop(reference), phase=self._phase, error=self._error)
-            for name in self._actors.keys() - set(self._asked.values()):
-                self._asked[self._actors[name].__ray_ready__.remote()] = name
+            for name, actor in self._actors.items():
+                if (asked := self._asked.get(name)) is not None:
+                    if not ray.wait([asked], timeout=0)[0]:
+                        continue
+                    one(asked, name, phase=self._phase, error=self._error)
+                self._asked[name] = actor.__ray_ready__.remote()

@@ -3,7 +3,6 @@
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -14,9 +13,8 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import gather, wait_for_end, watch_none
+from slime_like.orchestration.cluster.ray_calls import Answers, end_actors, watch_none
 from slime_like.orchestration.rollout.engine_actor import EngineActor, PartOptions
-from slime_like.orchestration.trainer.calls import Answers
 from slime_like.weights.transports.registry import for_engine
 
 _HEALTH_TIMEOUT_S = 15.0
@@ -25,29 +23,6 @@ _THREADS = "OMP_NUM_THREADS"
 _JOINING = "joining the weight transport"
 _TOGETHER_S = 0.002
 """Wait for requests that end with the same token. They end one after the other, within less time."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAnswers:
-    """Pending answers of several engines.
-
-    Attributes:
-        references: references by engine name.
-        timeout_s: default bound of ``result``.
-    """
-
-    references: dict[str, Any]
-    phase: str
-    timeout_s: float
-    watch: Callable[[], None]
-
-    def result(
-        self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
-    ) -> list[Any]:
-        """Wait for all answers, in engine order. Raises ``EngineError`` for the first failure."""
-        bound = timeout_s or self.timeout_s
-        asked, names = list(self.references.values()), list(self.references)
-        return gather(asked, names, phase=self.phase, timeout_s=bound, error=EngineError, watch=self.watch, left=left)
 
 
 class EngineGroup:
@@ -110,29 +85,27 @@ class EngineGroup:
         cores = len(os.sched_getaffinity(0))
         return {_THREADS: str(max(1, cores // self._placement.ranks_beside_engine(index, part)))}
 
-    def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
-        """Wait until every engine has loaded the model, within ``rollout.start_timeout_s``.
+    def start(
+        self,
+        left: Callable[[Sequence[str]], None] = ignore_answers,
+        phase: str = "starting",
+        indexes: Iterable[int] | None = None,
+    ) -> None:
+        """Wait until every engine, or those of ``indexes``, has loaded the model, within ``rollout.start_timeout_s``.
 
         Args:
             left: called with the engines that are not ready yet.
         """
-        self._start(range(len(self)), "starting", left)
+        # The engine bounds its start. The extra time is for the actor's imports.
+        self.ask("start", phase=phase, indexes=indexes).result(self._config.engine_start_timeout_s + 120, left)
 
     def restart_engines(self, indexes: Sequence[int]) -> None:
         """End these engines and start others in their places. Raises ``EngineError`` if one does not start."""
         for index in indexes:
             old = self._actors[index]
-            wait_for_end([old.stop.remote()], _STOP_TIMEOUT_S)
-            ray.kill(old)
+            end_actors([old], [old.stop.remote()], _STOP_TIMEOUT_S)
             self._actors[index] = self._new_actor(index)
-        self._start(indexes, "starting again")
-
-    def _start(
-        self, indexes: Iterable[int], phase: str, left: Callable[[Sequence[str]], None] = ignore_answers
-    ) -> None:
-        # The engine bounds its start. The extra time is for the actor's imports.
-        bound = self._config.engine_start_timeout_s + 120
-        self.ask("start", phase=phase, indexes=indexes).result(bound, left)
+        self.start(phase="starting again", indexes=indexes)
 
     @staticmethod
     def is_alive(actor: Any) -> bool:
@@ -145,10 +118,7 @@ class EngineGroup:
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop every engine and its processes. Unresponsive actors are killed."""
-        references = [actor.stop.remote() for actor in self._actors]
-        wait_for_end(references, timeout_s)
-        for actor in self._actors:
-            ray.kill(actor)
+        end_actors(self._actors, [actor.stop.remote() for actor in self._actors], timeout_s)
         self._actors = []
 
     # ------------------------------------------------------------------------------------------------------ weights
@@ -161,22 +131,22 @@ class EngineGroup:
         for answers in connected:
             answers.result()
 
-    def begin_update(self, version: int, manifests: Answers[Manifest | None]) -> EngineAnswers:
+    def begin_update(self, version: int, manifests: Answers[Manifest | None]) -> Answers[Any]:
         """Have every engine begin once all trainers have answered with their manifests. Returns immediately."""
-        return self.ask("begin_update", version, *manifests.references, phase="beginning a weight update")
+        return self.ask("begin_update", version, *manifests.references.values(), phase="beginning a weight update")
 
-    def update(self, buckets: list[BucketMetadata], before: EngineAnswers) -> EngineAnswers:
+    def update(self, buckets: list[BucketMetadata], before: Answers[Any]) -> Answers[Any]:
         """Have every engine fetch and load the buckets once all engines have answered ``before``. Returns immediately.
 
         Ray starts the call, without a round trip through this process.
         """
         return self.ask("update", buckets, *before.references.values(), phase="loading weights")
 
-    def finish_update(self, version: int, before: EngineAnswers) -> EngineAnswers:
+    def finish_update(self, version: int, before: Answers[Any]) -> Answers[Any]:
         """Have every engine finish, like ``update``. The answers are an ``UpdateReceipt`` each."""
         return self.ask("finish_update", version, *before.references.values(), phase="finishing a weight update")
 
-    def probe(self, request: GenerationRequest) -> EngineAnswers:
+    def probe(self, request: GenerationRequest) -> Answers[Any]:
         """Send the same request to every engine, bypassing the pool. Returns immediately."""
         return self.ask("generate", request, phase="answering the weight-sync probe")
 
@@ -194,8 +164,8 @@ class EngineGroup:
         """End the call that would answer ``reference``. Returns immediately."""
         ray.cancel(reference)
 
-    def ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> EngineAnswers:
+    def ask(self, method: str, *arguments: Any, phase: str, indexes: Iterable[int] | None = None) -> Answers[Any]:
         """Call a method of all engines, or of ``indexes``. Returns immediately."""
         asked = range(len(self)) if indexes is None else indexes
         references = {self.name(i): getattr(self._actors[i], method).remote(*arguments) for i in asked}
-        return EngineAnswers(references, phase, self._config.sync.timeout_s, self._watch)
+        return Answers(references, phase, self._config.sync.timeout_s, EngineError, self._watch)

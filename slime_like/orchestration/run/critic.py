@@ -12,8 +12,9 @@ from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC
 from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
-from slime_like.orchestration.trainer.calls import Answers, given
+from slime_like.orchestration.trainer.calls import given
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.orchestration.trainer.rank_training import RankTraining

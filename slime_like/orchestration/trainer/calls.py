@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates
-from slime_like.observability.waiting import ignore_answers
-from slime_like.orchestration.cluster.ray_calls import gather, one
+from slime_like.orchestration.cluster.ray_calls import Answers
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Answers(Generic[T]):
-    """Answers of all ranks to one call, and Ray's ``references`` to them, in rank order."""
-
-    def __init__(self, calls: RankCalls, phase: str, references: Sequence[Any]) -> None:
-        self._calls = calls
-        self._names = calls.names
-        self._phase = phase
-        self.references = references
-
-    def result(self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers) -> list[T]:
-        """Wait for all ranks, by default at most ``trainer.step_timeout_s``.
-
-        Args:
-            left: see ``slime_like.orchestration.cluster.ray_calls.gather``.
-
-        Raises:
-            TrainerError: this call or a deferred call has failed or is late.
-        """
-        self._calls.settle(timeout_s)
-        return self.gather(timeout_s, left)
-
-    def gather(self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers) -> list[T]:
-        """Wait for the results without checking deferred calls."""
-        bound = timeout_s or self._calls.timeout_s
-        return gather(self.references, self._names, phase=self._phase, timeout_s=bound, error=TrainerError, left=left)
-
-    def is_answered(self) -> bool:
-        """Return whether all ranks have answered. Raises the error of a failed rank. Never waits."""
-        ended, running = ray.wait(self.references, num_returns=len(self.references), timeout=0)
-        for reference in ended:
-            name = self._names[self.references.index(reference)]
-            one(reference, name, phase=self._phase, error=TrainerError)
-        return not running
 
 
 class RankCalls:
@@ -108,7 +72,8 @@ class RankCalls:
             actor.call.options(name=title).remote(method.__qualname__, *values, **options)
             for actor, values in zip(self._actors, arguments, strict=True)
         ]
-        return Answers(self, phase, references)
+        answers = dict(zip(self.names, references, strict=True))
+        return Answers(answers, phase, self.timeout_s, TrainerError, before=self.settle)
 
     def scatter(self, phase: str, method: Callable[..., T], replicas: Sequence[Any], *more: Any) -> Answers[T]:
         """Call each rank with its replica's element of ``replicas``, then ``more``, without waiting.
@@ -132,7 +97,7 @@ class RankCalls:
         """Wait for every deferred call. Each bound starts when the previous call has ended."""
         deferred, self._deferred = self._deferred, []
         for answers in deferred:
-            answers.gather(timeout_s)
+            answers.result(timeout_s)
 
 
 def given(answers: Iterable[T | None]) -> list[T]:

@@ -17,7 +17,7 @@ from slime_like.interfaces import RankPlacement, TrainerBackend
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.cluster.ray_calls import Liveness, gather, wait_for_end
+from slime_like.orchestration.cluster.ray_calls import Liveness, end_actors, gather
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank import TrainerRank
 
@@ -47,13 +47,12 @@ class TrainerGroup:
         self._worker = worker
         self._beside = beside
         self._actors: list[Any] = []
-        self._role, owner, self._options = POLICY, "trainer", placement.trainer_options
-        if beside is not None:
-            self._role, owner, self._options = CRITIC, CRITIC, partial(placement.trainer_options, gpus=0)
+        self._role = POLICY if beside is None else CRITIC
+        self._options: Callable[[int], dict[str, Any]] = partial(placement.trainer_options, gpus=int(beside is None))
         if worker is not None:
             self._role, self._options = placement.workers[worker].name, partial(placement.worker_options, worker)
-            owner = CRITIC if self._role == CRITIC else f"{self._role} worker {worker}"
-        self.ranks = RankCalls(owner, config.trainer.step_timeout_s)
+        self._owner = {POLICY: "trainer", CRITIC: CRITIC}.get(self._role, f"{self._role} worker {worker}")
+        self.ranks = RankCalls(self._owner, config.trainer.step_timeout_s)
 
     # -------------------------------------------------------------------------------------------------------- start
     def launch(self) -> None:
@@ -78,8 +77,8 @@ class TrainerGroup:
         return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
 
     def _log_name(self, rank: int) -> str:
-        if self._worker is None or self._role == CRITIC:
-            return f"{CRITIC if self._role == CRITIC else 'trainer'}-{rank}"
+        if self._role in (POLICY, CRITIC):
+            return f"{self._owner}-{rank}"
         return f"{self._role}-{self._worker}" + (f"-{rank}" if len(self) > 1 else "")
 
     def __len__(self) -> int:
@@ -161,8 +160,6 @@ class TrainerGroup:
 
     def shutdown(self) -> None:
         """Leave the process groups and end the actors. Unresponsive actors are killed."""
-        wait_for_end([actor.shutdown.remote() for actor in self._actors], _SHUTDOWN_S)
-        for actor in self._actors:
-            ray.kill(actor)
+        end_actors(self._actors, [actor.shutdown.remote() for actor in self._actors], _SHUTDOWN_S)
         self._actors = []
         self.ranks.connect([])

@@ -12,7 +12,8 @@ import torch
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, TrainerBackend, WeightExport
-from slime_like.orchestration.trainer import calls as module
+from slime_like.orchestration.cluster import ray_calls
+from slime_like.orchestration.trainer import calls as calls_module
 from slime_like.orchestration.trainer import rank as rank_module
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank import TrainerRank
@@ -60,9 +61,10 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
-    monkeypatch.setattr(module, "ray", cluster)
-    monkeypatch.setattr(module, "gather", cluster.gather)
-    monkeypatch.setattr(module, "one", cluster.one)
+    for module in (calls_module, ray_calls):
+        monkeypatch.setattr(module, "ray", cluster)
+    monkeypatch.setattr(ray_calls, "gather", cluster.gather)
+    monkeypatch.setattr(ray_calls, "one", cluster.one)
     return cluster
 
 
