@@ -22,7 +22,7 @@ _CALLS = {
     "score": re.compile(r"ray::TrainerRank\.(score|score_batch)$"),
     "train": re.compile(r"ray::TrainerRank\.(load_batch|train_minibatch|train_window|finish_stream)$"),
     "sync": re.compile(r"ray::(TrainerRank\.(begin_export|next_bucket|end_export)|EngineActor\.(update|load_bucket))"),
-    "save": re.compile(r"ray::TrainerRank\.(save|start_save|finish_save|is_save_written)$"),
+    "save": re.compile(r"ray::TrainerRank\.(save|start_save|is_written|finish)$"),
 }
 
 

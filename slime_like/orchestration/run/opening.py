@@ -101,25 +101,16 @@ def _open(config: RunConfig, stack: ExitStack) -> Run:
 
 
 def _open_from(base: _Base) -> Run:
-    if (rollouts := base.config.debug.load_rollouts) is not None:
-        return _open_replay(base, rollouts)
-    return _open_supervised(base) if base.config.supervised else _open_rl(base)
-
-
-# ------------------------------------------------------------------------------------------------------ three openings
-def _open_replay(base: _Base, rollouts: Path) -> Run:
-    """Open a run on saved rollouts: no prompts, no engines."""
-    vocab_size = ModelDimensions.from_checkpoint(base.config.model.path).vocab_size
-    return _without_engines(base, RolloutSide(DumpedSource(rollouts, vocab_size), dict))
-
-
-def _open_supervised(base: _Base) -> Run:
-    """Open a run on demonstrations: prompts, but no engines."""
-    prompts = base.prompts(need_responses=True)
-    wanted = base.config.rollout.prompts_per_step
-    source = DemonstrationSource(prompts, wanted)
-    notes = data_notes(base.config.data.max_prompt_tokens, wanted, prompts)
-    return _without_engines(base, RolloutSide(source, lambda: {"data": prompts.state_dict()}), *notes)
+    """Open a run on saved rollouts (no prompts, no engines), demonstrations (no engines), or sampled rollouts."""
+    config = base.config
+    if config.debug.load_rollouts is not None:
+        vocab_size = ModelDimensions.from_checkpoint(config.model.path).vocab_size
+        return _without_engines(base, RolloutSide(DumpedSource(config.debug.load_rollouts, vocab_size), dict))
+    if not config.supervised:
+        return _open_rl(base)
+    prompts, wanted = base.prompts(need_responses=True), config.rollout.prompts_per_step
+    side = RolloutSide(DemonstrationSource(prompts, wanted), lambda: {"data": prompts.state_dict()})
+    return _without_engines(base, side, *data_notes(config.data.max_prompt_tokens, wanted, prompts))
 
 
 def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
@@ -154,7 +145,7 @@ def _open_rl(base: _Base) -> Run:
     scorer = Scorer(config, rewards, base.tokenizer, stop_tokens(config.rollout, config.model))
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
-    placed.checkpoints.also_write(ledger.snapshot, LEDGER)
+    placed.checkpoints.written[LEDGER] = ledger.snapshot
     new_source = source_class(config.rollout)
     source = new_source(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pools)
     stack.callback(source.close)
@@ -268,7 +259,7 @@ class _Placed:
         base, config, ranks = self.base, self.base.config, self.trainers.ranks
         interval = config.reference.update_interval if REFERENCE in config.roles else None
         reference = Reference(config.run_dir, interval, self.trainers, pools)
-        self.checkpoints.also_link(reference.files, REFERENCE)
+        self.checkpoints.linked[REFERENCE] = reference.files
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,

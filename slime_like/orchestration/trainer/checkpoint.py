@@ -72,7 +72,7 @@ class Checkpoint:
         return dict(self.state["data"])
 
     def file(self, name: str) -> Path:
-        """Return the path of a file written by ``CheckpointStore.also_write``.
+        """Return the path of a file written by ``CheckpointStore.written``.
 
         Raises:
             CheckpointError: the file is missing, or not as it was written.

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_like.config.roles import CRITIC
 from slime_like.errors import CheckpointError, SlimeLikeError
-from slime_like.interfaces import TrainerBackend
+from slime_like.interfaces import PendingSave, TrainerBackend
 from slime_like.orchestration.trainer.checkpoint import (
     FILES,
     LENGTHS,
@@ -43,6 +43,10 @@ class CheckpointStore:
         resumed: step that the run resumed after; checkpoints of later steps are removed first.
         critic: ranks of the critic, whose state every checkpoint contains, too.
         critics_turn: context in which the critic has its devices.
+
+    Attributes:
+        written: writes further files of a checkpoint, by name.
+        linked: returns directories whose files are linked into a checkpoint, if any, by name there.
     """
 
     def __init__(
@@ -63,18 +67,10 @@ class CheckpointStore:
         self._note = note
         self._left = {path for path in saved_steps(self._root) if resumed is not None and _step(path) > resumed}
         self._started: Path | None = None
-        self._also: dict[str, Callable[[Path], None]] = {}
-        self._linked: dict[str, Callable[[], Path | None]] = {}
+        self.written: dict[str, Callable[[Path], None]] = {}
+        self.linked: dict[str, Callable[[], Path | None]] = {}
         _put_back(self._root)
         self._remove([*self._root.glob(f"{_PARTIAL}*"), *self._root.glob(f"{_FORMER}*")])  # left by a killed save
-
-    def also_write(self, write: Callable[[Path], None], name: str) -> None:
-        """Call ``write`` to write the file ``name`` into every later checkpoint."""
-        self._also[name] = write
-
-    def also_link(self, source: Callable[[], Path | None], name: str) -> None:
-        """Link the files of the directory returned by ``source``, if any, into every later checkpoint as ``name``."""
-        self._linked[name] = source
 
     @property
     def _groups(self) -> list[TrainerGroup]:
@@ -108,9 +104,8 @@ class CheckpointStore:
             return None
         phase = "writing a checkpoint in the background"
         with self._whole_or_removed(self._started):
-            written = all(
-                all(group.ranks.start(phase, TrainerRank.is_save_written).result(timeout_s)) for group in self._groups
-            )
+            asked = [group.ranks.start(phase, PendingSave.is_written) for group in self._groups]
+            written = all(all(answers.result(timeout_s)) for answers in asked)
         return self.finish(timeout_s) if written else None
 
     def finish(self, timeout_s: float | None = None) -> Path | None:
@@ -124,7 +119,7 @@ class CheckpointStore:
         final = self._started
         with self._whole_or_removed(final):
             for group in self._groups:
-                group.ranks.start("finishing a checkpoint", TrainerRank.finish_save).result(timeout_s)
+                group.ranks.start("finishing a checkpoint", PendingSave.finish).result(timeout_s)
             self._commit(final)
         self._started = None
         return final
@@ -146,10 +141,10 @@ class CheckpointStore:
             partial = _partial(final)
             partial.mkdir(parents=True)
             checksums = {}
-            for name, write in self._also.items():
+            for name, write in self.written.items():
                 write(partial / name)
                 checksums[name] = zlib.crc32((partial / name).read_bytes())
-            for name, source in self._linked.items():
+            for name, source in self.linked.items():
                 if (files := source()) is not None:
                     link_tree(files, partial / name)
             write_state(partial, step, {**state, FILES: checksums})

@@ -37,7 +37,6 @@ class TrainerRank:
             os.environ["CUDA_VISIBLE_DEVICES"] = shared
         self._config = config
         self._parts: dict[str, Any] = {TrainerRank.__name__: self}
-        self._save: PendingSave
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call ``method`` of this rank or one of its parts, given as "Class.method"."""
@@ -85,18 +84,9 @@ class TrainerRank:
         self._parts |= {RankTraining.__name__: training, RankExport.__name__: export}
         return place
 
-    # --------------------------------------------------------------------------------------------------------- save
     def start_save(self, directory: Path) -> None:
-        """See ``TrainerBackend.start_save``."""
-        self._save = self._parts[TrainerBackend.__name__].start_save(directory)
-
-    def is_save_written(self) -> bool:
-        """Return whether this rank has written its part of the started save."""
-        return self._save.is_written()
-
-    def finish_save(self) -> None:
-        """Wait for every rank's part of the started save, and complete it."""
-        self._save.finish()
+        """Make the save that ``TrainerBackend.start_save`` returns a part of this rank."""
+        self._parts[PendingSave.__name__] = self._parts[TrainerBackend.__name__].start_save(directory)
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> dict[str, int]:

@@ -42,7 +42,7 @@ class Run:
         trainers = cast(TrainerGroup, self.trainers)
         self.reference = Reference(run_dir, interval, trainers, [] if self.pool is None else [self.pool])
         self.store = CheckpointStore(run_dir, 2, trainers, print)
-        self.store.also_link(self.reference.files, REFERENCE)
+        self.store.linked[REFERENCE] = self.reference.files
 
     def step(self, step: int) -> Checkpoint:
         self.trainers.policy = step

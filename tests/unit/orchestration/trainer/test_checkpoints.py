@@ -27,18 +27,18 @@ class Trainers(OneRank):
 
     def save(self, directory: Path) -> None:
         self.start_save(directory)
-        self.finish_save()
+        self.finish()
 
     def start_save(self, directory: Path) -> None:
         directory.mkdir()
         self._directory = directory
 
-    def is_save_written(self) -> bool:
+    def is_written(self) -> bool:
         if self.failure is not None:
             raise self.failure
         return self.written
 
-    def finish_save(self) -> None:
+    def finish(self) -> None:
         if self.failure is not None:
             raise self.failure
         (self._directory / "weights").write_text("whole")
@@ -125,7 +125,7 @@ def test_a_full_disk_removes_the_save(tmp_path: Path, rejects: Rejects) -> None:
         Path("/dev/full").write_bytes(b"x")
 
     store = _store(tmp_path, Trainers())
-    store.also_write(full, "ledger.sqlite")
+    store.written["ledger.sqlite"] = full
     with rejects(CheckpointError, "disk-refused"):
         store.save(3, {})
     assert not (tmp_path / "checkpoints" / ".partial-step-000003").exists()
@@ -156,7 +156,7 @@ def test_a_failing_run_keeps_a_finished_save(
 
 def test_a_damaged_file_of_the_driver_is_rejected(tmp_path: Path, rejects: Rejects) -> None:
     store = _store(tmp_path, Trainers())
-    store.also_write(lambda path: path.write_bytes(b"events"), "ledger")
+    store.written["ledger"] = lambda path: path.write_bytes(b"events")
     checkpoint = Checkpoint.read(store.save(1, {}))
     assert checkpoint.file("ledger").read_bytes() == b"events"
     (checkpoint.path / "ledger").write_bytes(b"evenTs")

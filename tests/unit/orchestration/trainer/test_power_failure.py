@@ -232,7 +232,7 @@ def _saves(base: Path, count: int, seed: int, skipped: str | None = None) -> set
                 run_dir.mkdir()
             newest_whole(run_dir)
             store = CheckpointStore(run_dir, 1 + number // 10 % 2, cast("TrainerGroup", trainers), _no_note)
-            store.also_write(lambda path: path.write_text("events"), "ledger")
+            store.written["ledger"] = lambda path: path.write_text("events")
             disk.synced, disk.labels = Counter(), set()  # ignore syncs of the start
             store.save(step, {"number": number})
             finished = True
