@@ -110,12 +110,21 @@ class AgentRollouts:
         if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(rows), outcome.result)
         if not rows:
-            untrained = _untrained(request, self._tokenizer.eos_token_id, await self._version(), outcome, session)
-            if self._routes is not None:
-                unknown = np.full((len(request.prompt.token_ids), *self._routes), -1, np.int16)
-                untrained.fields = {"routes": unknown}
-            return untrained
+            return self._untrained(request, await self._version(), outcome, session)
         return _generation(request, session, rows, outcome)
+
+    def _untrained(self, request: GenerationRequest, version: int, outcome: _Outcome, session: Session) -> Generation:
+        """Build a rollout without rows: one token that carries no loss, so its reward counts in the group."""
+        routes = self._routes and np.full((len(request.prompt.token_ids), *self._routes), -1, np.int16)
+        return Generation(
+            token_ids=np.array([self._tokenizer.eos_token_id], np.int64),
+            logprobs=np.zeros(1, np.float32),
+            weight_versions=np.array([version], np.int64),
+            supports=Supports.whole(1) if request.sampling.wants_supports else None,
+            fields={} if routes is None else {"routes": routes},
+            finish_reason="stop",
+            conversation=_conversation((), outcome, session),
+        )
 
     def _require_calls(self, has_called: bool, result: AgentResult) -> None:
         """Reject an agent that repeatedly ends without calling the model, since it yields nothing to train on."""
@@ -181,18 +190,6 @@ def _generation(request: GenerationRequest, session: Session, rows: list[Row], o
         finish_reason=last.finish_reason,
         conversation=_conversation(rows, outcome, session),
         segments=() if is_plain else tuple(row.segment for row in rows),
-    )
-
-
-def _untrained(request: GenerationRequest, eos: int, version: int, outcome: _Outcome, session: Session) -> Generation:
-    """Build a rollout without rows: one token that carries no loss, so its reward counts in the group."""
-    return Generation(
-        token_ids=np.array([eos], np.int64),
-        logprobs=np.zeros(1, np.float32),
-        weight_versions=np.array([version], np.int64),
-        supports=Supports.whole(1) if request.sampling.wants_supports else None,
-        finish_reason="stop",
-        conversation=_conversation((), outcome, session),
     )
 
 

@@ -101,7 +101,7 @@ class EngineActor:
     async def _start_parts(self) -> None:
         """Start the ranks on all nodes, which wait for each other. When a node's ranks end, the start fails."""
         own = asyncio.ensure_future(self._engine.start())
-        further = [asyncio.ensure_future(_answer(actor.run.remote(self._part))) for actor in self._further]
+        further = [asyncio.ensure_future(actor.run.remote(self._part)) for actor in self._further]
         await asyncio.wait({own, *further}, return_when=asyncio.FIRST_COMPLETED)
         if not own.done():
             own.cancel()
@@ -196,7 +196,7 @@ class EngineActor:
             await self._conversations.close()
         if self._watching is not None:
             self._watching.cancel()
-        ends = [self._engine.stop(), *(_answer(actor.stop.remote()) for actor in self._further)]
+        ends = [self._engine.stop(), *(actor.stop.remote() for actor in self._further)]
         await asyncio.gather(*ends, return_exceptions=True)  # a part may be dead
 
 
@@ -229,7 +229,3 @@ def _settle(role: str, shared_devices: str) -> Path:
     use_cluster_interface(gloo=False)  # weights come from other hosts
     use_session_directory()
     return logs
-
-
-async def _answer(reference: Any) -> None:
-    await reference

@@ -63,17 +63,14 @@ class Evaluator:
         if failures := [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]:
             what = f"scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
             progress.note(f"evaluation: {what} ({failure_text(failures)}); they count as unsolved")
-        remaining_outcomes = iter(outcomes)
-        samples_of = [
-            [(rollout, next(remaining_outcomes)) for rollout in rollouts_of(group.trajectories)] for group in groups
-        ]
-        remaining = iter(samples_of)
-        results = {name: _figures([next(remaining) for _ in dataset]) for name, dataset in self._datasets.items()}
+        remaining = iter(outcomes)
+        samples = [[(rollout, next(remaining)) for rollout in rollouts_of(group.trajectories)] for group in groups]
         names = [name for name, dataset in self._datasets.items() for _ in dataset]
-        named = list(zip(names, samples_of, strict=True))
-        firsts = [(name, samples[:1]) for name, samples in named[: self._config.debug.samples_per_step]]
-        shown = [_shown(name, sample) for name, samples in (named if keep_all else firsts) for sample in samples]
-        return EvaluationResult(_figures(samples_of), results if len(results) > 1 else {}, shown)
+        named = list(zip(names, samples, strict=True))
+        results = {file: _figures([each for name, each in named if name == file]) for file in self._datasets}
+        kept = named if keep_all else [(name, each[:1]) for name, each in named[: self._config.debug.samples_per_step]]
+        shown = [_shown(name, sample) for name, each in kept for sample in each]
+        return EvaluationResult(_figures(samples), results if len(results) > 1 else {}, shown)
 
 
 def _shown(dataset: str, sample: tuple[Rollout[UnscoredTrajectory], RewardOutcome]) -> HeldOutSample:

@@ -26,7 +26,7 @@ class GroupTask(EngineCall):
     """A group from its issue until a batch takes it.
 
     Attributes:
-        answer: Ray's reference to its samples, or the future of its scores; ``None`` while it waits for room.
+        answer: Ray's reference to its samples, or the worker that scores it; ``None`` while it waits for either.
         version: earliest weight version that may sample its first token.
         stage: ``GENERATE``, ``REWARD``, a role whose workers score it, or ``READY``.
         samples, rewarded: results of the stages ``GENERATE`` and ``REWARD``. Workers of roles add scores.
@@ -48,6 +48,7 @@ class GroupStore:
 
     Attributes:
         changed: guards the state; notified when a batch may take more groups or more may be issued.
+        gate: served version and position of the batches.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class GroupStore:
         requests: Callable[[Sequence[Prompt]], list[GenerationRequest]],
     ) -> None:
         self.changed = threading.Condition()
-        self._gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, steps, rollout.oversample)
+        self.gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, steps, rollout.oversample)
         self._prompts = prompts
         self._ledger = ledger
         self._requests = requests
@@ -69,19 +70,9 @@ class GroupStore:
         self._dropped = 0
 
     # ------------------------------------------------------------------------------------------------------- position
-    @property
-    def version(self) -> int:
-        """Weight version that the engines serve."""
-        return self._gate.version
-
-    @property
-    def formed(self) -> int:
-        """Last step whose batch is complete."""
-        return self._gate.formed
-
     def serve(self, version: int) -> None:
         with self.changed:
-            self._gate.serve(version)
+            self.gate.serve(version)
             self.changed.notify_all()
 
     def at(self, stage: str) -> list[GroupTask]:
@@ -98,14 +89,14 @@ class GroupStore:
     def sampled(self) -> int:
         """Return the number of groups of the next batch that are already sampled."""
         with self.changed:
-            return self._gate.taken + min(self._gate.room, len(self._tasks) - len(self.at(GENERATE)))
+            return self.gate.taken + min(self.gate.room, len(self._tasks) - len(self.at(GENERATE)))
 
     # -------------------------------------------------------------------------------------------------------- changes
     def issue(self) -> None:
         """Issue as many prompts as the staleness bound allows. Prompts restored from a checkpoint come first."""
         with self.changed:
-            version = self._gate.version
-            count = self._gate.may_issue(len(self._tasks))
+            version = self.gate.version
+            count = self.gate.may_issue(len(self._tasks))
             interrupted = [self._interrupted.popleft() for _ in range(min(count, len(self._interrupted)))]
             new = self._prompts.next(count - len(interrupted))
             prompts = [*interrupted, *new]
@@ -117,7 +108,7 @@ class GroupStore:
     def resent(self, tasks: Sequence[GroupTask]) -> None:
         """Record groups that were sent again because their engine died."""
         if tasks:
-            self._ledger.add(_ids(tasks), REISSUED, version=self.version, reason="engine died")
+            self._ledger.add(_ids(tasks), REISSUED, version=self.gate.version, reason="engine died")
 
     def move(self, tasks: Sequence[GroupTask], stage: str) -> None:
         with self.changed:
@@ -128,7 +119,7 @@ class GroupStore:
     def generated(self, tasks: Sequence[GroupTask]) -> None:
         """Pass on tasks with complete samples."""
         self.move(tasks, REWARD)
-        self._ledger.add(_ids(tasks), GENERATED, version=self.version)
+        self._ledger.add(_ids(tasks), GENERATED, version=self.gate.version)
 
     def add_ready(self, tasks: Sequence[GroupTask]) -> None:
         """Pass on tasks that can be trained on."""
@@ -153,17 +144,15 @@ class GroupStore:
                 del self._tasks[group_id]
                 self._ledger.add([group_id], DROPPED, reason="zero spread")
                 self._dropped += 1
-                self._require_few_drops()
+                if self._dropped > self._max_drops:
+                    raise RewardError(
+                        f"{self._dropped} groups for one step were dropped because all their samples had the same "
+                        f"reward, more than rollout.max_drops_per_step={self._max_drops}",
+                        code="too-many-drops",
+                        remedy="choose prompts that are neither always nor never solved, or set "
+                        "rollout.drop_zero_spread=false",
+                    )
             self.changed.notify_all()
-
-    def _require_few_drops(self) -> None:
-        if self._dropped > self._max_drops:
-            raise RewardError(
-                f"{self._dropped} groups for one step were dropped because all their samples had the same "
-                f"reward, more than rollout.max_drops_per_step={self._max_drops}",
-                code="too-many-drops",
-                remedy="choose prompts that are neither always nor never solved, or set rollout.drop_zero_spread=false",
-            )
 
     def drop_oversampled(self) -> None:
         with self.changed:
@@ -175,7 +164,7 @@ class GroupStore:
         """Return the number of ready groups that the batch may take now; see ``StalenessGate``."""
         with self.changed:
             under_way = [task.version for task in self._tasks.values() if task.stage != READY]
-            return self._gate.may_take([task.version for task in self.at(READY)], under_way)
+            return self.gate.may_take([task.version for task in self.at(READY)], under_way)
 
     def take(self, at_least: int = 1) -> list[RewardedGroup]:
         """Return all groups that the batch may take, in id order, or none if there are fewer than ``at_least``."""
@@ -184,9 +173,9 @@ class GroupStore:
             if count < at_least:
                 return []
             oldest_first = sorted(self.at(READY), key=lambda task: task.version)
-            formed = self._gate.formed
-            self._gate.take(count)
-            if self._gate.formed > formed:
+            formed = self.gate.formed
+            self.gate.take(count)
+            if self.gate.formed > formed:
                 self._dropped = 0
             return [self._tasks.pop(group_id).rewarded for group_id in sorted(_ids(oldest_first[:count]))]
 

@@ -91,7 +91,7 @@ class RolloutSource(ABC):
 
     def is_complete(self, step: int) -> bool:
         """Return whether all groups of training step ``step`` have been returned."""
-        return self.store.formed >= step
+        return self.store.gate.formed >= step
 
     def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
         """Record that every update of the step has been made."""
@@ -159,12 +159,12 @@ class SynchronousSource(RolloutSource):
     def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
         with clock.phase("sync"):
             self._turns.generation()
-        while self.store.formed < step:
+        while self.store.gate.formed < step:
             with clock.phase("wait"):
                 self.store.issue()
             self._advance(at_least, clock)
             groups = self.store.take(at_least)
-            if groups and self._config.rollout.oversample > 1 and self.store.formed == step:
+            if groups and self._config.rollout.oversample > 1 and self.store.gate.formed == step:
                 self._abort()
             yield groups
 
@@ -217,7 +217,7 @@ class ThreadedSource(RolloutSource):
             self._thread.start()
 
     def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
-        while self.store.formed < step:
+        while self.store.gate.formed < step:
             with clock.phase("wait"):
                 groups = self._take(at_least)
             yield groups

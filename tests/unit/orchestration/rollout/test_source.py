@@ -271,7 +271,7 @@ def test_a_resumed_run_issues_groups_in_flight_again(run_dir: Path) -> None:
     made.close()
     state = json.loads(json.dumps(made.store.state_dict()))
     issued = made.store._prompts.next(PROMPTS)
-    made._ledger.add([prompt.group_id for prompt in issued], ISSUED, version=made.store.version)
+    made._ledger.add([prompt.group_id for prompt in issued], ISSUED, version=made.store.gate.version)
     made._ledger.snapshot(run_dir / "copy")
     client = ShuffledClient(2)
     again, _ = source(run_dir, client, max_staleness=2)
