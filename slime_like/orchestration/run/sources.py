@@ -1,6 +1,6 @@
 """Sources of trajectories without engines: demonstrations, or rollouts of an earlier run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -58,19 +58,15 @@ class DumpedSource(ExperienceSource):
         with clock.phase("wait"):
             path = dump_path(self._directory, step)
             trajectories = load_trajectories(path)
-            self._require_known_tokens(path, trajectories)
-            return trajectories
-
-    def _require_known_tokens(self, path: Path, trajectories: Sequence[ScoredTrajectory]) -> None:
-        """Reject unknown ids. An embedding split over ranks would return zeros for them."""
         largest = max(int(ids.max()) for t in trajectories for ids in (t.prompt_tokens, t.response_tokens) if len(ids))
-        if largest >= self._vocab_size:
+        if largest >= self._vocab_size:  # an embedding split over ranks would return zeros
             raise DataError(
                 f"contains token id {largest}, but model.path has ids 0 to {self._vocab_size - 1}",
                 code="unknown-token",
                 who=str(path),
                 remedy="use rollouts of this model",
             )
+        return trajectories
 
 
 def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:
