@@ -61,8 +61,8 @@ class GroupStore:
     ) -> None:
         self.changed = threading.Condition()
         self.gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, steps, rollout.oversample)
-        self._prompts = prompts
-        self._ledger = ledger
+        self.prompts = prompts
+        self.ledger = ledger
         self._requests = requests
         self._max_drops = rollout.max_drops_per_step
         self._interrupted: deque[Prompt] = deque()
@@ -98,17 +98,17 @@ class GroupStore:
             version = self.gate.version
             count = self.gate.may_issue(len(self._tasks))
             interrupted = [self._interrupted.popleft() for _ in range(min(count, len(self._interrupted)))]
-            new = self._prompts.next(count - len(interrupted))
+            new = self.prompts.next(count - len(interrupted))
             prompts = [*interrupted, *new]
             for prompt, request in zip(prompts, self._requests(prompts), strict=True):
                 self._tasks[prompt.group_id] = GroupTask(request, prompt=prompt, version=version)
-            self._ledger.add([prompt.group_id for prompt in new], ISSUED, version=version)
-            self._ledger.add([prompt.group_id for prompt in interrupted], REISSUED, version=version, reason="resumed")
+            self.ledger.add([prompt.group_id for prompt in new], ISSUED, version=version)
+            self.ledger.add([prompt.group_id for prompt in interrupted], REISSUED, version=version, reason="resumed")
 
     def resent(self, tasks: Sequence[GroupTask]) -> None:
         """Record groups that were sent again because their engine died."""
         if tasks:
-            self._ledger.add(_ids(tasks), REISSUED, version=self.gate.version, reason="engine died")
+            self.ledger.add(_ids(tasks), REISSUED, version=self.gate.version, reason="engine died")
 
     def move(self, tasks: Sequence[GroupTask], stage: str) -> None:
         with self.changed:
@@ -119,14 +119,14 @@ class GroupStore:
     def generated(self, tasks: Sequence[GroupTask]) -> None:
         """Pass on tasks with complete samples."""
         self.move(tasks, REWARD)
-        self._ledger.add(_ids(tasks), GENERATED, version=self.gate.version)
+        self.ledger.add(_ids(tasks), GENERATED, version=self.gate.version)
 
     def add_ready(self, tasks: Sequence[GroupTask]) -> None:
         """Pass on tasks that can be trained on."""
         if not tasks:
             return
         with self.changed:
-            self._ledger.add(_ids(tasks), SCORED)
+            self.ledger.add(_ids(tasks), SCORED)
             self.move(tasks, READY)
             self.changed.notify_all()
 
@@ -139,10 +139,10 @@ class GroupStore:
         if not tasks:
             return
         with self.changed:
-            self._ledger.add(group_ids := _ids(tasks), SCORED)
+            self.ledger.add(group_ids := _ids(tasks), SCORED)
             for group_id in group_ids:
                 del self._tasks[group_id]
-                self._ledger.add([group_id], DROPPED, reason="zero spread")
+                self.ledger.add([group_id], DROPPED, reason="zero spread")
                 self._dropped += 1
                 if self._dropped > self._max_drops:
                     raise RewardError(
@@ -156,7 +156,7 @@ class GroupStore:
 
     def drop_oversampled(self) -> None:
         with self.changed:
-            self._ledger.add(sorted(self._tasks), DROPPED, reason="oversampled")
+            self.ledger.add(sorted(self._tasks), DROPPED, reason="oversampled")
             self._tasks.clear()
 
     # ---------------------------------------------------------------------------------------------------------- batch
@@ -188,14 +188,14 @@ class GroupStore:
         with self.changed:
             unfinished = [*self._interrupted, *(task.prompt for task in self._tasks.values())]
             return {
-                "data": self._prompts.state_dict(),
+                "data": self.prompts.state_dict(),
                 "in_flight": [_fields(prompt) for prompt in sorted(unfinished, key=lambda prompt: prompt.group_id)],
-                "ledger_events": self._ledger.count(),
+                "ledger_events": self.ledger.count(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state_dict``. Groups that were under way are issued again before new ones."""
-        self._prompts.load_state_dict(state["data"])
+        self.prompts.load_state_dict(state["data"])
         self._interrupted = deque(_prompt(fields) for fields in state.get("in_flight", ()))
 
 

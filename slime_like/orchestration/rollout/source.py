@@ -34,6 +34,7 @@ class RolloutSource(ABC):
 
     Attributes:
         store: groups under way or ready, and the position of the prompts.
+        turns: turns on devices that trainers and engines may share.
     """
 
     def __init__(
@@ -57,13 +58,12 @@ class RolloutSource(ABC):
             greedy="greedy" in configured_estimator(config.algorithm.advantage.name).needs,
         )
         self.store = GroupStore(rollout, config.steps, prompts, ledger, requests)
-        self._config = config
+        self.config = config
         self._client = client
         self._scorer = scorer
-        self._turns = turns
-        self._ledger = ledger
+        self.turns = turns
         self._supervisor = supervisor
-        self._pools = pools
+        self.pools = pools
 
     def synced(self, version: int) -> None:
         """Record that the engines serve ``version``. The first call starts the sampling thread, if there is one."""
@@ -75,7 +75,7 @@ class RolloutSource(ABC):
         Raises:
             EngineError, RewardError: an engine or reward worker failed, also in the thread.
         """
-        groups = [group for part in self._groups(step, self._config.rollout.prompts_per_step, clock) for group in part]
+        groups = [group for part in self._groups(step, self.config.rollout.prompts_per_step, clock) for group in part]
         with clock.phase("reward"):
             return self._scorer.scored(groups, step)
 
@@ -95,7 +95,7 @@ class RolloutSource(ABC):
 
     def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
         """Record that every update of the step has been made."""
-        self._ledger.add(dict.fromkeys(trajectory.group_id for trajectory in trajectories), TRAINED, step=step)
+        self.store.ledger.add(dict.fromkeys(trajectory.group_id for trajectory in trajectories), TRAINED, step=step)
 
     def close(self) -> None:  # noqa: B027
         """End sampling, within a bound. Groups under way stay so in the ledger."""
@@ -131,7 +131,7 @@ class RolloutSource(ABC):
         rewarded = self.store.at(REWARD)
         ready = [task for task in rewarded if self._is_useful(task.rewarded)]
         self.store.drop_without_spread([task for task in rewarded if not self._is_useful(task.rewarded)])
-        for pool in self._pools:
+        for pool in self.pools:
             own = [task for task in ready if pool.source in (None, task.prompt.source)]
             self.store.move(own, pool.role)
             scored = pool.poll(self.store.at(pool.role), 0.0 if self.store.at(GENERATE) else idle_s)
@@ -140,9 +140,9 @@ class RolloutSource(ABC):
 
     def _is_useful(self, rewarded: RewardedGroup) -> bool:
         """Return whether the group's rewards differ, if ``rollout.drop_zero_spread`` requires it."""
-        rewards = weighted_rewards(self._config.reward, rewarded.rewards)  # differing lengths don't make a group useful
+        rewards = weighted_rewards(self.config.reward, rewarded.rewards)  # differing lengths don't make a group useful
         spread = float(rewards.max() - rewards.min())
-        return not self._config.rollout.drop_zero_spread or spread > self._config.algorithm.least_spread
+        return not self.config.rollout.drop_zero_spread or spread > self.config.algorithm.least_spread
 
     def _abort(self) -> None:
         """Abort and drop all groups, wherever they are."""
@@ -158,13 +158,13 @@ class SynchronousSource(RolloutSource):
 
     def _groups(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
         with clock.phase("sync"):
-            self._turns.generation()
+            self.turns.generation()
         while self.store.gate.formed < step:
             with clock.phase("wait"):
                 self.store.issue()
             self._advance(at_least, clock)
             groups = self.store.take(at_least)
-            if groups and self._config.rollout.oversample > 1 and self.store.gate.formed == step:
+            if groups and self.config.rollout.oversample > 1 and self.store.gate.formed == step:
                 self._abort()
             yield groups
 
@@ -176,7 +176,7 @@ class SynchronousSource(RolloutSource):
         not depend on which was faster.
         """
         self._collect(clock)
-        if not self._pools and at_least > 1:
+        if not self.pools and at_least > 1:
             missing = at_least - self.store.sizes()[1]
             while len(self.store.at(REWARD)) < missing:
                 self._collect(clock)
@@ -188,7 +188,7 @@ class SynchronousSource(RolloutSource):
         finish first."""
         raise_if_interrupted()
         with clock.phase("generate"):
-            others = self._config.rollout.stream or any(self.store.at(pool.role) for pool in self._pools)
+            others = self.config.rollout.stream or any(self.store.at(pool.role) for pool in self.pools)
             try:
                 sampled = self._poll(_SHORT_POLL_S if others else _POLL_S)
             except NoEngineLeft:

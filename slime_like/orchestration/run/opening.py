@@ -150,8 +150,7 @@ def _open_rl(base: _Base) -> Run:
     source = new_source(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pools)
     stack.callback(source.close)
     evaluator = Evaluator(config, EngineClient(supervisor), scorer, datasets) if datasets else None
-    side = EngineSide(source, prompts, config.rollout.prompts_per_step, sync, ledger, evaluator, devices, pools)
-    return placed.run(side, devices, pools)
+    return placed.run(EngineSide(source, sync, evaluator), devices, pools)
 
 
 def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> str:

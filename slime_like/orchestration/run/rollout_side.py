@@ -6,13 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_like.data.ledger import FILE_NAME as LEDGER
-from slime_like.data.ledger import Ledger
-from slime_like.data.prompts import PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.records import ScoringRecord
-from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
-from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.sources import ExperienceSource
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
@@ -79,25 +75,10 @@ class EngineSide(RolloutSide):
     source: RolloutSource
     _report: SyncReport
 
-    def __init__(
-        self,
-        source: RolloutSource,
-        prompts: PromptSource,
-        prompts_per_step: int,
-        sync: WeightSync,
-        ledger: Ledger,
-        evaluator: Evaluator | None,
-        devices: Turns,
-        pools: Sequence[RolePool],
-    ) -> None:
+    def __init__(self, source: RolloutSource, sync: WeightSync, evaluator: Evaluator | None) -> None:
         super().__init__(source, source.store.state_dict)
-        self._prompts = prompts
-        self._prompts_per_step = prompts_per_step
         self._sync = sync
-        self._ledger = ledger
         self._evaluator = evaluator
-        self._devices = devices
-        self._pools = pools
         self._dropped_prompts = 0
         self._sync_notes: list[str] = []
 
@@ -106,7 +87,8 @@ class EngineSide(RolloutSide):
         self.source.synced(version)
 
     def sampling(self, progress: Progress) -> AbstractContextManager[object]:
-        return progress.waiting("sampling", self._prompts_per_step, "group", self.source.store.sampled)
+        wanted = self.source.config.rollout.prompts_per_step
+        return progress.waiting("sampling", wanted, "group", self.source.store.sampled)
 
     def sync(self, version: int) -> None:
         self._report = self._sync.run(version)
@@ -118,24 +100,24 @@ class EngineSide(RolloutSide):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.source.store.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
-        self._ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
+        self.source.store.ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
 
     def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
         if self._evaluator is None:
             return None
-        self._devices.generation()
+        self.source.turns.generation()
         return self._evaluator.run(step, progress)
 
     def figures(self, step_s: float) -> RolloutFigures:
         queued, ready = self.source.store.sizes()
-        before, self._dropped_prompts = self._dropped_prompts, self._prompts.dropped_prompts
-        lists = [self._sync_notes, *(pool.news for pool in self._pools)]
+        before, self._dropped_prompts = self._dropped_prompts, self.source.store.prompts.dropped_prompts
+        lists = [self._sync_notes, *(pool.news for pool in self.source.pools)]
         notes = [sentences.pop(0) for sentences in lists for _ in range(len(sentences))]
         return RolloutFigures(
             queued_groups=queued,
             ready_groups=ready,
             dropped_prompts=self._dropped_prompts - before,
             sync=self._report,
-            scoring={pool.role: pool.take_work(step_s) for pool in self._pools},
+            scoring={pool.role: pool.take_work(step_s) for pool in self.source.pools},
             notes=notes,
         )

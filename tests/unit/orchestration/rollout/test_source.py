@@ -270,13 +270,13 @@ def test_a_resumed_run_issues_groups_in_flight_again(run_dir: Path) -> None:
     before = [group for batch in batches(made, client, last=5, max_staleness=2) for group in batch]
     made.close()
     state = json.loads(json.dumps(made.store.state_dict()))
-    issued = made.store._prompts.next(PROMPTS)
-    made._ledger.add([prompt.group_id for prompt in issued], ISSUED, version=made.store.gate.version)
-    made._ledger.snapshot(run_dir / "copy")
+    issued = made.store.prompts.next(PROMPTS)
+    made.store.ledger.add([prompt.group_id for prompt in issued], ISSUED, version=made.store.gate.version)
+    made.store.ledger.snapshot(run_dir / "copy")
     client = ShuffledClient(2)
     again, _ = source(run_dir, client, max_staleness=2)
     again.store.load_state_dict(state)
-    again._ledger.restore(run_dir / "copy", state["ledger_events"])
+    again.store.ledger.restore(run_dir / "copy", state["ledger_events"])
     after = [group for batch in batches(again, client, first=6, max_staleness=2) for group in batch]
     again.close()
     assert sorted(before + after) == list(range(STEPS * PROMPTS))
