@@ -1,6 +1,6 @@
 """Put known bugs into exported adapters and merged models, one at a time: the comparison with PEFT must notice each."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,8 @@ from torch import Tensor
 
 from backends.common.hugging_face import converter
 from backends.megatron.offline.converter import MegatronSource
+from tests.mutation.planted import Bug, Patch, no_bug
 from tests.parallel.test_lora_checkpoint import Saved, check_adapter, check_whole, converted, expected_logits
-
-Patch = pytest.MonkeyPatch
-
-
-def no_bug(patch: Patch) -> None:
-    pass
 
 
 def alpha_is_forgotten(patch: Patch) -> None:
@@ -61,29 +56,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Tensor]:
     return run, expected_logits(run)
 
 
-@pytest.mark.parametrize("bug", [no_bug, alpha_is_forgotten, keys_and_values_are_swapped, the_adapter_is_zero])
-def test_a_wrong_adapter_is_noticed(
-    bug: Callable[[Patch], None], saved: tuple[Saved, Tensor], tmp_path: Path, monkeypatch: Patch
+IN_ADAPTERS: list[Bug] = [no_bug, alpha_is_forgotten, keys_and_values_are_swapped, the_adapter_is_zero]
+IN_MERGED_MODELS: list[Bug] = [no_bug, keys_and_values_are_swapped, the_adapter_is_zero, the_base_is_not_merged]
+
+
+@pytest.mark.parametrize(
+    ("bug", "merge"), [*((bug, False) for bug in IN_ADAPTERS), *((bug, True) for bug in IN_MERGED_MODELS)]
+)
+def test_a_wrong_output_is_noticed(
+    bug: Bug, merge: bool, saved: tuple[Saved, Tensor], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     run, expected = saved
     bug(monkeypatch)
-    adapter = converted(run, tmp_path / "adapter")
-    if bug is no_bug:
-        check_adapter(run, adapter, expected)
-        return
-    with pytest.raises(AssertionError, match="not close"):
-        check_adapter(run, adapter, expected)
-
-
-@pytest.mark.parametrize("bug", [no_bug, keys_and_values_are_swapped, the_adapter_is_zero, the_base_is_not_merged])
-def test_a_wrong_merged_model_is_noticed(
-    bug: Callable[[Patch], None], saved: tuple[Saved, Tensor], tmp_path: Path, monkeypatch: Patch
-) -> None:
-    run, expected = saved
-    bug(monkeypatch)
-    merged = converted(run, tmp_path / "merged", merge=True)
-    if bug is no_bug:
-        check_whole(merged, expected)
-        return
-    with pytest.raises(AssertionError, match="not close"):
-        check_whole(merged, expected)
+    output = converted(run, tmp_path / "output", merge=merge)
+    with nullcontext() if bug is no_bug else pytest.raises(AssertionError, match="not close"):
+        if merge:
+            check_whole(output, expected)
+        else:
+            check_adapter(run, output, expected)

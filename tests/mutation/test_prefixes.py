@@ -1,8 +1,7 @@
 """Put in bugs of shared prefixes, one at a time: the comparison with a pack that shares nothing must notice each."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,11 @@ from backends.common.attention.prefixes import PrefixAttention
 from backends.common.step.packs import ResponseRows
 from backends.fsdp import micro_batch
 from slime_like.algorithms.context import ContextShard
+from tests.mutation.planted import Patch
 from tests.support.prefixes import SmallModel, check_gradients, group_of_four
 
-Bug = Callable[[pytest.MonkeyPatch], None]
 
-
-def a_response_attends_to_its_sibling(patch: pytest.MonkeyPatch) -> None:
+def a_response_attends_to_its_sibling(patch: Patch) -> None:
     correct = PrefixAttention.of
 
     def of(boundaries: Tensor, parents: Tensor, *others: Any) -> PrefixAttention:
@@ -27,7 +25,7 @@ def a_response_attends_to_its_sibling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixAttention, "of", of)
 
 
-def positions_restart_behind_the_prefix(patch: pytest.MonkeyPatch) -> None:
+def positions_restart_behind_the_prefix(patch: Patch) -> None:
     correct = micro_batch.split_for_context_parallel
 
     def split(*arguments: Any, **options: Any) -> ContextShard:
@@ -39,7 +37,7 @@ def positions_restart_behind_the_prefix(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(micro_batch, "split_for_context_parallel", split)
 
 
-def the_prompts_last_row_counts_once(patch: pytest.MonkeyPatch) -> None:
+def the_prompts_last_row_counts_once(patch: Patch) -> None:
     def spread(self: ResponseRows, scored: Tensor) -> Tensor:
         if self.repeats is None:
             return scored
@@ -51,7 +49,7 @@ def the_prompts_last_row_counts_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ResponseRows, "spread", spread)
 
 
-def prefixes_have_no_gradient_of_what_follows(patch: pytest.MonkeyPatch) -> None:
+def prefixes_have_no_gradient_of_what_follows(patch: Patch) -> None:
     correct = PrefixAttention.backward
 
     def backward(self: PrefixAttention, *arguments: Any) -> tuple[Tensor, ...]:
@@ -61,28 +59,15 @@ def prefixes_have_no_gradient_of_what_follows(patch: pytest.MonkeyPatch) -> None
     patch.setattr(PrefixAttention, "backward", backward)
 
 
-MUTATIONS: list[tuple[Bug, Literal["scores", "gradients"]]] = [
-    (a_response_attends_to_its_sibling, "scores"),
-    (positions_restart_behind_the_prefix, "scores"),
-    (the_prompts_last_row_counts_once, "gradients"),
-    (prefixes_have_no_gradient_of_what_follows, "gradients"),
-]
-
-
-@pytest.fixture(scope="module")
-def model() -> SmallModel:
-    return SmallModel()
-
-
-@pytest.mark.parametrize(("bug", "caught_by"), MUTATIONS, ids=lambda value: getattr(value, "__name__", None))
-def test_the_comparison_catches(
-    bug: Bug, caught_by: Literal["scores", "gradients"], model: SmallModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bug(monkeypatch)
-    if caught_by == "scores":
-        with pytest.raises(AssertionError, match="logprobs"):
+def test_the_comparison_catches(monkeypatch: Patch) -> None:
+    model = SmallModel()
+    for bug in (a_response_attends_to_its_sibling, positions_restart_behind_the_prefix):
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="logprobs"):
+            bug(patch)
             model.check_scores(group_of_four(), "prompts")
-    else:
-        results = model.check_scores(group_of_four(), "prompts")
-        with pytest.raises(AssertionError):
-            check_gradients(*results)
+    for bug in (the_prompts_last_row_counts_once, prefixes_have_no_gradient_of_what_follows):
+        with monkeypatch.context() as patch:
+            bug(patch)
+            results = model.check_scores(group_of_four(), "prompts")
+            with pytest.raises(AssertionError):
+                check_gradients(*results)

@@ -1,10 +1,5 @@
-"""Put bugs of a critic into the trainer, one at a time: its parity tests must notice each.
+"""Put bugs of a critic into the trainer, one at a time: its parity tests must notice each."""
 
-As in ``test_trainer``: the comparison named for a bug must fail, and the earlier one must not.
-"""
-
-from collections.abc import Callable
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +13,40 @@ from backends.fsdp import checkpoint
 from backends.megatron import head
 from backends.megatron.head import LogprobModel
 from backends.megatron.trainer import MegatronTrainer
-from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import VALUE_HEAD
-from tests.mutation.test_trainer import logits_are_read_at_the_token_itself, loss_is_scaled_by_the_context_size, no_bug
-from tests.parallel.parity import Settings
-from tests.parallel.ranks import run_each, run_ranks
+from tests.mutation.planted import Bug, Comparison, Patch, no_bug, require_caught, run_planted
+from tests.mutation.test_trainer import logits_are_read_at_the_token_itself, loss_is_scaled_by_the_context_size
+from tests.parallel.parity import Case, Settings
 from tests.parallel.steps import RankResult, same_bits
-from tests.parallel.test_value_checkpoint import Record, life_of, weights_at
+from tests.parallel.test_value_checkpoint import life_of, weights_at
 from tests.parallel.test_values import check_all_gradients, check_values
 from tests.parallel.tiny import save_checkpoint
 from tests.parallel.values import train_critic, value_case, value_config
 
-SEQUENCE = {"tensor": 2, "sequence": True}
+SEQUENCE, FSDP = {"tensor": 2, "sequence": True}, {"backend": "fsdp"}
 
 
 # ------------------------------------------------------------------------------------------------------------ the bugs
-def a_stored_head_is_ignored() -> None:
+def a_stored_head_is_ignored(patch: Patch) -> None:
     correct = ValueModel.require
 
     def require(self: ValueModel, *arguments: Any) -> None:
         self._slices.pop(VALUE_HEAD)
         correct(self, *arguments)
 
-    ValueModel.require = require  # type: ignore[method-assign]
+    patch.setattr(ValueModel, "require", require)
 
 
-def tensor_ranks_sum_the_gradients_of_equal_states() -> None:
+def tensor_ranks_sum_the_gradients_of_equal_states(patch: Patch) -> None:
     correct = head.gather_from_sequence_parallel_region
 
     def gather(states: Tensor, tensor_parallel_output_grad: bool, group: Any) -> Tensor:
         return correct(states, tensor_parallel_output_grad=True, group=group)
 
-    head.gather_from_sequence_parallel_region = gather
+    patch.setattr(head, "gather_from_sequence_parallel_region", gather)
 
 
-def tensor_ranks_sum_the_heads_gradient() -> None:
+def tensor_ranks_sum_the_heads_gradient(patch: Patch) -> None:
     """As those of norms, of which every rank has only its tokens' part."""
     correct = MegatronTrainer._prepare_training
 
@@ -62,85 +56,74 @@ def tensor_ranks_sum_the_heads_gradient() -> None:
             chunk.score.weight.sequence_parallel = True  # type: ignore[assignment]
         return correct(self)
 
-    MegatronTrainer._prepare_training = prepare  # type: ignore[method-assign]
+    patch.setattr(MegatronTrainer, "_prepare_training", prepare)
 
 
-def values_are_not_clipped() -> None:
+def values_are_not_clipped(patch: Patch) -> None:
     correct = value_objective.value_loss
-    value_objective.value_loss = lambda *arguments: correct(*arguments[:-1], None)
+    patch.setattr(value_objective, "value_loss", lambda *arguments: correct(*arguments[:-1], None))
 
 
-def the_newest_values_are_the_old_ones() -> None:
+def the_newest_values_are_the_old_ones(patch: Patch) -> None:
     correct = value_objective.value_loss
-    value_objective.value_loss = lambda values, old, *rest: correct(values, values.detach(), *rest)
+    patch.setattr(value_objective, "value_loss", lambda values, old, *rest: correct(values, values.detach(), *rest))
 
 
-def the_head_is_rounded() -> None:
-    LogprobModel.outputs = lambda self, selected, rows: (  # type: ignore[method-assign]
-        (self.score.weight.bfloat16() @ selected.T.bfloat16()).float()
+def the_head_is_rounded(patch: Patch) -> None:
+    patch.setattr(
+        LogprobModel,
+        "outputs",
+        lambda self, selected, rows: (self.score.weight.bfloat16() @ selected.T.bfloat16()).float(),
     )
 
 
-BUGS: list[tuple[Callable[[], None], Settings, str]] = [
-    (logits_are_read_at_the_token_itself, {}, "values"),
-    (a_stored_head_is_ignored, {}, "values"),
-    (a_stored_head_is_ignored, {"backend": "fsdp"}, "values"),
-    (the_head_is_rounded, {}, "values"),
-    (tensor_ranks_sum_the_gradients_of_equal_states, SEQUENCE, "gradients"),
-    (tensor_ranks_sum_the_heads_gradient, SEQUENCE, "gradients"),
-    (values_are_not_clipped, {"backend": "fsdp"}, "gradients"),
-    (the_newest_values_are_the_old_ones, {}, "gradients"),
-    (loss_is_scaled_by_the_context_size, {"context": 2}, "gradients"),
+COMPARISONS = (check_values, check_all_gradients)
+BUGS: list[tuple[Bug, Settings, Comparison | None]] = [
+    (logits_are_read_at_the_token_itself, {}, check_values),
+    (a_stored_head_is_ignored, {}, check_values),
+    (a_stored_head_is_ignored, FSDP, check_values),
+    (the_head_is_rounded, {}, check_values),
+    (tensor_ranks_sum_the_gradients_of_equal_states, SEQUENCE, check_all_gradients),
+    (tensor_ranks_sum_the_heads_gradient, SEQUENCE, check_all_gradients),
+    (values_are_not_clipped, FSDP, check_all_gradients),
+    (the_newest_values_are_the_old_ones, {}, check_all_gradients),
+    (loss_is_scaled_by_the_context_size, {"context": 2}, check_all_gradients),
+    (no_bug, {}, None),
+    (no_bug, SEQUENCE, None),
 ]
 
 
 @pytest.fixture(scope="module")
-def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return cache(lambda: value_case("qwen2", tmp_path_factory.mktemp("case"), steps=0))
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, dict[int, list[RankResult]]]:
+    """Return the case, and every rank's results by the place in ``BUGS``."""
+    directory, tasks = tmp_path_factory.mktemp("ranks"), {}
+    case = value_case("qwen2", directory / "case", steps=0)
+    for number, (bug, layout, _) in enumerate(BUGS):
+        config = value_config(case.checkpoint, directory, layout)
+        tasks[number] = (bug, (config, case.packs(), case.denominator, 0))
+    return case, run_planted(train_critic, directory, tasks)
 
 
-@pytest.mark.parametrize(("bug", "layout", "caught_by"), [*BUGS, (no_bug, SEQUENCE, "nothing")])
-def test_parity_catches(
-    bug: Callable[[], None], layout: Settings, caught_by: str, case_of: Any, tmp_path: Path
-) -> None:
-    case = case_of()
-    config = value_config(case.checkpoint, tmp_path, layout)
-    world, train = config.trainer.parallel.world_size, partial(_train_with, bug)
-    results = run_ranks(train, world, tmp_path / "ranks", config, case.packs(), case.denominator, 0)
-    if caught_by == "values":
-        with pytest.raises(AssertionError):
-            check_values(case, results)
-        return
-    check_values(case, results)
-    if caught_by == "nothing":
-        check_all_gradients(case, results, config.trainer.backend)
-        return
-    with pytest.raises(AssertionError):
-        check_all_gradients(case, results, config.trainer.backend)
+@pytest.mark.parametrize("number", range(len(BUGS)), ids=[bug.__name__ for bug, *_ in BUGS])
+def test_parity_catches(number: int, found: Any) -> None:
+    case, results = found
+    require_caught(COMPARISONS, BUGS[number][-1], case, results[number])
 
 
-def _train_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> RankResult:
-    bug()
-    return train_critic(placement, *arguments)
-
-
-def the_head_is_in_no_checkpoint() -> None:
+def the_head_is_in_no_checkpoint(patch: Patch) -> None:
     correct = checkpoint.model_state
-    checkpoint.model_state = lambda model: {
-        name: tensor for name, tensor in correct(model).items() if not name.endswith(VALUE_HEAD)
-    }
+    patch.setattr(
+        checkpoint,
+        "model_state",
+        lambda model: {name: tensor for name, tensor in correct(model).items() if not name.endswith(VALUE_HEAD)},
+    )
 
 
 def test_a_checkpoint_without_the_head_is_caught(tmp_path: Path) -> None:
     """The other weights are restored, and the first difference is the head's."""
-    config = value_config(save_checkpoint("qwen2", tmp_path / "model", layers=1), tmp_path, {"backend": "fsdp"})
-    tasks = [(config, tmp_path, loads) for loads in (False, True)]
-    life = partial(_life_with, the_head_is_in_no_checkpoint)
-    wrote, loaded = (weights_at(list(records), 1) for records in run_each(life, 1, tmp_path / "ranks", tasks))
+    config = value_config(save_checkpoint("qwen2", tmp_path / "model", layers=1), tmp_path, FSDP)
+    tasks = {loads: (the_head_is_in_no_checkpoint, (config, tmp_path, loads)) for loads in (False, True)}
+    found = run_planted(life_of, tmp_path / "ranks", tasks)
+    wrote, loaded = (weights_at(found[loads], 1) for loads in (False, True))
     assert not torch.equal(loaded.pop(VALUE_HEAD), wrote.pop(VALUE_HEAD))
     same_bits(loaded, wrote)
-
-
-def _life_with(bug: Callable[[], None], placement: RankPlacement, *arguments: Any) -> Record:
-    bug()
-    return life_of(placement, *arguments)

@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 from slime_like.config import RunConfig
 from slime_like.config.sections import DistillationConfig
 from slime_like.trajectory import ScoredTrajectory
-from tests.parallel.parity import OPTIMIZER, STEPS, Case, Settings, parity_config, samples_with_loss
-from tests.parallel.reference import Reference, adamw_steps
+from tests.parallel.parity import STEPS, Case, Settings, computed_case, parity_config
+from tests.parallel.reference import Reference
 from tests.parallel.tiny import SIZES, save_checkpoint
 
 COEFFICIENT = 0.7
-
 
 SOURCES = dict(enumerate(("sums", "sums", "sums", "sums", "words", "words", "sums", "sums")))
 """Source of each sequence of the parity test's packs."""
@@ -91,17 +90,11 @@ def distilled_case(
     reference = DistillingReference(checkpoint, algorithm, teachers)
     for sequence in sequences:
         sequence.teacher_hidden = reference.taught(sequence).float()
-    initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
-    denominator = samples_with_loss(sequences)
-    expected = reference.step(sequences, denominator)
+    case: Case = computed_case(kind, reference, checkpoint, sequences, {}, steps)
     kls: dict[str | None, list[Tensor]] = {}
-    for kl, one in zip(reference.kls, sequences, strict=True):
+    for kl, one in zip(reference.kls, sequences, strict=False):  # those of the updates follow
         for source in {None, one.source}:
             kls.setdefault(source, []).append(kl.detach()[one.loss_mask])
-    updated = adamw_steps(
-        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
-    )
-    case = kind(checkpoint, sequences, expected, {}, updated, initial)
     return case, teachers, {source: float(torch.cat(found).mean()) for source, found in kls.items()}
 
 

@@ -22,7 +22,6 @@ from tests.parallel.parity import (
     GRADIENT_BOUND,
     LOGPROB_BOUND,
     MASKED,
-    OPTIMIZER,
     PACKS,
     STEPS,
     Case,
@@ -31,11 +30,11 @@ from tests.parallel.parity import (
     check_loss,
     check_scores,
     check_tensors,
+    computed_case,
     parity_config,
-    samples_with_loss,
 )
 from tests.parallel.ranks import run_ranks
-from tests.parallel.reference import Reference, adamw_steps
+from tests.parallel.reference import Reference
 from tests.parallel.steps import RankResult, exported_from, exported_gradients, optimizer_steps, running, train_windows
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
@@ -127,13 +126,9 @@ def make_lora_case(family: str, directory: Path, steps: int = STEPS, layers: int
         base = [Reference(checkpoint, of_algorithm).score(sequence)[0] for sequence in sequences]
     factors = random_factors(checkpoint, lora)
     reference = LoraReference(checkpoint, of_algorithm, lora.scale, factors)
-    denominator = samples_with_loss(sequences)
-    expected = reference.step(sequences, denominator)
-    updated = adamw_steps(
-        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
-    )
-    initial = {name: value.double() for name, value in factors.items()}
-    return LoraCase(checkpoint, sequences, expected, algorithm, updated, initial, settings=settings, base=base)
+    more = {"settings": settings, "base": base}
+    case: LoraCase = computed_case(LoraCase, reference, checkpoint, sequences, algorithm, steps, **more)
+    return case
 
 
 # ------------------------------------------------------------------------------------------------------------- a rank
@@ -253,14 +248,17 @@ def _untrained(trainer: Any) -> Factors:
     }
 
 
+def lora_task(case: LoraCase, layout: Settings, directory: Path, dtype: str = "float32", **lora: Any) -> Any:
+    """Return the arguments of a rank function for the case's step and updates under ``layout``."""
+    return case.config(directory, layout, dtype, **lora), case.packs(), case.denominator, case.factors
+
+
 def run_lora(
     case: LoraCase, layout: Settings, directory: Path, function: Any = lora_rank, dtype: str = "float32", **lora: Any
 ) -> Any:
     """Run the case's step and updates on every rank of ``layout``."""
-    config = case.config(directory, layout, dtype, **lora)
-    world = config.trainer.parallel.world_size
-    arguments = config, case.packs(), case.denominator, case.factors
-    return run_ranks(function, world, directory / "ranks", *arguments)
+    task = lora_task(case, layout, directory, dtype, **lora)
+    return run_ranks(function, task[0].trainer.parallel.world_size, directory / "ranks", *task)
 
 
 # ------------------------------------------------------------------------------------------------------ the comparisons

@@ -110,16 +110,30 @@ def case_of(
     """Do the same for given sequences; ``balance`` is the coefficient of the routers' loss."""
     checkpoint, algorithm = save_checkpoint(family, directory, layers=layers), {"moe_aux_loss_coef": balance}
     reference = Reference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
-    initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
+    case: Case = computed_case(Case, reference, checkpoint, sequences, algorithm, steps, bias_rate)
+    if bias_rate:
+        case.loads, case.biases = reference.loads, reference.biases
+    return case
+
+
+def computed_case(
+    kind: type[Case],
+    reference: Reference,
+    checkpoint: Path,
+    sequences: list[ScoredTrajectory],
+    algorithm: dict[str, Any],
+    steps: int,
+    bias_rate: float = 0.0,
+    **more: Any,
+) -> Any:
+    """Return a case of this kind with the reference's step and ``steps`` updates."""
+    initial = {name: parameter.detach().clone() for name, parameter in reference.trained().items()}
     denominator = samples_with_loss(sequences)
     expected = reference.step(sequences, denominator)
     updated = adamw_steps(
         reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"], bias_rate
     )
-    case = Case(checkpoint, sequences, expected, algorithm, updated, initial, bias_rate)
-    if bias_rate:
-        case.loads, case.biases = reference.loads, reference.biases
-    return case
+    return kind(checkpoint, sequences, expected, algorithm, updated, initial, bias_rate, **more)
 
 
 def parity_config(
@@ -157,14 +171,19 @@ def fsdp_config(case: Case, run_dir: Path, layout: Settings, dtype: str = "float
     return parity_config(case.checkpoint, run_dir, backend, dtype, **{**case.algorithm, **algorithm})
 
 
+def task_of(case: Case, layout: Settings, directory: Path, steps: int = STEPS) -> tuple[Any, ...]:
+    """Return the arguments of a rank function for the case's step and ``steps`` updates under ``layout``."""
+    settings = {"router_bias_rate": case.bias_rate, **layout}
+    config = parity_config(case.checkpoint, directory, settings, **case.algorithm)
+    return config, case.packs(), case.denominator, steps
+
+
 def run_case(
     case: Case, layout: Settings, directory: Path, function: RankFunction = train_rank, steps: int = STEPS
 ) -> list[RankResult]:
     """Run the case's step and ``steps`` updates on every rank of ``layout``."""
-    settings = {"router_bias_rate": case.bias_rate, **layout}
-    config = parity_config(case.checkpoint, directory, settings, **case.algorithm)
-    world = config.trainer.parallel.world_size
-    return run_ranks(function, world, directory / "ranks", config, case.packs(), case.denominator, steps)
+    task = task_of(case, layout, directory, steps)
+    return run_ranks(function, task[0].trainer.parallel.world_size, directory / "ranks", *task)
 
 
 def check_everything(case: Case, results: list[RankResult]) -> None:

@@ -53,19 +53,48 @@ def run_ranks(
 
 
 def run_each(
-    function: RankFunction, world_size: int, directory: Path, tasks: list[tuple[Any, ...]]
+    function: RankFunction, world_size: int, directory: Path, tasks: list[tuple[Any, ...]], timeout_s: float = 120.0
 ) -> list[tuple[Any, ...]]:
     """Run ``function(placement, *task)`` for each task in turn in the same processes, each with its own rendezvous.
 
     Return every task's results in rank order.
     """
     with held_ports(len(tasks)) as ports:
-        return list(zip(*run_ranks(_each, world_size, directory, function, ports, tasks), strict=True))
+        results = run_ranks(_each, world_size, directory, function, ports, tasks, timeout_s=timeout_s)
+    return list(zip(*results, strict=True))
 
 
 def _each(placement: RankPlacement, function: RankFunction, ports: list[int], tasks: list[tuple[Any, ...]]) -> Any:
-    places = [replace(placement, master_port=port) for port in ports]
-    return [function(place, *task) for place, task in zip(places, tasks, strict=True)]
+    found = []
+    for number, (port, task) in enumerate(zip(ports, tasks, strict=True)):
+        try:
+            found.append(function(replace(placement, master_port=port), *task))
+        except Exception as error:
+            error.add_note(f"in task {number}: {task[0]}")
+            raise
+    return found
+
+
+def run_by_size(function: RankFunction, directory: Path, tasks: dict[Any, tuple[Any, ...]]) -> dict[Any, list[Any]]:
+    """Run each task on as many ranks as its configuration, its first argument, asks for; one fork per size.
+
+    Return every task's results in rank order, by the tasks' names.
+    """
+    sizes: dict[int, list[Any]] = {}
+    for name, (config, *_) in tasks.items():
+        sizes.setdefault(config.trainer.parallel.world_size, []).append(name)
+    found = {}
+    for size, names in sizes.items():
+        given, limit = [tasks[name] for name in names], 60.0 * (1 + len(names))
+        results = run_each(function, size, directory / f"{size}-ranks", given, limit)
+        found |= {name: list(ranks) for name, ranks in zip(names, results, strict=True)}
+    return found
+
+
+def selected(request: pytest.FixtureRequest, test: str) -> list[tuple[Any, ...]]:
+    """Return the parameters of every case of the module's ``test`` that this run includes."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    return [tuple(item.callspec.params.values()) for item in items if item.originalname == test]
 
 
 def _wait(processes: list[Any], deadline: float) -> None:

@@ -11,14 +11,13 @@ from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import Settings, parity_config
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_by_size
 from tests.parallel.steps import gradients_of, same_bits
 from tests.parallel.tiny import scored_sequences
 
 
 def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) -> tuple[dict[str, Tensor], int]:
     """Return one step's gradients and how many tensors were moved; the tiny model's tensors all may be."""
-    activations.SMALLEST_BYTES = 1
     moved = 0
     to_host = activations.ActivationOffload._to_host
 
@@ -32,20 +31,21 @@ def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) ->
             )
         return saved
 
-    activations.ActivationOffload._to_host = counting  # type: ignore[method-assign]
-    return gradients_of(placement, config, pack), moved
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "SMALLEST_BYTES", 1)
+        patch.setattr(activations.ActivationOffload, "_to_host", counting)
+        return gradients_of(placement, config, pack), moved
 
 
-@pytest.mark.parametrize("layout", [{}, {"recompute": "full"}, {"pipeline": 2}], ids=["plain", "recompute", "pp2"])
-def test_offloaded_activations_give_the_same_gradients(layout: Settings, qwen3: Path, tmp_path: Path) -> None:
-    pack = pack_sequences(scored_sequences([(5, 9), (3, 1)]))
-    found = {}
-    for offload in (False, True):
-        config = parity_config(qwen3, tmp_path, layout | {"activation_offload": offload})
-        found[offload] = run_ranks(
-            _gradients, config.trainer.parallel.world_size, tmp_path / f"{offload}", config, pack
-        )
-    for (plain, none), (offloaded, moved) in zip(found[False], found[True], strict=True):
-        assert none == 0 and moved > 10
-        assert any(gradient.any() for gradient in plain.values())
-        same_bits(offloaded, plain)
+def test_offloaded_activations_give_the_same_gradients(qwen3: Path, tmp_path: Path) -> None:
+    pack, tasks = pack_sequences(scored_sequences([(5, 9), (3, 1)])), {}
+    layouts: list[Settings] = [{}, {"recompute": "full"}, {"pipeline": 2}]
+    for number, layout in enumerate(layouts):
+        for offload in (False, True):
+            tasks[number, offload] = parity_config(qwen3, tmp_path, layout | {"activation_offload": offload}), pack
+    found = run_by_size(_gradients, tmp_path, tasks)
+    for number in range(len(layouts)):
+        for (plain, none), (offloaded, moved) in zip(found[number, False], found[number, True], strict=True):
+            assert none == 0 and moved > 10
+            assert any(gradient.any() for gradient in plain.values())
+            same_bits(offloaded, plain)

@@ -4,7 +4,6 @@ The continued run is compared with one that was never interrupted: the weights i
 and after another AdamW step (which depends on moments and step counts), and random numbers drawn after each of both.
 """
 
-import functools
 import json
 import re
 import shutil
@@ -28,7 +27,8 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import PendingSave, RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.ranks import run_ranks
+from tests.parallel.layouts import layout_of
+from tests.parallel.ranks import run_by_size, run_ranks
 from tests.parallel.steps import (
     Trainer,
     assert_close,
@@ -42,19 +42,14 @@ from tests.parallel.steps import (
 from tests.parallel.tiny import scored_sequences, tiny_config
 from tests.support.forged import forged_copies
 
+pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
+
 DENOMINATOR = 4.0
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "single": {},
-    "single-distributed": {"distributed": True},
-    "tp2": {"tensor": 2},
-    "tp2-sp-dp2-distributed": {"tensor": 2, "sequence": True, "data": 2, "distributed": True},
-    "pp2-interleaved-distributed": {"pipeline": 2, "virtual_pipeline": 2, "distributed": True},
-    "pp3-uneven-distributed": {"pipeline": 3, "distributed": True},
-    "cp2-distributed": {"context": 2, "distributed": True},
-    "ep2-distributed": {"data": 2, "expert": 2, "distributed": True},
-    "ep2": {"data": 2, "expert": 2},
-}
+LAYOUTS = (
+    *("single", "single-distributed", "tp2", "tp2-sp-dp2-distributed", "pp2-vpp2-distributed", "pp3-distributed"),
+    *("cp2-distributed", "dp2-ep2-distributed", "dp2-ep2"),
+)
 
 
 @dataclass
@@ -96,7 +91,7 @@ def _save_in_background_and_continue(placement: RankPlacement, config: RunConfig
         return record
 
 
-def _load_and_continue(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
+def load_and_continue(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
     """Load into a trainer that has already trained, whose state must not survive."""
     with running(placement, config) as trainer:
         step_of_four(trainer)
@@ -131,22 +126,18 @@ def _config(checkpoint: Path, run_dir: Path, layout: dict[str, Any], dtype: str 
     return tiny_config(checkpoint, run_dir, settings, dtype, trainer=trainer, steps=20, **more)
 
 
-def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
+def merged_records(records: list[RankRecord], what: str) -> dict[str, Tensor]:
     return {name: tensor for record in records for name, tensor in getattr(record, what).items()}
 
 
 def _model(directory: Path, layout: str) -> Path:
     # Tied, so that the second copy of the embedding is covered; with experts if the layout has them, and moving biases.
-    families = {"ep2": ("qwen3_moe", False), "ep2-distributed": ("deepseek_v3", False)}
+    families = {"dp2-ep2": ("qwen3_moe", False), "dp2-ep2-distributed": ("deepseek_v3", False)}
     families["tp2-sp-dp2-distributed"] = ("qwen3_5_text", True)  # layers of two kinds
     family, tied = families.get(layout, ("qwen2", True))
     layers = 4 if "pp" in layout or layout == "single-distributed" else 2  # pipelines continue from the latter
     make_tiny_model(directory, family, num_hidden_layers=layers, tie_word_embeddings=tied)
     return directory
-
-
-def _run(function: Any, config: RunConfig, directory: Path, checkpoint: Path) -> list[RankRecord]:
-    return run_ranks(function, config.trainer.parallel.world_size, directory, config, checkpoint)
 
 
 @dataclass
@@ -158,80 +149,70 @@ class Saved:
     records: list[RankRecord]
 
 
-SavedBy = Callable[..., Saved]
+BEHIND = [("single", "float32"), ("single-distributed", "bfloat16"), ("tp2-sp-dp2-distributed", "bfloat16")]
+"""Saves that are written in the background."""
+SAVED = [("tp2", "bfloat16"), *((layout, "float32") for layout in LAYOUTS if layout != "single")]
+SAME = [
+    *BEHIND,
+    ("tp2", "bfloat16"),
+    *((layout, "float32") for layout in LAYOUTS if layout not in ("single", "tp2", "cp2-distributed")),
+]
+OTHERS = [
+    ("tp2-sp-dp2-distributed", "single-distributed"),
+    ("single-distributed", "pp2-vpp2-distributed"),
+    ("pp2-vpp2-distributed", "tp2-sp-dp2-distributed"),
+    ("cp2-distributed", "single-distributed"),
+    ("single-distributed", "pp3-distributed"),
+    ("tp2", "single"),
+    ("dp2-ep2-distributed", "single-distributed"),
+]
+"""Layouts that write and read."""
 
 
 @pytest.fixture(scope="module")
-def saved_by(tmp_path_factory: pytest.TempPathFactory) -> SavedBy:
-    """Make a run of a layout and dtype once for all tests that continue it; none of them may change its files."""
-
-    @functools.cache
-    def save(layout: str, dtype: str = "float32") -> Saved:
-        root = tmp_path_factory.mktemp(f"{layout}-{dtype}")
-        config, checkpoint = _config(_model(root / "model", layout), root, LAYOUTS[layout], dtype), root / "checkpoint"
-        return Saved(config, checkpoint, _run(_save_and_continue, config, root / "first", checkpoint))
-
-    return save
-
-
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [  # the others continue from a save that was written in the background, below
-        ("single-distributed", "float32"),
-        ("tp2", "bfloat16"),
-        ("tp2-sp-dp2-distributed", "float32"),
-        ("pp2-interleaved-distributed", "float32"),
-        ("pp3-uneven-distributed", "float32"),
-        ("ep2-distributed", "float32"),
-        ("ep2", "float32"),
-    ],
-)
-def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved_by: SavedBy, tmp_path: Path) -> None:
-    _continues(saved_by(layout, dtype), tmp_path)
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Saved]:
+    """Return runs by layout and dtype, for all tests that continue them; none of them may change a run's files."""
+    found = {}
+    for function, runs in ((_save_in_background_and_continue, BEHIND), (_save_and_continue, SAVED)):
+        tasks = {}
+        for layout, dtype in runs:
+            root = tmp_path_factory.mktemp(f"{layout}-{dtype}")
+            config = _config(_model(root / "model", layout), root, layout_of(layout), dtype)
+            tasks[layout, dtype] = config, root / "checkpoint"
+        results = run_by_size(function, tmp_path_factory.mktemp("saves"), tasks)
+        found |= {name: Saved(*tasks[name], records) for name, records in results.items()}
+    return found
 
 
-def _continues(saved: Saved, directory: Path) -> None:
-    """Check weights, moments and random numbers bit for bit."""
-    loaded = _run(_load_and_continue, saved.config, directory / "second", saved.checkpoint)
+@pytest.fixture(scope="module")
+def loaded(saved: dict[tuple[str, str], Saved], tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """Return the records of ranks that continue a run, by its layout and dtype and their own layout."""
+    root, tasks = tmp_path_factory.mktemp("loads"), {}
+    names = [(layout, dtype, layout) for layout, dtype in SAME] + [(wrote, "float32", reads) for wrote, reads in OTHERS]
+    for wrote, dtype, reads in names:
+        run = saved[wrote, dtype]
+        tasks[wrote, dtype, reads] = _config(run.config.model.path, root, layout_of(reads), dtype), run.checkpoint
+    return run_by_size(load_and_continue, root, tasks)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), SAME)
+def test_same_layout_continues_bit_for_bit(layout: str, dtype: str, saved: Any, loaded: Any) -> None:
+    """Compare weights, moments and random numbers, also of saves that are written after a further step."""
+    before, after = saved[layout, dtype].records, loaded[layout, dtype, layout]
     for what in ("at_checkpoint", "later"):
-        same_bits(_merged(loaded, what), _merged(saved.records, what))
-    before, after = (_merged(saved.records, what)["model.embed_tokens.weight"] for what in ("at_checkpoint", "later"))
-    assert not torch.equal(before, after)
-    for wrote, read in zip(saved.records, loaded, strict=True):
+        same_bits(merged_records(after, what), merged_records(before, what))
+    at, later = (merged_records(before, what)["model.embed_tokens.weight"] for what in ("at_checkpoint", "later"))
+    assert not torch.equal(at, later)
+    for wrote, read in zip(before, after, strict=True):
         assert torch.equal(wrote.drawn, read.drawn)
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [("single", "float32"), ("single-distributed", "bfloat16"), ("tp2-sp-dp2-distributed", "bfloat16")],
-)
-def test_a_save_written_in_the_background_has_the_values_of_its_step(layout: str, dtype: str, tmp_path: Path) -> None:
-    """Loading it restores weights, moments and random numbers as they were when the save was started."""
-    config = _config(_model(tmp_path / "model", layout), tmp_path, LAYOUTS[layout], dtype)
-    checkpoint = tmp_path / "checkpoint"
-    records = _run(_save_in_background_and_continue, config, tmp_path / "first", checkpoint)
-    _continues(Saved(config, checkpoint, records), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("wrote", "reads"),
-    [
-        ("tp2-sp-dp2-distributed", "single-distributed"),
-        ("single-distributed", "pp2-interleaved-distributed"),
-        ("pp2-interleaved-distributed", "tp2-sp-dp2-distributed"),
-        ("cp2-distributed", "single-distributed"),
-        ("single-distributed", "pp3-uneven-distributed"),
-        ("tp2", "single"),
-        ("ep2-distributed", "single-distributed"),
-    ],
-)
-def test_another_layout_continues_up_to_rounding(wrote: str, reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
-    saved = saved_by(wrote)
-    second = _config(saved.config.model.path, tmp_path, LAYOUTS[reads])
-    loaded = _run(_load_and_continue, second, tmp_path / "second", saved.checkpoint)
-    same_bits(_merged(loaded, "at_checkpoint"), _merged(saved.records, "at_checkpoint"))
+@pytest.mark.parametrize(("wrote", "reads"), OTHERS)
+def test_another_layout_continues_up_to_rounding(wrote: str, reads: str, saved: Any, loaded: Any) -> None:
+    before, after = saved[wrote, "float32"].records, loaded[wrote, "float32", reads]
+    same_bits(merged_records(after, "at_checkpoint"), merged_records(before, "at_checkpoint"))
     # Ranks are summed in another order, and AdamW divides by small second moments.
-    assert_close(_merged(loaded, "later"), _merged(saved.records, "later"), 2e-5)
+    assert_close(merged_records(after, "later"), merged_records(before, "later"), 2e-5)
 
 
 def _memory_of_a_save(placement: RankPlacement, config: RunConfig, directory: Path) -> float:
@@ -255,7 +236,7 @@ def _kernel_bytes(name: str) -> int:
 def test_a_save_needs_little_additional_memory(tmp_path: Path) -> None:
     large = {"hidden_size": 384, "intermediate_size": 768, "vocab_size": 8192, "tie_word_embeddings": True}
     make_tiny_model(tmp_path / "model", "qwen2", num_hidden_layers=2, **large)
-    config = _config(tmp_path / "model", tmp_path, LAYOUTS["single-distributed"])
+    config = _config(tmp_path / "model", tmp_path, layout_of("single-distributed"))
     (added,) = run_ranks(_memory_of_a_save, 1, tmp_path / "ranks", config, tmp_path / "checkpoint")
     assert added < 0.25
 
@@ -326,10 +307,9 @@ def _damaged_copy(whole: Path, directory: Path, pattern: str, damage: Damage) ->
     return file.name
 
 
-def test_loading_is_rejected(saved_by: SavedBy, tmp_path: Path) -> None:
+def test_loading_is_rejected(saved: dict[tuple[str, str], Saved], tmp_path: Path) -> None:
     """Missing checkpoint, every kind of damaged file, another model, another schedule."""
-    saved = saved_by("single")
-    whole, config = saved.checkpoint, saved.config
+    whole, config = saved["single", "float32"].checkpoint, saved["single", "float32"].config
     directories = [tmp_path / f"step-{number}" / "trainer" for number in range(len(DAMAGE))]
     names = [
         _damaged_copy(whole, directory, pattern, damage)
@@ -374,11 +354,12 @@ def test_loading_is_rejected(saved_by: SavedBy, tmp_path: Path) -> None:
     assert rate == pytest.approx(learning_rate(settings, config.total_updates, updates) / 2, rel=1e-9)  # of the warm-up
 
 
-@pytest.mark.parametrize("reads", ["tp2-sp-dp2-distributed", "single-distributed"])
-def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved_by: SavedBy, tmp_path: Path) -> None:
+def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(
+    saved: dict[tuple[str, str], Saved], tmp_path: Path
+) -> None:
     """Damages a byte of a weight, of a moment and of the last rank's file: all ranks reject each."""
-    saved = saved_by("tp2-sp-dp2-distributed")
-    model, whole = saved.config.model.path, saved.checkpoint
+    run = saved["tp2-sp-dp2-distributed", "float32"]
+    model, whole = run.config.model.path, run.checkpoint
     stored = json.loads((whole / "checksums.json").read_text())["content"]["pieces"]
     victims = [
         ("__0_0.distcp", "decoder.layers.1.mlp.linear_fc1.weight from [0, 0] on"),
@@ -393,8 +374,9 @@ def test_one_flipped_byte_is_named_on_every_rank_of_any_layout(reads: str, saved
         content[offset + length // 2] ^= 1
         (directory / file).write_bytes(content)
         directories.append(directory)
-    second = _config(model, tmp_path, LAYOUTS[reads])
-    for messages in _run(_errors, second, tmp_path / "second", directories):  # type: ignore[arg-type]
+    layouts = ("tp2-sp-dp2-distributed", "single-distributed")
+    tasks = {reads: (_config(model, tmp_path, layout_of(reads)), directories) for reads in layouts}
+    for messages in (each for ranks in run_by_size(_errors, tmp_path / "ranks", tasks).values() for each in ranks):
         for directory, (file, tensor), message in zip(directories, victims, messages, strict=True):
             assert message.startswith(f"{directory}: is damaged ({file}: bytes ")
             assert f", {tensor}, are not as written" in message
@@ -423,7 +405,7 @@ def _wait_for(save: PendingSave) -> None:
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_full_disk_is_reported_on_every_rank(behind: bool, tmp_path: Path) -> None:
     """No rank waits for the one that could not write, and the written files do not load."""
-    config = _config(_model(tmp_path / "model", "tp2"), tmp_path, LAYOUTS["tp2"])
+    config = _config(_model(tmp_path / "model", "tp2"), tmp_path, layout_of("tp2"))
     checkpoint = tmp_path / "checkpoint"
     first, second = run_ranks(_save_on_a_full_disk, 2, tmp_path / "ranks", config, checkpoint, behind)
     assert "failed on trainer rank 1" in first
@@ -441,7 +423,7 @@ def _save_without_room_for_plain_values(placement: RankPlacement, config: RunCon
 
 def test_a_full_disk_is_reported_for_the_file_that_torch_writes(tmp_path: Path) -> None:
     """Torch itself writes Megatron's small file of plain values."""
-    config, checkpoint = _config(_model(tmp_path / "model", "single"), tmp_path, LAYOUTS["single"]), tmp_path / "full"
+    config, checkpoint = _config(_model(tmp_path / "model", "single"), tmp_path, layout_of("single")), tmp_path / "full"
     (message,) = run_ranks(_save_without_room_for_plain_values, 1, tmp_path / "ranks", config, checkpoint)
     assert message.startswith(f"{checkpoint}: could not be written (No space left on device; ")
 

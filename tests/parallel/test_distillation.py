@@ -20,8 +20,9 @@ from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel import taken
 from tests.parallel.distilled import DistillingReference, distilled_case, distilled_config, save_teacher
-from tests.parallel.parity import LOSS_BOUND, MASKED, PACKS, STEPS, Case, Settings, check_everything, parity_config
-from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.layouts import layout_of
+from tests.parallel.parity import LOSS_BOUND, MASKED, PACKS, STEPS, Case, check_everything, parity_config
+from tests.parallel.ranks import run_by_size, run_each
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
 from tests.parallel.steps import RankResult, running, train_rank
 from tests.parallel.test_fsdp_parity import check_case
@@ -29,18 +30,10 @@ from tests.parallel.test_planned_memory import NEAR
 from tests.parallel.tiny import VOCAB, save_checkpoint, scored_sequences
 from tests.support.rollout_rows import batcher_of
 
-LAYOUTS: dict[str, Settings] = {
-    "tp2-sp": {"tensor": 2, "sequence": True},
-    "pp2": {"pipeline": 2},
-    "cp2": {"context": 2},
-    "dp2-distributed-overlap": {"data": 2, "distributed": True, "overlap": True},
-    "tree-tp2": {"tensor": 2, "share_prefixes": "tree"},
-    "fsdp": {"backend": "fsdp"},
-    "fsdp-dp2-cp2": {"backend": "fsdp", "data": 2, "context": 2},
-    "fsdp-tree": {"backend": "fsdp", "share_prefixes": "tree"},
-    "two-tp2": {"tensor": 2},
-    "two-fsdp-dp2": {"backend": "fsdp", "data": 2},
-}
+LAYOUTS = (
+    *("tp2-sp", "pp2", "cp2", "dp2-distributed-overlap", "tp2-tree"),
+    *("fsdp", "fsdp-dp2-cp2", "fsdp-tree", "two-tp2", "two-fsdp-dp2"),
+)
 """Those that begin with "two" have two teachers, the second of another width."""
 
 
@@ -54,17 +47,24 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
         return distilled_case(sequences, directory, second=second)
 
-    return lambda layout: make("share_prefixes" in LAYOUTS[layout], 32 if layout.startswith("two") else None)
+    return lambda layout: make("tree" in layout, 32 if layout.startswith("two") else None)
+
+
+@pytest.fixture(scope="module")
+def results(case_of: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankResult]]:
+    directory, tasks = tmp_path_factory.mktemp("ranks"), {}
+    for name in LAYOUTS:
+        case, teachers, _ = case_of(name)
+        config = distilled_config(case, teachers, directory, layout_of(name.removeprefix("two-")))
+        tasks[name] = (config, case.packs(), case.denominator, STEPS)
+    return run_by_size(train_rank, directory, tasks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_computes_the_reference(layout: str, case_of: Any, tmp_path: Path) -> None:
-    case, teachers, kls = case_of(layout)
-    config = distilled_config(case, teachers, tmp_path, LAYOUTS[layout])
-    world = config.trainer.parallel.world_size
-    results = run_ranks(train_rank, world, tmp_path / "ranks", config, case.packs(), case.denominator, STEPS)
-    check_kls(kls, results)
-    (check_case if config.trainer.backend == "fsdp" else check_everything)(case, results)
+def test_layout_computes_the_reference(layout: str, case_of: Any, results: dict[str, list[RankResult]]) -> None:
+    case, _, kls = case_of(layout)
+    check_kls(kls, results[layout])
+    (check_case if "fsdp" in layout else check_everything)(case, results[layout])
 
 
 def check_kls(kls: dict[str | None, float], results: list[RankResult]) -> None:
@@ -176,16 +176,17 @@ def test_trainer_ranks_score_each_source_with_its_teacher(tmp_path: Path) -> Non
             assert stats.source_kls == pytest.approx(kls if mode == "exact" else {}, abs=LOSS_BOUND)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2", "cp2", "tree-tp2", "fsdp"])
-def test_workers_return_hidden_states(layout: str, case_of: Any, tmp_path: Path) -> None:
-    case, teachers, _ = case_of(layout)
-    config = distilled_config(case, teachers, tmp_path, LAYOUTS[layout])
-    parallel = config.trainer.parallel
-    role = replace(config.roles[TEACHER], parallel=parallel)
-    results = run_ranks(teach, parallel.world_size, tmp_path / "ranks", config.for_worker(role), case.packs())
-    returned = [result for result in results if result is not None]
-    assert returned
-    for found in returned:
-        for pack, hidden in zip(case.packs(), found, strict=True):
-            assert hidden.dtype == torch.float32
-            torch.testing.assert_close(hidden, pack.teacher_hidden, rtol=0, atol=2e-5)
+def test_workers_return_hidden_states(case_of: Any, tmp_path: Path) -> None:
+    tasks = {}
+    for name in ("tp2-sp", "pp2", "cp2", "tp2-tree", "fsdp"):
+        case, teachers, _ = case_of(name)
+        config = distilled_config(case, teachers, tmp_path, layout_of(name))
+        role = replace(config.roles[TEACHER], parallel=config.trainer.parallel)
+        tasks[name] = (config.for_worker(role), case.packs())
+    for name, results in run_by_size(teach, tmp_path, tasks).items():
+        returned = [result for result in results if result is not None]
+        assert returned, name
+        for found in returned:
+            for pack, hidden in zip(tasks[name][1], found, strict=True):
+                assert hidden.dtype == torch.float32
+                torch.testing.assert_close(hidden, pack.teacher_hidden, rtol=0, atol=2e-5)

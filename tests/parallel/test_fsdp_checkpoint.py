@@ -29,7 +29,7 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions
 from slime_like.models.dimensions import ModelDimensions
-from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.ranks import run_by_size, run_each, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close, exported_from, held_writes, running
 from tests.parallel.test_checkpoint import RankRecord, error_of, record_of, step_of_four, two_seeded_steps
@@ -75,16 +75,6 @@ def _load_and_go_on(
     return records, errors
 
 
-def _rate_after_load(placement: RankPlacement, config: RunConfig, directory: Path) -> tuple[int, float]:
-    """Return the number of updates and the learning rate of the last one."""
-    trainer = FsdpTrainer(config, placement)
-    trainer.setup()
-    trainer.load(directory)
-    found = trainer.optimizer.updates, trainer.optimizer.learning_rate
-    trainer.shutdown()
-    return found
-
-
 def _flipped(content: bytes, position: int) -> bytes:
     return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
 
@@ -112,31 +102,32 @@ def _damaged_copies(root: Path) -> list[tuple[Path, str]]:
 
 @dataclass
 class Written:
-    """A directory with a model and its checkpoints, its dtype, the layout that wrote them, and the ranks' records."""
+    """A directory with a model and its checkpoints, its dtype, the layouts that write and read, and ranks' records."""
 
     root: Path
     dtype: str
     layout: dict[str, int]
+    others: list[dict[str, int]]
     saved: list[RankRecord]
 
     def config(self, layout: dict[str, int], steps: int = 20) -> RunConfig:
         return _config(self.root / "model", self.root, layout, self.dtype, steps)
 
 
-KINDS = [
-    ("qwen2", "float32", {"data": 2, "context": 2}),
-    ("qwen3_moe", "bfloat16", {"data": 2}),
-    ("deepseek_v3", "bfloat16", {"context": 2}),
+KINDS: list[tuple[str, str, dict[str, int], list[dict[str, int]]]] = [
+    ("qwen2", "float32", {"data": 2, "context": 2}, [{}, {"context": 3}]),
+    ("qwen3_moe", "bfloat16", {"data": 2}, [{"context": 3}]),
+    ("deepseek_v3", "bfloat16", {"context": 2}, [{}]),
 ]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda p: p[0])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Write checkpoints of a tied model and of two mixtures of experts, the last one with biases in its routers."""
-    family, dtype, layout = request.param
-    found = Written(tmp_path_factory.mktemp(family), dtype, layout, [])
+    family, *layouts = request.param
+    found = Written(tmp_path_factory.mktemp(family), *layouts, [])
     make_tiny_model(found.root / "model", family, num_hidden_layers=2, tie_word_embeddings=family == "qwen2")
-    config = found.config(layout)
+    config = found.config(found.layout)
     found.saved = run_ranks(
         _save_and_go_on, config.trainer.parallel.world_size, found.root / "first", config, found.root
     )
@@ -167,14 +158,14 @@ def test_as_many_ranks_continue_bit_for_bit_and_reject_damage(written: Written, 
     assert changed or not dense
 
 
-@pytest.mark.parametrize("layout", [{}, {"context": 3}], ids=["one rank", "context 3"])
-def test_other_ranks_continue_to_rounding(layout: dict[str, int], written: Written, tmp_path: Path) -> None:
-    config, checkpoints = written.config(layout), [written.root / "whole"]
-    ranks = run_ranks(_load_and_go_on, config.trainer.parallel.world_size, tmp_path, config, checkpoints, [])
-    ((loaded,), _) = ranks[0]
-    assert_close(loaded.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
-    # Sums over ranks are added in another order, and AdamW divides by small second moments.
-    assert_close(loaded.later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)
+def test_other_ranks_continue_to_rounding(written: Written, tmp_path: Path) -> None:
+    configs = map(written.config, written.others)
+    tasks = {number: (config, [written.root / "whole"], []) for number, config in enumerate(configs)}
+    for ranks in run_by_size(_load_and_go_on, tmp_path, tasks).values():
+        ((loaded,), _) = ranks[0]
+        assert_close(loaded.at_checkpoint, written.saved[0].at_checkpoint, 0.0)
+        # Sums over ranks are added in another order, and AdamW divides by small second moments.
+        assert_close(loaded.later, written.saved[0].later, 2e-5 if written.dtype == "float32" else 2e-2)
 
 
 def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: Path) -> None:
@@ -201,17 +192,22 @@ def test_it_becomes_a_hugging_face_model_from_disk(written: Written, tmp_path: P
         converter.open_checkpoint(cut)
 
 
-def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, scores: bool) -> Any:
-    """Return the error of another run's trainer, or weights and logprobs of one that only scores with them."""
+def _other_run(placement: RankPlacement, config: RunConfig, checkpoint: Path, does: str) -> Any:
+    """Return the error of another run's trainer, weights and logprobs of one that only scores with them, or the number
+    of updates and the learning rate after loading."""
     trainer = FsdpTrainer(config, placement)
-    if scores:
+    if does == "scores":
         trainer.setup_for_scoring(checkpoint)
         scored = trainer.score([pack_sequences(scored_sequences([(5, 9), (3, 4)]))])
         assert scored is not None
         found: Any = exported_from(trainer), scored[0]["old_logprobs"]
     else:
         trainer.setup()
-        found = error_of(trainer.load, checkpoint)
+        if does == "fails":
+            found = error_of(trainer.load, checkpoint)
+        else:
+            trainer.load(checkpoint)
+            found = trainer.optimizer.updates, trainer.optimizer.learning_rate
     trainer.shutdown()
     return found
 
@@ -221,8 +217,13 @@ def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written,
     root, dtype = written.root, written.dtype
     make_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
     another, late = _config(tmp_path / "other", root, {}, dtype), written.config({}, steps=30)
-    tasks = [(config, root / "whole", scores) for config, scores in ((another, False), (late, False), (late, True))]
-    (other,), (longer,), ((weights, logprobs),) = run_each(_other_run, 1, tmp_path / "ranks", tasks)
+    halved = late.model_dump()
+    halved["checkpoint"]["override"] = ["schedule"]
+    halved["trainer"]["optimizer"]["lr"] /= 2
+    runs = ((another, "fails"), (late, "fails"), (late, "scores"), (RunConfig.model_validate(halved), "loads"))
+    tasks = [(config, root / "whole", does) for config, does in runs]
+    (other,), (longer,), scored, ((updates, rate),) = run_each(_other_run, 1, tmp_path / "ranks", tasks)
+    ((weights, logprobs),) = scored
     assert_close(weights, written.saved[0].at_checkpoint, 0.0)
     reference = Reference(root / "exported", late.algorithm)
     sequences = scored_sequences([(5, 9), (3, 4)])
@@ -234,11 +235,6 @@ def test_other_runs_are_rejected_and_scoring_loads_the_weights(written: Written,
         assert gaps.max() < (1e-5 if dtype == "float32" else 0.1), gaps
     assert "belongs to another model" in other and "use the model.path that wrote it" in other
     assert "another learning-rate schedule: updates 20 (now 30)" in longer
-    halved = late.model_dump()
-    halved["checkpoint"]["override"] = ["schedule"]
-    halved["trainer"]["optimizer"]["lr"] /= 2
-    accepted = RunConfig.model_validate(halved)
-    ((updates, rate),) = run_ranks(_rate_after_load, 1, tmp_path / "accepted", accepted, root / "whole")
     assert updates > 0
     assert rate == pytest.approx(learning_rate(late.trainer.optimizer, late.total_updates, updates) / 2, rel=1e-9)
 

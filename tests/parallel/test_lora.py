@@ -17,36 +17,24 @@ from backends.megatron.parallel import alone_as
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
+from tests.parallel.layouts import layout_of
 from tests.parallel.lora import (
     LoraCase,
     check_lora,
     check_merged,
     dropout_rank,
+    lora_rank,
+    lora_task,
     make_lora_case,
     reference_rank,
     run_lora,
     sent,
 )
 from tests.parallel.parity import GRADIENT_BOUND, LOGPROB_BOUND, Settings, check_scores, check_tensors, layers_of
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_by_size, run_ranks, selected
 from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close
-from tests.parallel.test_parity import LAYOUTS
 from tests.parallel.tiny import save_checkpoint
-
-RECOMPUTED = {"recompute": "full"}
-LAYOUTS_OF_FACTORS = {
-    **LAYOUTS,
-    "recompute-activation-offload": {**RECOMPUTED, "activation_offload": True},
-    "pp2-recompute": {"pipeline": 2, **RECOMPUTED},
-    "tp2-sp-pp2-interleaved-recompute": {
-        "tensor": 2,
-        "sequence": True,
-        "pipeline": 2,
-        "virtual_pipeline": 2,
-        **RECOMPUTED,
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -58,67 +46,65 @@ def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("qwen3", "tp2-sp"),
-        ("qwen3", "tp2"),
-        ("qwen3", "tp4-shared-kv-heads"),
-        ("qwen3", "pp2-interleaved"),
-        ("qwen3", "cp2"),
-        ("qwen3", "dp2-distributed-overlap"),
-        ("qwen3", "recompute-activation-offload"),
-        ("qwen2", "pp2-recompute"),
-        ("llama", "tp2-sp-pp2-interleaved-recompute"),
-        ("qwen3_moe", "tp2-sp"),
-        ("qwen3_moe", "ep2"),
-        ("qwen3_moe", "tp2-sp-ep2"),
-        ("qwen3_moe", "cp2-ep2-distributed-overlap"),
-        ("deepseek_v3", "tp2-sp"),
-        ("deepseek_v3_direct", "pp2-dp2-ep2"),
-        ("qwen3_5_moe_text", "tp2-sp"),
-        pytest.param("gemma3", "tp2-sp", marks=pytest.mark.acceptance),
-        pytest.param("glm4_moe", "tp2-sp-ep2", marks=pytest.mark.acceptance),
-        pytest.param("qwen3_next", "tp2-sp-ep2", marks=pytest.mark.acceptance),
-    ],
-)
-def test_layout_computes_the_reference(family: str, layout: str, lora_cases: Any, tmp_path: Path) -> None:
-    case = lora_cases(family, layers=layers_of(LAYOUTS_OF_FACTORS[layout]))
-    check_lora(case, run_lora(case, LAYOUTS_OF_FACTORS[layout], tmp_path))
+ALL: tuple[tuple[str, Any], ...] = ()
+SOME = (("targets", "q_proj,v_proj,up_proj"),)
+# The grouped product accepts no rows of 12 bytes, so experts are computed one after the other.
+OF_RANK_3 = (("rank", 3), ("targets", "gate_proj,down_proj,k_proj"))
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, lora_cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run all selected layouts; return every rank's results by family, layout and settings."""
+    directory, tasks = tmp_path_factory.mktemp("ranks"), {}
+    for family, layout, settings in selected(request, "test_layout_computes_the_reference"):
+        case = lora_cases(family, layers=layers_of(layout_of(layout)), **dict(settings))
+        tasks[family, layout, settings] = lora_task(case, layout_of(layout), directory)
+    return run_by_size(lora_rank, directory, tasks)
 
 
 @pytest.mark.parametrize(
     ("family", "layout", "settings"),
     [
-        ("qwen3", "tp2-sp", {"targets": "q_proj,v_proj,up_proj"}),
-        # The grouped product accepts no rows of 12 bytes, so experts are computed one after the other.
-        ("qwen3_moe", "tp2-sp", {"rank": 3, "targets": "gate_proj,down_proj,k_proj"}),
+        ("qwen3", "tp2-sp", ALL),
+        ("qwen3", "tp2", ALL),
+        ("qwen3", "tp4", ALL),
+        ("qwen3", "pp2-vpp2", ALL),
+        ("qwen3", "cp2", ALL),
+        ("qwen3", "dp2-distributed-overlap", ALL),
+        ("qwen3", "recompute-offload", ALL),
+        ("qwen2", "pp2-recompute", ALL),
+        ("llama", "tp2-sp-pp2-vpp2-recompute", ALL),
+        ("qwen3_moe", "tp2-sp", ALL),
+        ("qwen3_moe", "tp2-sp-ep2", ALL),
+        ("qwen3_moe", "cp2-ep2-distributed-overlap", ALL),
+        ("deepseek_v3", "tp2-sp", ALL),
+        ("deepseek_v3_direct", "pp2-dp2-ep2", ALL),
+        ("qwen3_5_moe_text", "tp2-sp", ALL),
+        ("qwen3", "tp2-sp", SOME),
+        ("qwen3_moe", "tp2-sp", OF_RANK_3),
+        pytest.param("gemma3", "tp2-sp", ALL, marks=pytest.mark.acceptance),
+        pytest.param("glm4_moe", "tp2-sp-ep2", ALL, marks=pytest.mark.acceptance),
+        pytest.param("qwen3_next", "tp2-sp-ep2", ALL, marks=pytest.mark.acceptance),
     ],
 )
-def test_some_targets_compute_the_reference(
-    family: str, layout: str, settings: dict[str, Any], lora_cases: Any, tmp_path: Path
+def test_layout_computes_the_reference(
+    family: str, layout: str, settings: tuple[tuple[str, Any], ...], lora_cases: Any, results: Any
 ) -> None:
-    case = lora_cases(family, **settings)
-    check_lora(case, run_lora(case, LAYOUTS_OF_FACTORS[layout], tmp_path))
+    case = lora_cases(family, layers=layers_of(layout_of(layout)), **dict(settings))
+    check_lora(case, results[family, layout, settings])
 
 
 def test_merged_weights_are_rounded_once(lora_cases: Any, tmp_path: Path) -> None:
     case = lora_cases("qwen3")
-    check_merged(case, run_lora(case, LAYOUTS["tp2-sp"], tmp_path, dtype="bfloat16"))
+    check_merged(case, run_lora(case, layout_of("tp2-sp"), tmp_path, dtype="bfloat16"))
 
 
 def test_dropout_is_off_in_scores_and_repeats_in_recomputation(lora_cases: Any, tmp_path: Path) -> None:
     """Tensor-parallel ranks with the same inputs drop the same ones, so their parts of A's gradient agree."""
     case = lora_cases("qwen3")
-    layouts = {
-        "single": {},
-        "recomputed": RECOMPUTED,
-        "tp2": {"tensor": 2},
-        "tp2-recomputed": {"tensor": 2, **RECOMPUTED},
-    }
     found = {}
-    for name, layout in layouts.items():
-        results = run_lora(case, layout, tmp_path / name, dropout_rank, dropout=0.4)
+    for name in ("single", "recompute", "tp2", "tp2-recompute"):
+        results = run_lora(case, layout_of(name), tmp_path / name, dropout_rank, dropout=0.4)
         check_scores(case, results)
         gradients = [result.gradients for result in results]
         for one in gradients[1:]:
@@ -126,8 +112,8 @@ def test_dropout_is_off_in_scores_and_repeats_in_recomputation(lora_cases: Any, 
         found[name] = sent(results, "exported")
     for name, gradient in case.expected.gradients.items():
         assert float((found["single"][name] - gradient).norm()) > 0.05 * float(gradient.norm()), name
-    check_tensors(found["recomputed"], found["single"], GRADIENT_BOUND)
-    check_tensors(found["tp2-recomputed"], found["tp2"], GRADIENT_BOUND)
+    check_tensors(found["recompute"], found["single"], GRADIENT_BOUND)
+    check_tensors(found["tp2-recompute"], found["tp2"], GRADIENT_BOUND)
 
 
 def test_a_reference_of_another_path_has_no_factors(lora_cases: Any, tmp_path: Path) -> None:

@@ -20,27 +20,17 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.interfaces.conversion import ConversionOptions
 from slime_like.weights.adapter import factor_names
-from tests.parallel.ranks import run_ranks
+from tests.parallel.layouts import layout_of
+from tests.parallel.ranks import run_by_size, run_ranks
 from tests.parallel.steps import assert_close, exported_from, running, same_bits
-from tests.parallel.test_checkpoint import RankRecord, record_of, step_of_four, two_seeded_steps
+from tests.parallel.test_checkpoint import RankRecord, load_and_continue, merged_records, record_of, two_seeded_steps
 from tests.parallel.tiny import save_checkpoint, tiny_config
 
 RANK, ALPHA = 4, 6.0
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "single": {},
-    "single-distributed": {"distributed": True},
-    "tp2-sp-dp2-distributed": {"tensor": 2, "sequence": True, "data": 2, "distributed": True},
-    "pp2-interleaved-distributed": {"pipeline": 2, "virtual_pipeline": 2, "distributed": True},
-    "ep2-distributed": {"data": 2, "expert": 2, "distributed": True},
-    "tp2": {"tensor": 2},
-    "tp2-sp-distributed": {"tensor": 2, "sequence": True, "distributed": True},
-    "fsdp-dp2": {"data": 2, "backend": "fsdp"},
-    "fsdp": {"backend": "fsdp"},
-}
 
 
 def _config(model: Path, run_dir: Path, layout: str, dtype: str = "float32", **lora: Any) -> RunConfig:
-    parallel = dict(LAYOUTS[layout])
+    parallel = layout_of(layout)
     trainer: dict[str, Any] = {"backend": parallel.pop("backend", "megatron")}
     sharded = parallel.pop("distributed", trainer["backend"] == "fsdp")
     trainer["optimizer"] = {"lr": 1e-2, "distributed": sharded}
@@ -61,19 +51,11 @@ def _save(placement: RankPlacement, config: RunConfig, directory: Path) -> RankR
 
 
 def _load(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
-    """Load into a trainer that has already trained, whose state must not survive."""
-    with running(placement, config) as trainer:
-        step_of_four(trainer)
-        trainer.load(directory / "trainer")
-        return record_of(trainer)
+    return load_and_continue(placement, config, directory / "trainer")
 
 
 def _run(function: Any, config: RunConfig, directory: Path, *arguments: Any) -> list[Any]:
     return run_ranks(function, config.trainer.parallel.world_size, directory, config, *arguments)
-
-
-def _merged(records: list[RankRecord], what: str) -> dict[str, Tensor]:
-    return {name: tensor for record in records for name, tensor in getattr(record, what).items()}
 
 
 class Saved:
@@ -84,7 +66,7 @@ class Saved:
         self.config = _config(self.model, root, layout, **settings)
         self.directory = root / "checkpoint"
         records = _run(_save, self.config, root / "ranks", self.directory)
-        self.factors, self.later = (_merged(records, what) for what in ("at_checkpoint", "later"))
+        self.factors, self.later = (merged_records(records, what) for what in ("at_checkpoint", "later"))
 
 
 @pytest.fixture(scope="module")
@@ -96,29 +78,38 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
-@pytest.mark.parametrize(
-    ("family", "wrote", "reads"),
-    [
-        ("qwen3", "tp2-sp-dp2-distributed", "tp2-sp-dp2-distributed"),
-        ("qwen3", "tp2-sp-dp2-distributed", "pp2-interleaved-distributed"),
-        ("qwen3", "tp2-sp-dp2-distributed", "single-distributed"),
-        ("qwen3", "tp2", "single"),
-        ("qwen3_moe", "ep2-distributed", "ep2-distributed"),
-        ("qwen3_moe", "ep2-distributed", "tp2-sp-distributed"),
-        ("qwen3_moe", "ep2-distributed", "single-distributed"),
-        ("qwen3", "fsdp-dp2", "fsdp"),
-        ("qwen3_moe", "fsdp-dp2", "fsdp-dp2"),
-    ],
-)
-def test_every_layout_continues(family: str, wrote: str, reads: str, saved_by: Any, tmp_path: Path) -> None:
-    saved = saved_by(family, wrote)
-    loaded = _run(_load, _config(saved.model, tmp_path, reads), tmp_path / "ranks", saved.directory)
-    same_bits(_merged(loaded, "at_checkpoint"), saved.factors)
+CONTINUED = [
+    ("qwen3", "tp2-sp-dp2-distributed", "tp2-sp-dp2-distributed"),
+    ("qwen3", "tp2-sp-dp2-distributed", "pp2-vpp2-distributed"),
+    ("qwen3", "tp2-sp-dp2-distributed", "single-distributed"),
+    ("qwen3", "tp2", "single"),
+    ("qwen3_moe", "dp2-ep2-distributed", "dp2-ep2-distributed"),
+    ("qwen3_moe", "dp2-ep2-distributed", "tp2-sp-distributed"),
+    ("qwen3_moe", "dp2-ep2-distributed", "single-distributed"),
+    ("qwen3", "fsdp-dp2", "fsdp"),
+    ("qwen3_moe", "fsdp-dp2", "fsdp-dp2"),
+]
+"""Families, and layouts that write and read."""
+
+
+@pytest.fixture(scope="module")
+def loaded(saved_by: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[RankRecord]]:
+    root, tasks = tmp_path_factory.mktemp("loads"), {}
+    for family, wrote, reads in CONTINUED:
+        saved = saved_by(family, wrote)
+        tasks[family, wrote, reads] = _config(saved.model, root, reads), saved.directory
+    return run_by_size(_load, root, tasks)
+
+
+@pytest.mark.parametrize(("family", "wrote", "reads"), CONTINUED)
+def test_every_layout_continues(family: str, wrote: str, reads: str, saved_by: Any, loaded: Any) -> None:
+    saved, found = saved_by(family, wrote), loaded[family, wrote, reads]
+    same_bits(merged_records(found, "at_checkpoint"), saved.factors)
     assert all(float(tensor.abs().max()) > 0 for tensor in saved.factors.values())
     if reads == wrote:
-        same_bits(_merged(loaded, "later"), saved.later)
+        same_bits(merged_records(found, "later"), saved.later)
     else:  # Ranks are summed in another order, and AdamW divides by small second moments.
-        assert_close(_merged(loaded, "later"), saved.later, 1e-3)
+        assert_close(merged_records(found, "later"), saved.later, 1e-3)
 
 
 @pytest.mark.parametrize("layout", ["tp2-sp-dp2-distributed", "fsdp-dp2"])
@@ -130,7 +121,7 @@ def test_the_base_is_not_on_disk(layout: str, saved_by: Any) -> None:
     assert pieces and all("added" in piece[0] for piece in pieces)
 
 
-@pytest.mark.parametrize("layout", ["pp2-interleaved-distributed", "fsdp-dp2"])
+@pytest.mark.parametrize("layout", ["pp2-vpp2-distributed", "fsdp-dp2"])
 @pytest.mark.parametrize("source", ["path", "weights"])
 def test_training_starts_from_an_adapter_or_a_checkpoint(
     source: str, layout: str, saved_by: Any, tmp_path: Path
@@ -214,12 +205,12 @@ def test_layers_may_have_different_targets(saved_by: Any, tmp_path: Path) -> Non
     saved = saved_by("qwen3", "tp2", targets=targets)
     assert len(saved.factors) == 2 * (4 + 1)
     config = _config(saved.model, tmp_path, "single", targets=targets)
-    same_bits(_merged(_run(_load, config, tmp_path / "ranks", saved.directory), "at_checkpoint"), saved.factors)
+    same_bits(merged_records(_run(_load, config, tmp_path / "ranks", saved.directory), "at_checkpoint"), saved.factors)
     check_adapter(saved, saved.directory / "hf", expected_logits(saved))
     check_whole(converted(saved, tmp_path / "merged", merge=True), expected_logits(saved))
 
 
-@pytest.mark.parametrize("layout", ["ep2-distributed", "fsdp-dp2"])
+@pytest.mark.parametrize("layout", ["dp2-ep2-distributed", "fsdp-dp2"])
 def test_factors_of_experts_are_exported_and_merged(layout: str, saved_by: Any, tmp_path: Path) -> None:
     saved = saved_by("qwen3_moe", layout)
     for adapter in (saved.directory / "hf", converted(saved, tmp_path / "peft")):

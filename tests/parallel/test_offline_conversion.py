@@ -5,6 +5,7 @@ transformers.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -44,18 +45,14 @@ ONE_BY_ONE = replace(OPTIONS, workers=1, max_file_bytes=100_000)
 
 DENSE_LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
-    "tp2": {"tensor": 2},
     "tp4": {"tensor": 4},
-    "pp2": {"pipeline": 2},
     "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
     "tp2-pp2": {"tensor": 2, "pipeline": 2},
 }
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
-    "tp2": {"tensor": 2, "sequence": True},
     "tp4": {"tensor": 4, "sequence": True},
     "ep2": {"data": 2, "expert": 2},
-    "pp2": {"pipeline": 2},
     "pp2-interleaved-ep2": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
     "tp2-pp2-ep2": {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2},
 }
@@ -367,14 +364,6 @@ def test_numbers_that_the_requested_type_cannot_hold_are_rejected(tmp_path: Path
     _to_hf(tmp_path / "meg", tmp_path / "back", dtype="bfloat16", allow_nan=True)
 
 
-def test_a_tied_head_with_other_values_is_not_dropped(tmp_path: Path) -> None:
-    _model(tmp_path, "qwen2")
-    with edited_weights(tmp_path / "hf") as tensors:
-        tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head\.weight and .* differ"):
-        _to_megatron(tmp_path / "hf", tmp_path / "meg")
-
-
 def test_the_output_is_not_called_quantized(tmp_path: Path) -> None:
     """Weights that were converted back to 16 bits may come with a configuration that still names 8."""
     _model(tmp_path)
@@ -384,61 +373,69 @@ def test_the_output_is_not_called_quantized(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "meg" / "model" / "config.json").read_text())
 
 
-def test_a_truncated_tokenizer_is_not_copied(tmp_path: Path) -> None:
-    _model(tmp_path)
-    file = tmp_path / "hf" / "tokenizer.json"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"hf/tokenizer\.json: not valid JSON"):
-        _to_megatron(tmp_path / "hf", tmp_path / "meg")
-    assert not (tmp_path / "meg").exists()
+def _spoil(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors |= {"extra.weight": torch.zeros(2), "model.norm.weight": torch.ones(7)}
 
 
-def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
-    _model(tmp_path)
-    with edited_weights(tmp_path / "hf") as tensors:
-        del tensors["model.layers.1.mlp.up_proj.weight"]
-        tensors["extra.weight"] = torch.zeros(2)
-        tensors["model.norm.weight"] = torch.ones(7)
-    with pytest.raises(CheckpointError) as caught:
+SPOILT = ["missing: model.layers.1.mlp.up_proj.weight", "unexpected: extra.weight"]
+SPOILT += ["wrong shape: model.norm.weight is [7], not [128]"]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# All layers' weights of a kind are one tensor on disk, and a key and its value are one parameter.
+KIND, PAIR = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "code", "named"),
+    [
+        ("qwen2", lambda tensors: tensors.update({HEAD: 2 * tensors[EMBEDDING]}), "tied-tensors-differ", [HEAD]),
+        ("qwen3", _spoil, "tensors-do-not-fit", SPOILT),
+        ("qwen3", lambda tensors: tensors.update({KIND: tensors[KIND].bfloat16()}), "mixed-dtypes", [KIND]),
+        ("qwen3", lambda tensors: tensors.update({PAIR: tensors[PAIR].bfloat16()}), "mixed-dtypes", [PAIR]),
+    ],
+)
+def test_wrong_tensors_are_named(
+    family: str, change: Callable[..., None], code: str, named: list[str], tmp_path: Path, rejects: Rejects
+) -> None:
+    with edited_weights(_model(tmp_path, family)) as tensors:
+        change(tensors)
+    with rejects(CheckpointError, code) as caught:
         _to_megatron(tmp_path / "hf", tmp_path / "meg")
-    for text in (
-        "missing: model.layers.1.mlp.up_proj.weight",
-        "unexpected: extra.weight",
-        "wrong shape: model.norm.weight is [7], not [128]",
-    ):
-        assert text in str(caught.value)
+    assert all(each in str(caught.value) for each in named), caught.value
     assert not list(tmp_path.glob("*meg*"))
+    if code == "mixed-dtypes":
+        _to_megatron(tmp_path / "hf", tmp_path / "meg", dtype="float32")
 
 
-def test_mixed_types_of_one_stored_tensor_are_rejected(tmp_path: Path) -> None:
-    """All layers' weights of a kind are one tensor on disk, and a key and its value are one parameter."""
-    for name, spoilt in (
-        ("layers", "model.layers.1.mlp.down_proj.weight"),
-        ("qkv", "model.layers.0.self_attn.k_proj.weight"),
+def test_a_truncated_tokenizer_is_not_copied(tmp_path: Path, rejects: Rejects) -> None:
+    file = _model(tmp_path) / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:-100])
+    with rejects(CheckpointError, "file-damaged") as caught:
+        _to_megatron(tmp_path / "hf", tmp_path / "meg")
+    assert "hf/tokenizer.json" in str(caught.value) and not (tmp_path / "meg").exists()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a converted checkpoint of two tensor-parallel ranks, which no test may change."""
+    root = tmp_path_factory.mktemp("converted")
+    _to_megatron(_model(root), root / "meg", {"tensor": 2})
+    return root / "meg"
+
+
+def test_a_checkpoint_of_another_model_is_rejected_with_its_tensors(
+    converted: Path, tmp_path: Path, rejects: Rejects
+) -> None:
+    wide = _model(tmp_path / "wide", intermediate_size=192)
+    biased = _model(tmp_path / "biased", "qwen2")
+    for model, named in (
+        (wide, "wrong shape: decoder.layers.mlp.linear_fc1.weight is"),
+        (biased, "missing: decoder.layers.self_attention.linear_qkv.bias"),
+        (biased, "unexpected: decoder.layers.self_attention"),
     ):
-        make_tiny_model(tmp_path / name, "qwen3", **DIVISIBLE)
-        with edited_weights(tmp_path / name) as tensors:
-            tensors[spoilt] = tensors[spoilt].bfloat16()
-        with pytest.raises(CheckpointError, match=f"have different types: .*{spoilt}.*; give --dtype"):
-            _to_megatron(tmp_path / name, tmp_path / "meg")
-    _to_megatron(tmp_path / "layers", tmp_path / "meg", dtype="float32")
-
-
-def test_a_checkpoint_of_another_model_is_rejected_with_its_tensors(tmp_path: Path) -> None:
-    _model(tmp_path)
-    make_tiny_model(tmp_path / "wide", "qwen3", **DIVISIBLE, intermediate_size=192)
-    make_tiny_model(tmp_path / "biased", "qwen2", **DIVISIBLE)
-    _to_megatron(tmp_path / "hf", tmp_path / "meg")
-    for name, messages in (
-        ("wide", ["wrong shape: decoder.layers.mlp.linear_fc1.weight is"]),
-        (
-            "biased",
-            ["missing: decoder.layers.self_attention.linear_qkv.bias", "unexpected: decoder.layers.self_attention"],
-        ),
-    ):
-        with pytest.raises(CheckpointError) as caught:
-            _converter(tmp_path / name).open_checkpoint(tmp_path / "meg" / "trainer")
-        assert all(message in str(caught.value) for message in messages), caught.value
+        with rejects(CheckpointError, "checkpoint-of-another-model") as caught:
+            _converter(model).open_checkpoint(converted / "trainer")
+        assert named in str(caught.value)
 
 
 def _flipped(content: bytes) -> bytes:
@@ -457,9 +454,8 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
 
 
 @pytest.mark.parametrize("fault", DAMAGE)
-def test_damaged_files_are_found(fault: str, tmp_path: Path) -> None:
-    _model(tmp_path)
-    _to_megatron(tmp_path / "hf", tmp_path / "meg", {"tensor": 2})
+def test_damaged_files_are_found(fault: str, converted: Path, tmp_path: Path) -> None:
+    shutil.copytree(converted, tmp_path / "meg")
     file = tmp_path / "meg" / "trainer" / "__1_1.distcp"
     damage, sentence = DAMAGE[fault]
     content = damage(file.read_bytes())

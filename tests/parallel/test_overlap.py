@@ -15,7 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
 from tests.parallel.parity import parity_config
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_from, running, same_bits, weights_of
 from tests.parallel.tiny import scored_sequences
 
@@ -59,13 +59,13 @@ def _train(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajec
 @pytest.mark.parametrize("distributed", [False, True])
 def test_overlap_changes_no_bit(distributed: bool, qwen3: Path, tmp_path: Path) -> None:
     packs = [pack_sequences(scored_sequences([(5, 9), (3, 1)], seed=seed)) for seed in range(4)]
-    found = {}
+    tasks = []
     for overlap in (False, True):
         layout = {"data": 2, "distributed": distributed, "overlap": overlap, "overlap_bucket_params": BUCKET}
         # No clipping: buckets decide which rank sums which part of the gradient norm, and so change its last bit.
         config = parity_config(qwen3, tmp_path, layout | {"clip_grad": 1e9})
-        found[overlap] = run_ranks(_train, 2, tmp_path / f"{overlap}", config, packs)
-    for plain, overlapped in zip(found[False], found[True], strict=True):
+        tasks.append((config, packs))
+    for plain, overlapped in zip(*run_each(_train, 2, tmp_path / "ranks", tasks), strict=True):
         assert plain.sums_under_way == [0, 0, 0, 0] and plain.late_weights == 0
         # Megatron learns in the first step which weights get gradients, and so when a bucket is full.
         first, second, abandoned, untold = overlapped.sums_under_way

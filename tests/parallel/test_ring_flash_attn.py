@@ -15,7 +15,7 @@ from torch import Tensor
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention, llama3_module
 from slime_like.interfaces import RankPlacement
 from tests.parallel.dense import assert_near, boundaries, dense_results
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_each, run_ranks
 
 GROUPS, WIDTH, SCALE = 2, 16, 0.3
 # One sequence over all ranks; rank borders inside and between sequences, and a rank with parts of two sequences.
@@ -46,31 +46,33 @@ def _attend(placement: RankPlacement, problem: list[Tensor], lengths: list[int],
     segments = Llama3Segments.of(boundaries(lengths), rank, size)
     out = RingFlashAttention(segments, group, stride).attend(*leaves, SCALE)
     out.backward(grad)
+    dist.destroy_process_group()
     return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads", "stride", "ranks", "dtype", "bound"),
-    [
-        ("one", 4, 1, 2, torch.float32, 2e-6),
-        ("borders", 4, 1, 2, torch.float32, 2e-6),
-        ("borders", 4, 2, 2, torch.float32, 2e-6),
-        ("borders", 2, 1, 3, torch.float32, 2e-6),  # as many heads as groups
-        ("between", 4, 1, 2, torch.float32, 2e-6),
-        ("short", 6, 1, 4, torch.float64, 1e-12),
-        ("borders", 4, 1, 2, torch.bfloat16, 3e-2),
-    ],
-)
-def test_it_is_softmax_attention(
-    lengths: str, heads: int, stride: int, ranks: int, dtype: torch.dtype, bound: float, tmp_path: Path
-) -> None:
-    pack = PACKS[lengths]
-    problem = _problem(sum(pack), heads, dtype)
-    out, _, *grads = dense_results(*problem, pack, SCALE)
-    # Two groups at once: the package's default is the whole world.
-    results = run_ranks(_attend, 2 * ranks, tmp_path, problem, pack, stride)
-    for group in (results[0::2], results[1::2]):
-        assert_near([torch.cat(parts) for parts in zip(*group, strict=True)], [out, *grads], bound)
+CASES: list[tuple[str, int, int, int, torch.dtype, float]] = [
+    ("one", 4, 1, 2, torch.float32, 2e-6),
+    ("borders", 4, 1, 2, torch.float32, 2e-6),
+    ("borders", 4, 2, 2, torch.float32, 2e-6),
+    ("between", 4, 1, 2, torch.float32, 2e-6),
+    ("borders", 4, 1, 2, torch.bfloat16, 3e-2),
+    ("borders", 2, 1, 3, torch.float32, 2e-6),  # as many heads as groups
+    ("short", 6, 1, 4, torch.float64, 1e-12),
+]
+"""Pack, heads, stride, ranks, type and bound."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_it_is_softmax_attention(ranks: int, tmp_path: Path) -> None:
+    """Two groups attend at once: the package's default is the whole world."""
+    cases = [case for case in CASES if case[3] == ranks]
+    problems = [_problem(sum(PACKS[lengths]), heads, dtype) for lengths, heads, _, _, dtype, _ in cases]
+    tasks = [(problem, PACKS[case[0]], case[2]) for problem, case in zip(problems, cases, strict=True)]
+    found = run_each(_attend, 2 * ranks, tmp_path, tasks)
+    for problem, (lengths, *_, bound), results in zip(problems, cases, found, strict=True):
+        out, _, *grads = dense_results(*problem, PACKS[lengths], SCALE)
+        for group in (results[0::2], results[1::2]):
+            assert_near([torch.cat(parts) for parts in zip(*group, strict=True)], [out, *grads], bound)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

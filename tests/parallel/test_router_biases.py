@@ -3,7 +3,6 @@
 The parity matrix compares loads and biases with a reference in every layout, and checkpoint tests save them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,18 +58,13 @@ def history(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory,
     return found
 
 
-def histories(
-    tmp_path: Path, backends: list[str], function: Callable[..., History] = history
-) -> list[tuple[History, ...]]:
-    """Run it with each backend, in one process."""
-    model = save_checkpoint("deepseek_v3_direct", tmp_path / "model")
+def history_task(root: Path, backend: str) -> tuple[RunConfig, PackedTrajectory, Path]:
+    """Return the arguments of ``history``; a model is made if ``root`` has none."""
+    if not (model := root / "model").exists():
+        save_checkpoint("deepseek_v3_direct", model)
     pack = pack_sequences(scored_sequences([(5, 9), (3, 1), (11, 6), (2, 17)]))
-    tasks = []
-    for name in backends:
-        trainer = {"backend": name, "router_bias_rate": RATE, "optimizer": {"lr": 1e-7}}
-        config = tiny_config(model, tmp_path, trainer=trainer, algorithm={"kl": {"coef": 0.1}})
-        tasks.append((config, pack, tmp_path / name))
-    return run_each(function, 1, tmp_path / "ranks", tasks)
+    trainer = {"backend": backend, "router_bias_rate": RATE, "optimizer": {"lr": 1e-7}}
+    return tiny_config(model, root, trainer=trainer, algorithm={"kl": {"coef": 0.1}}), pack, root / backend
 
 
 def check_roles(found: History) -> None:
@@ -86,5 +80,6 @@ def check_roles(found: History) -> None:
 
 
 def test_a_reference_keeps_its_biases_until_its_refresh_and_a_failed_step_moves_none(tmp_path: Path) -> None:
-    for (found,) in histories(tmp_path, ["megatron", "fsdp"]):
+    tasks = [history_task(tmp_path, backend) for backend in ("megatron", "fsdp")]
+    for (found,) in run_each(history, 1, tmp_path / "ranks", tasks):
         check_roles(found)

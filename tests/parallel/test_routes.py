@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.parity import Case, Settings, parity_config
+from tests.parallel.layouts import layout_of
+from tests.parallel.parity import Case, parity_config
 from tests.parallel.ranks import run_each
 from tests.parallel.routes import (
     RoutedResult,
@@ -23,32 +24,12 @@ from tests.parallel.routes import (
     routed_rank,
 )
 
-SHARED = {"share_prefixes": "tree"}
-FSDP = {"backend": "fsdp"}
-ALONE: dict[str, Settings] = {
-    "single": {},
-    "full-recompute": {"recompute": "full"},
-    "fsdp": FSDP,
-    "fsdp-recompute": {**FSDP, "recompute": "full"},
+LAYOUTS = {
+    "alone": ("single", "recompute", "fsdp", "fsdp-recompute"),
+    "pairs": ("tp2-sp", "pp2-vpp2", "cp2", "dp2", "tp2-sp-ep2", "fsdp-dp2", "fsdp-cp2"),
+    "sharing": ("tp2-sp-tree", "cp2-tree", "fsdp-cp2-tree"),
+    "later": ("tp2-sp-ep2", "pp2-vpp2", "cp2", "fsdp-cp2"),
 }
-PAIRS: dict[str, Settings] = {
-    "tp2-sp": {"tensor": 2, "sequence": True},
-    "pp2": {"pipeline": 2},
-    "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
-    "cp2": {"context": 2},
-    "dp2": {"data": 2},
-    "ep2": {"data": 2, "expert": 2},
-    "tp2-sp-ep2": {"tensor": 2, "sequence": True, "expert": 2},
-    "fsdp-dp2": {**FSDP, "data": 2},
-    "fsdp-cp2": {**FSDP, "context": 2},
-    "fsdp-dp2-recompute": {**FSDP, "data": 2, "recompute": 1},
-}
-SHARING: dict[str, Settings] = {
-    "shared-tp2-sp": {"tensor": 2, "sequence": True, **SHARED},
-    "shared-cp2": {"context": 2, **SHARED},
-    "shared-fsdp-cp2": {**FSDP, "context": 2, **SHARED},
-}
-LATER = {name: PAIRS[name] for name in ("tp2-sp-ep2", "pp2-interleaved", "cp2", "fsdp-cp2")}
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 ROUTED = [(family, kind) for family in FAMILIES for kind in ("alone", "pairs", "sharing")][:-1]
 """gpt-oss is trained by FSDP only, and its windows exclude shared prefixes."""
@@ -61,15 +42,12 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(family: str, kind: str) -> tuple[Case, dict[str, list[RoutedResult]]]:
         directory = tmp_path_factory.mktemp(f"{family}-{kind}")
-        layouts = {"alone": ALONE, "pairs": PAIRS, "sharing": SHARING, "later": LATER}[kind]
-        if family == "gpt_oss":
-            layouts = {name: layout for name, layout in layouts.items() if FSDP.items() <= layout.items()}
+        layouts = [name for name in LAYOUTS[kind] if family != "gpt_oss" or "fsdp" in name]
         later = kind == "later"
         case = old_case(family, directory) if later else routed_case(family, directory, kind == "sharing")
         more = {"router_bias_rate": case.bias_rate, **({"lr": 1e-2} if later else {})}
         configs = [
-            parity_config(case.checkpoint, directory, {**settings, **more}, **case.algorithm)
-            for settings in layouts.values()
+            parity_config(case.checkpoint, directory, {**layout_of(name), **more}, **case.algorithm) for name in layouts
         ]
         tasks = [(config, case.packs(), case.denominator) for config in configs]
         function, world = old_rank if later else routed_rank, configs[0].trainer.parallel.world_size

@@ -11,8 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.parity import Case, Settings, check_everything, check_gradients, check_loss, layers_of, run_case
+from tests.parallel.layouts import layout_of
+from tests.parallel.parity import (
+    Case,
+    Settings,
+    check_everything,
+    check_gradients,
+    check_loss,
+    layers_of,
+    run_case,
+    task_of,
+)
+from tests.parallel.ranks import run_by_size
 from tests.parallel.shared_prefixes import PromptsCase, SharedCase, balanced_case, shared_case, sharing_sequences
+from tests.parallel.steps import train_rank
 from tests.parallel.test_fsdp_parity import check_case, run_cases
 
 STEPS = 1
@@ -27,46 +39,40 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-LAYOUTS: dict[str, Settings] = {
-    "single": {},
-    "tp2-sp": {"tensor": 2, "sequence": True},
-    "pp2": {"pipeline": 2},
-    "pp2-interleaved": {"pipeline": 2, "virtual_pipeline": 2},
-    "dp2-distributed": {"data": 2, "distributed": True},
-    "cp2": {"context": 2},
-    "cp4": {"context": 4},
-    "tp2-sp-cp2": {"tensor": 2, "sequence": True, "context": 2},
-    "full-recompute": {"recompute": "full"},
-    "block-recompute": {"recompute": 2},
-    "offload": {"activation_offload": True},
-    "ep2": {"data": 2, "expert": 2},
-    "tp2-sp-ep2": {"tensor": 2, "sequence": True, "expert": 2},
-}
+OF_QWEN3 = ("single", "pp2-vpp2", "dp2-distributed", "cp4", "tp2-sp-cp2", "recompute", "recompute2", "offload")
+CASES = [("qwen3", layout) for layout in OF_QWEN3]
+CASES += [("qwen3_moe", "tp2-sp-ep2"), ("deepseek_v3", "single"), ("deepseek_v3", "cp2")]
+BALANCED = ("dp2-ep2", "tp2-sp-ep2", "cp2")
 
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        *[("qwen3", layout) for layout, settings in LAYOUTS.items() if "expert" not in settings],
-        ("qwen3_moe", "ep2"),
-        ("qwen3_moe", "tp2-sp-ep2"),
-        ("deepseek_v3", "single"),
-        ("deepseek_v3", "cp2"),
-    ],
-)
-def test_layout_computes_the_reference(family: str, layout: str, cases: Any, tmp_path: Path) -> None:
-    case = cases(family, layers=layers_of(LAYOUTS[layout]))
-    settings = {"share_prefixes": "tree", **LAYOUTS[layout]}
-    check_everything(case, run_case(case, settings, tmp_path, steps=STEPS))
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Return a case whose routers' loss is more than half of their gradient."""
+    return balanced_case(tmp_path_factory.mktemp("balanced"), 0.5)
 
 
-@pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2", "cp2"])
-def test_a_shared_token_counts_once_in_the_balancing_loss(layout: str, tmp_path: Path) -> None:
-    """With a large coefficient, so that this loss makes up more than half of the routers' gradient."""
-    case, settings = balanced_case(tmp_path, 0.5), {"share_prefixes": "tree", **LAYOUTS[layout]}
-    results = run_case(case, settings, tmp_path, steps=1)
-    check_loss(case, results)
-    check_gradients(case, results)
+@pytest.fixture(scope="module")
+def results(cases: Any, balanced: Case, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return every rank's results by family (or "balanced") and layout."""
+    directory = tmp_path_factory.mktemp("ranks")
+    named = {(family, layout): cases(family, layers=layers_of(layout_of(layout))) for family, layout in CASES}
+    named |= {("balanced", layout): balanced for layout in BALANCED}
+    tasks = {
+        name: task_of(case, {"share_prefixes": "tree", **layout_of(name[1])}, directory, STEPS)
+        for name, case in named.items()
+    }
+    return run_by_size(train_rank, directory, tasks)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_layout_computes_the_reference(family: str, layout: str, cases: Any, results: Any) -> None:
+    check_everything(cases(family, layers=layers_of(layout_of(layout))), results[family, layout])
+
+
+@pytest.mark.parametrize("layout", BALANCED)
+def test_a_shared_token_counts_once_in_the_balancing_loss(layout: str, balanced: Case, results: Any) -> None:
+    check_loss(balanced, results["balanced", layout])
+    check_gradients(balanced, results["balanced", layout])
 
 
 def test_only_prompts_are_shared(cases: Any, tmp_path: Path) -> None:
@@ -76,8 +82,8 @@ def test_only_prompts_are_shared(cases: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"data": 2}, {"context": 2}, {"data": 2, "context": 2}, {"recompute": "full"}],
-    ids=["single", "dp2", "cp2", "dp2-cp2", "full-recompute"],
+    [{"data": 2, "context": 2}, {"recompute": "full"}],
+    ids=["dp2-cp2", "full-recompute"],
 )
 def test_fsdp_computes_the_reference(layout: Settings, cases: Any, tmp_path: Path) -> None:
     families = [cases(family) for family in ("qwen3", "qwen3_moe")]

@@ -1,6 +1,5 @@
 """Attention with sinks and sliding windows agrees with the softmax written out in float64, alone and over ranks."""
 
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.choice import AnyAttention, choose_attention
-from backends.common.attention.kernels import CudaFlash, Pairing, Saved, Segments
+from backends.common.attention.kernels import Segments
 from backends.common.attention.packed_attention import LocalAttention
 from backends.common.attention.prefixes import PrefixAttention
 from slime_like.algorithms.context import ContextShard
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
-from tests.parallel.dense import assert_near, boundaries, relative_error
+from tests.parallel.dense import assert_near, boundaries, dense_results, relative_error
 from tests.parallel.ranks import run_ranks
 from tests.parallel.ring_steps import zigzag_rows
 from tests.support.rejections import Rejects
@@ -38,20 +37,8 @@ def _problem() -> tuple[list[Tensor], Tensor, Tensor]:
 def _written_out(window: int | None, has_sinks: bool) -> list[Tensor]:
     """Return output and gradients of queries, keys, values and sinks."""
     inputs, grad, sinks = _problem()
-    leaves = [x.double().requires_grad_() for x in (*inputs, sinks)]
-    q, k, v, sink = leaves
-    outs = []
-    for start, end in pairwise(boundaries(LENGTHS).tolist()):
-        keys, values = (x[start:end].repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * SCALE
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
-        seen = (distance >= 0) & (distance < (window or end))
-        weights = scores.masked_fill(~seen, 0.0).exp() * seen
-        total = weights.sum(-1, keepdim=True) + (sink.exp()[:, None, None] if has_sinks else 0.0)
-        outs.append(torch.einsum("hqk,khd->qhd", weights / total, values))
-    out = torch.cat(outs)
-    gradients = torch.autograd.grad(out, leaves, grad.double(), allow_unused=True)
-    return [out.detach(), *gradients[: 4 if has_sinks else 3]]
+    out, _, *gradients = dense_results(*inputs, grad, LENGTHS, SCALE, sinks=sinks if has_sinks else None, window=window)
+    return [out, *gradients]
 
 
 def _attended(attention: AnyAttention, rows: Tensor | slice, window: int | None, has_sinks: bool) -> list[Tensor]:
@@ -126,15 +113,3 @@ def test_shared_prefixes_exclude_windows_shorter_than_a_whole_sequence(window: i
         return
     with rejects(TrainerError, "prefixes-not-supported"):
         _attended(attention, slice(None), window, False)
-
-
-def test_cuda_kernel_takes_a_window() -> None:
-    """On torch's meta device: the operators accept these arguments."""
-    host = Segments.of(boundaries([7, 1, 12]))
-    segments = Segments(host.host, host.device.to("meta"), host.longest)
-    q = torch.empty(20, HEADS, WIDTH, dtype=torch.bfloat16, device="meta")
-    k, v = (torch.empty(20, GROUPS, WIDTH, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    pairing = Pairing(segments, segments, True, SCALE, WINDOW)
-    out, lse = CudaFlash().forward(q, k, v, pairing)
-    assert out.shape == q.shape
-    assert [x.shape for x in CudaFlash().backward(q, Saved(q, k, v, out, lse), pairing)] == [q.shape, k.shape, v.shape]

@@ -7,24 +7,23 @@ to nine tokens; every fifth token was sampled from the whole vocabulary. Not cov
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from slime_like.trajectory import ScoredTrajectory
-from tests.parallel.parity import MASKED, PACKS, Case, Settings, case_of, check_everything, run_case
+from tests.parallel.layouts import layout_of
+from tests.parallel.parity import MASKED, PACKS, Case, case_of, check_everything, task_of
+from tests.parallel.ranks import run_by_size
 from tests.parallel.shared_prefixes import shared_case, sharing_sequences
+from tests.parallel.steps import RankResult, train_rank
 from tests.parallel.test_fsdp_parity import check_case, run_cases
 from tests.parallel.tiny import VOCAB, scored_sequences
 
 WIDTH = 9
-LAYOUTS: dict[str, Settings] = {
-    "single": {},
-    "tp2-sp": {"tensor": 2, "sequence": True},
-    "pp2-recompute": {"pipeline": 2, "recompute": "full"},
-    "cp2": {"context": 2},
-    "cp2-allgather": {"context": 2, "attention": "allgather"},
-}
+PLAIN = ("single", "tp2-sp", "pp2-recompute", "cp2")
+SHARING = ("tp2-sp", "pp2-recompute", "cp2-allgather")
 
 
 def with_supports(sequence: ScoredTrajectory, generator: torch.Generator) -> ScoredTrajectory:
@@ -62,22 +61,26 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return shared_case("qwen3", tmp_path_factory.mktemp("sharing"), 1, sequences=sequences)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_use_the_supports(name: str, case: Case, tmp_path: Path) -> None:
-    check_everything(case, run_case(case, LAYOUTS[name], tmp_path, steps=1))
+@pytest.fixture(scope="module")
+def results(case: Case, sharing: Case, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[RankResult]]:
+    """Return every rank's results by layout and whether packs share prefixes."""
+    directory = tmp_path_factory.mktemp("ranks")
+    tasks: dict[Any, tuple[Any, ...]] = {(name, False): task_of(case, layout_of(name), directory, 1) for name in PLAIN}
+    tasks |= {
+        (name, True): task_of(sharing, {**layout_of(name), "share_prefixes": "tree"}, directory, 1) for name in SHARING
+    }
+    return run_by_size(train_rank, directory, tasks)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "cp2"])
-def test_shared_prefixes_use_the_supports_of_each_sequence(name: str, sharing: Case, tmp_path: Path) -> None:
-    settings = {**LAYOUTS[name], "share_prefixes": "tree"}
-    check_everything(sharing, run_case(sharing, settings, tmp_path, steps=1))
+@pytest.mark.parametrize(("name", "shares"), [*((name, False) for name in PLAIN), *((name, True) for name in SHARING)])
+def test_layouts_use_the_supports_of_each_sequence(
+    name: str, shares: bool, case: Case, sharing: Case, results: Any
+) -> None:
+    check_everything(sharing if shares else case, results[name, shares])
 
 
 @pytest.mark.parametrize("shares", [False, "tree"])
-@pytest.mark.parametrize("layout", [{}, {"data": 2, "context": 2}], ids=["single", "dp2-cp2"])
-def test_fsdp_uses_the_supports(
-    layout: Settings, shares: bool | str, case: Case, sharing: Case, tmp_path: Path
-) -> None:
+def test_fsdp_uses_the_supports(shares: bool | str, case: Case, sharing: Case, tmp_path: Path) -> None:
     case = sharing if shares else case
-    (results,) = run_cases([case], {**layout, "share_prefixes": shares}, tmp_path, steps=1)
+    (results,) = run_cases([case], {"data": 2, "context": 2, "share_prefixes": shares}, tmp_path, steps=1)
     check_case(case, results)

@@ -17,7 +17,7 @@ from slime_like.config.roles import Roles
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.ranks import run_by_size, run_each, run_ranks
 from tests.parallel.reference import Reference
 from tests.parallel.steps import gradients_in, running, take_step, weights_of
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
@@ -53,25 +53,24 @@ def _trained_once(
         return weights_of(trainer), pack.old_logprobs
 
 
-@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}])
-def test_the_only_update_of_a_batch_computes_its_old_logprobs(
-    layout: dict[str, Any], qwen3: Path, tmp_path: Path
-) -> None:
+def test_the_only_update_of_a_batch_computes_its_old_logprobs(qwen3: Path, tmp_path: Path) -> None:
     """Old logprobs and the update, with importance correction, are the same with and without a scoring pass."""
-    pack = pack_sequences(scored_sequences(LENGTHS))
-    algorithm: dict[str, Any] = {"importance": {"correction": "truncate"}}
-    configs = [
-        _config(qwen3, tmp_path, layout, algorithm=algorithm | {"old_logprobs": source}) for source in ("score", "auto")
-    ]
-    tasks = [(config, pack) for config in configs]
-    found = run_each(_trained_once, configs[0].trainer.parallel.world_size, tmp_path / "ranks", tasks)
-    for (own_weights, state), (weights, old) in zip(*found, strict=True):
-        assert (state is None) == (old is None)
-        if state is not None and old is not None:
-            torch.testing.assert_close(old, state, atol=1e-6, rtol=0)
-        for ours, theirs in zip(own_weights, weights, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
-    assert any(old is not None for _, old in found[1])
+    pack, tasks = pack_sequences(scored_sequences(LENGTHS)), {}
+    layouts: list[dict[str, Any]] = [{}, {"tensor": 2, "sequence": True}, {"pipeline": 2}, {"context": 2}]
+    for number, layout in enumerate(layouts):
+        for source in ("score", "auto"):
+            algorithm: dict[str, Any] = {"importance": {"correction": "truncate"}, "old_logprobs": source}
+            tasks[number, source] = _config(qwen3, tmp_path, layout, algorithm=algorithm), pack
+    found = run_by_size(_trained_once, tmp_path / "ranks", tasks)
+    for number in range(len(layouts)):
+        scored, own = found[number, "score"], found[number, "auto"]
+        for (weights, state), (own_weights, old) in zip(scored, own, strict=True):
+            assert (state is None) == (old is None)
+            if state is not None and old is not None:
+                torch.testing.assert_close(old, state, atol=1e-6, rtol=0)
+            for ours, theirs in zip(own_weights, weights, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
+        assert any(old is not None for _, old in own)
 
 
 # -------------------------------------------------------------------------------------------------------- nothing added
@@ -198,15 +197,11 @@ def _score_both(
     return {"reference": reference[0]["ref_logprobs"], "policy": policy[0]["old_logprobs"]}, restored
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "tensor": 2}])
-def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(
-    layout: dict[str, Any], qwen3: Path, tmp_path: Path
-) -> None:
-    other = save_checkpoint("qwen3", tmp_path / "reference", seed=1)
+def test_the_reference_scores_with_its_own_weights_and_leaves_the_policy(qwen3: Path, tmp_path: Path) -> None:
+    other, layout = save_checkpoint("qwen3", tmp_path / "reference", seed=1), {"pipeline": 2, "tensor": 2}
     config = _config(qwen3, tmp_path, layout, reference={"path": other}, algorithm={"kl": {"coef": 0.1}})
     sequences = scored_sequences(LENGTHS)
-    world = config.trainer.parallel.world_size
-    results = run_ranks(_score_both, world, tmp_path / "ranks", config, pack_sequences(sequences))
+    results = run_ranks(_score_both, 4, tmp_path / "ranks", config, pack_sequences(sequences))
     assert all(restored for _, restored in results)
     scored = [logprobs for logprobs, _ in results if logprobs is not None]
     for name, path in (("reference", other), ("policy", qwen3)):
@@ -284,23 +279,22 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood(qwen3: Path, tmp_pa
     assert loss == pytest.approx(total / float(pack.loss_mask.sum()), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"decay": "constant"}, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ({"decay": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        ({"decay": "linear", "warmup_steps": 2, "final_weight_decay": 0.4}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
-        ({"decay": "cosine", "min_lr": 5e-4, "warmup_steps": 2}, [0.5, 1.0, 0.9268, 0.75, 0.5732, 0.5]),
-    ],
-)
-def test_learning_rates_follow_the_schedule(
-    settings: dict[str, Any], expected: list[float], qwen3: Path, tmp_path: Path
-) -> None:
+SCHEDULES: list[tuple[dict[str, Any], list[float]]] = [
+    ({"decay": "constant"}, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ({"decay": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+    ({"decay": "linear", "warmup_steps": 2, "final_weight_decay": 0.4}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
+    ({"decay": "cosine", "min_lr": 5e-4, "warmup_steps": 2}, [0.5, 1.0, 0.9268, 0.75, 0.5732, 0.5]),
+]
+
+
+def test_learning_rates_follow_the_schedule(qwen3: Path, tmp_path: Path) -> None:
     """Compare the rates of six steps, in units of the peak rate, and the weight decays."""
-    optimizer = {"lr": 1e-3, "weight_decay": 0.1, **settings}
-    config = _config(qwen3, tmp_path, steps=6, trainer={"optimizer": optimizer})
-    pack = pack_sequences(scored_sequences(LENGTHS))
-    ((_, rates, decays),) = run_ranks(_loss_of_one_step, 1, tmp_path / "ranks", config, pack)
-    assert [rate / 1e-3 for rate in rates] == pytest.approx(expected, abs=1e-4)
-    growth = settings.get("final_weight_decay", 0.1) - 0.1
-    assert decays == [{0.0, round(0.1 + update / 6 * growth, 6)} for update in range(1, 7)]  # none on norms
+    pack, tasks = pack_sequences(scored_sequences(LENGTHS)), []
+    for settings, _ in SCHEDULES:
+        optimizer = {"lr": 1e-3, "weight_decay": 0.1, **settings}
+        tasks.append((_config(qwen3, tmp_path, steps=6, trainer={"optimizer": optimizer}), pack))
+    found = run_each(_loss_of_one_step, 1, tmp_path / "ranks", tasks)
+    for (settings, expected), ((_, rates, decays),) in zip(SCHEDULES, found, strict=True):
+        assert [rate / 1e-3 for rate in rates] == pytest.approx(expected, abs=1e-4), settings
+        growth = settings.get("final_weight_decay", 0.1) - 0.1
+        assert decays == [{0.0, round(0.1 + update / 6 * growth, 6)} for update in range(1, 7)]  # none on norms

@@ -6,7 +6,7 @@ covered, and never run: Transformer Engine itself, its kernels and its context p
 
 from importlib import invalidate_caches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -22,14 +22,12 @@ from slime_like.interfaces import RankPlacement
 from tests.parallel import te_stand_ins
 from tests.parallel.assembly import stacked_experts
 from tests.parallel.parity import Case, Settings, check_changes, check_scores, make_case, parity_config, run_case
-from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.ranks import run_each
 from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
 from tests.unit.backends.models import PUBLISHED, dimensions
-
-Spec = Literal["transformer_engine", "ring"]
 
 
 def _install() -> None:
@@ -117,15 +115,15 @@ def _keys(placement: RankPlacement, config: RunConfig) -> tuple[set[str], set[st
     return {value.key for value in state.values()}, names
 
 
-@pytest.mark.parametrize("spec", ["transformer_engine", "ring"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_both_specs_write_the_canonical_names(family: str, spec: Spec, tmp_path: Path) -> None:
-    config = parity_config(save_tiny(family, tmp_path / "model"), tmp_path, {"attention": spec})
-    ((keys, names),) = run_ranks(_keys, 1, tmp_path / "ranks", config)
-    assert keys == CANONICAL[family]
-    fused = any("layer_norm_weight" in name for name in names)
-    assert fused == (spec == "transformer_engine")
-    assert any("experts.linear_fc1.weight3" in name for name in names) == (family == "qwen3_moe")
+def test_both_specs_write_the_canonical_names(tmp_path: Path) -> None:
+    cases = [(family, spec) for family in CANONICAL for spec in ("transformer_engine", "ring")]
+    models = {family: save_tiny(family, tmp_path / family, layers=2) for family in CANONICAL}
+    tasks = [(parity_config(models[family], tmp_path, {"attention": spec}),) for family, spec in cases]
+    for (family, spec), ((keys, names),) in zip(cases, run_each(_keys, 1, tmp_path / "ranks", tasks), strict=True):
+        assert keys == CANONICAL[family]
+        fused = any("layer_norm_weight" in name for name in names)
+        assert fused == (spec == "transformer_engine")
+        assert any("experts.linear_fc1.weight3" in name for name in names) == (family == "qwen3_moe")
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

@@ -15,15 +15,14 @@ from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel.parity import (
     BALANCE,
     MASKED,
-    OPTIMIZER,
     PACKS,
     STEPS,
     Case,
     Settings,
+    computed_case,
     parity_config,
-    samples_with_loss,
 )
-from tests.parallel.reference import Reference, adamw_steps
+from tests.parallel.reference import Reference
 from tests.parallel.steps import RankResult, train_rank
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
@@ -88,13 +87,8 @@ def value_case(family: str, directory: Path, steps: int = STEPS, layers: int = 2
     if rounded:
         reference.round_weights()
         reference.clip = WIDE
-    initial = {name: p.detach().clone() for name, p in reference.model.named_parameters()}
-    denominator = samples_with_loss(sequences)
-    expected = reference.step(sequences, denominator)
-    updated = adamw_steps(
-        reference, sequences, denominator, steps, OPTIMIZER["clip_grad"], OPTIMIZER["lr"], OPTIMIZER["eps"]
-    )
-    return Case(checkpoint, sequences, expected, algorithm, updated, initial)
+    case: Case = computed_case(Case, reference, checkpoint, sequences, algorithm, steps)
+    return case
 
 
 def value_config(
