@@ -41,6 +41,8 @@ from tests.parallel.steps import RankResult, train_rank
 from tests.parallel.test_router_biases import check_roles, history, history_task
 from tests.support.shards import local_boundaries
 
+pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
+
 # By name, because the package has a function of the same name.
 finalization = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 _QK_NORMS = ("q_layernorm", "k_layernorm")

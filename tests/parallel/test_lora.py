@@ -36,6 +36,8 @@ from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close
 from tests.parallel.tiny import save_checkpoint
 
+pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
+
 
 @pytest.fixture(scope="module")
 def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -26,6 +26,8 @@ from tests.parallel.steps import assert_close, exported_from, running, same_bits
 from tests.parallel.test_checkpoint import RankRecord, load_and_continue, merged_records, record_of, two_seeded_steps
 from tests.parallel.tiny import save_checkpoint, tiny_config
 
+pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
+
 RANK, ALPHA = 4, 6.0
 
 
