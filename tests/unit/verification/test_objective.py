@@ -34,7 +34,7 @@ def findings(
 
 def on_policy(algorithm: dict[str, Any], *rollout: dict[str, Any], **sections: Any) -> dict[tuple[str, str], Finding]:
     """Return findings by tree and part, without the enumerations of other scenarios."""
-    with mock.patch.object(verify, "scenarios", lambda config: [verify.Scenario(verify.ON_POLICY)]):
+    with mock.patch.object(verify, "scenarios", lambda *read: [verify.Scenario(verify.ON_POLICY)]):
         found = findings(algorithm, *rollout, **sections)
     return {(tree, part): each for (_, tree, part), each in found.items()}
 
