@@ -299,15 +299,13 @@ def test_a_gross_fault_fails_the_first_sync(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("change", [one_matrix_wrong, *GROSS])
-def test_one_wrong_matrix_fails_a_later_sync(
-    runs: Callable[..., Run], family: str, change: Change, rejects: Rejects
-) -> None:
+def test_one_wrong_matrix_fails_a_later_sync(runs: Callable[..., Run], family: str, rejects: Rejects) -> None:
+    """The bound of later syncs is at most that of the first."""
     run = runs(family)
     _, note = run.sync(sound)
     assert run.probe.baseline is not None and f"{run.probe.baseline:.3f}" in note and "0.050" in note
     with rejects(WeightSyncError, "probe-gap"):
-        run.sync(change, 2)
+        run.sync(one_matrix_wrong, 2)
     assert run.sync(sound, 3)[1] == ""
 
 
