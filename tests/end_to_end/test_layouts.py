@@ -12,13 +12,15 @@ from tests.end_to_end.test_train import steps_of
 from tests.support.shared_cluster import train_together
 
 SAME = ("loss", "policy_loss", "kl_loss", "entropy", "grad_norm", "num_tokens")
+FOUR = (
+    "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
+    # Two stages send only changes to two engines over a network.
+    "--sync.transport", "gloo", "--sync.delta", "always", "--rollout.num_engines", "2",
+)  # fmt: skip
+EIGHT = (*FOUR, "--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true")
 LAYOUTS = {
     "one rank": (),
-    "four ranks, two axes": (
-        "--trainer.parallel.pipeline", "2", "--trainer.parallel.context", "2",
-        # Two stages send only changes to two engines over a network.
-        "--sync.transport", "gloo", "--sync.delta", "always", "--rollout.num_engines", "2",
-    ),
+    "four ranks, two axes": FOUR,
     "fsdp on two ranks": ("--trainer.backend", "fsdp", "--trainer.parallel.data", "2"),
     "colocated": (
         "--trainer.parallel.data", "2", "--rollout.num_engines", "2", "--cluster.placement", "colocated",
@@ -53,8 +55,17 @@ def one_rank(runs: Path) -> Path:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS][1:])
 def test_a_layout_does_what_one_rank_does(runs: Path, one_rank: Path, layout: str) -> None:
-    """Samples and metrics are the same. The run itself verifies its syncs."""
-    run_dir = runs / layout / "run"
+    check_same(runs / layout / "run", one_rank)
+
+
+@pytest.mark.acceptance
+def test_eight_ranks_on_three_axes_do_what_one_rank_does(tiny: Tiny, one_rank: Path, tmp_path: Path) -> None:
+    train_together([flags(tiny, tmp_path, *EIGHT)], tmp_path)
+    check_same(tmp_path / "run", one_rank)
+
+
+def check_same(run_dir: Path, one_rank: Path) -> None:
+    """Require the same samples and metrics. The run itself verifies its syncs."""
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["recompute"] == "none"
     for step in (1, 2):
         ours, theirs = (load_trajectories(dump_path(root / "rollouts", step)) for root in (run_dir.parent, one_rank))
