@@ -22,11 +22,18 @@ from backends.common.hugging_face.conversion import (
     in_files,
     refused_by_disk,
 )
-from backends.common.hugging_face.directory import copy_companions, file_name, write_adapter_settings, write_index
+from backends.common.hugging_face.directory import (
+    copy_companions,
+    file_name,
+    restacked,
+    write_adapter_settings,
+    write_index,
+)
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
 from backends.common.hugging_face.tower import kept_names
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
+from slime_like.interfaces import WeightBucket
 from slime_like.interfaces.conversion import (
     ConversionOptions,
     ConversionSummary,
@@ -37,7 +44,7 @@ from slime_like.interfaces.conversion import (
 )
 from slime_like.models.converted import leaves_out
 from slime_like.models.tower import has_tower
-from slime_like.models.weight_files import keeps_type
+from slime_like.models.weight_files import keeps_type, stack_parts, stored_shapes
 from slime_like.system.threads import Tracker
 from slime_like.weights.adapter import ADAPTER_FILE, factor_names, with_tower
 from slime_like.weights.checksums import as_bytes
@@ -82,12 +89,13 @@ class HuggingFaceConverter(Converter):
         if options.merge:
             source = _Merged(self.model, self.prove().keys(), source)
         source, is_adapter = self._whole(source), lora.is_set and not options.merge
+        kept = [_Group.of(source, [name]) for name in source.kept] if isinstance(source, _Whole) else []
+        source = _Stacked(self.model.path, source)
         wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
         groups = [_Group.of(source, names, wanted) for names in source.groups]
         for group in groups:
             if group.dtype not in DTYPES.values():
                 raise damaged(checkpoint, f"{next(iter(group.shapes))} has type {group.dtype}, which no weight has")
-        kept = [_Group.of(source, [name]) for name in source.kept] if isinstance(source, _Whole) else []
         jobs = _jobs([*groups, *kept], sys.maxsize if is_adapter else options.max_file_bytes)
         if is_adapter:
             jobs = [replace(job, name=ADAPTER_FILE) for job in jobs]
@@ -164,6 +172,34 @@ class _Whole(HuggingFaceSource):
             return super().read(names)
         found = self._language.read([self._own[name] for name in names])
         return {self._stored[name]: tensor for name, tensor in found.items()}
+
+
+class _Stacked:
+    """The same tensors, with experts' matrices in stacks if the model at ``path`` stores them so."""
+
+    def __init__(self, path: Path, matrices: TensorSource) -> None:
+        self._matrices, self.tensors = matrices, dict(matrices.tensors)
+        self._shapes = stored_shapes(path) if any(path.glob("*.safetensors")) else {}
+        self._parts = stack_parts(path, self._shapes)
+        self._groups: dict[str, list[list[str]]] = {}
+        for group in matrices.groups:
+            part = self._parts.get(group[0])
+            self._groups.setdefault(part.stack if part else group[0], []).append(group)
+            if part:
+                infos = [self.tensors.pop(name) for name in group]
+                self.tensors[part.stack] = replace(infos[0], shape=self._shapes[part.stack])
+
+    @property
+    def groups(self) -> list[list[str]]:
+        return [groups[0] if name in groups[0] else [name] for name, groups in self._groups.items()]
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        if names[0] in self._matrices.tensors:
+            return self._matrices.read(names)
+        buckets = (WeightBucket([*self._matrices.read(group).items()]) for group in self._groups[names[0]])
+        return {
+            name: tensor for bucket in restacked(buckets, self._parts, self._shapes) for name, tensor in bucket.tensors
+        }
 
 
 class _Merged(HuggingFaceSource):
