@@ -117,7 +117,7 @@ def engine_problems(rollout: RolloutConfig, engine: str | None = None) -> Iterat
     python, engine = None if engine else rollout.python, engine or rollout.engine
     arguments = rollout.engine_args_of(engine)
     owned = OWNED.get(engine, {})
-    known = KNOWN.get(engine) if python is not None or engine != "vllm" else _vllm_arguments()
+    known = _vllm_arguments() if arguments and engine == "vllm" and python is None else KNOWN.get(engine)
     for name, value in arguments.items():
         if name in owned:
             yield f"rollout.engine_args.{name} is not supported: {owned[name]}"
