@@ -90,10 +90,13 @@ def _explained(case: Case, tiny: Tiny, trained: Path, tmp_path: Path) -> tuple[l
 def test_the_cause_is_found(name: str, tiny: Tiny, trained: Path, tmp_path: Path) -> None:
     case = CASES[name]
     findings, share, is_rounding = _explained(case, tiny, trained, tmp_path)
-    (found,) = [finding for finding in findings if finding.share]
+    *others, found = [finding for finding in findings if finding.share]
     assert found.cause == case.cause and case.finding in found.text
     assert found.name == (case.name or case.cause)
-    assert found.share > 0.95 and share == pytest.approx(1 - found.share) and is_rounding
+    # On some processors, rounding to bfloat16 also decides a router's choice, which float32 then leaves alone.
+    assert {other.cause for other in others} <= ({"routing"} if name == "bfloat16 experts" else set())
+    explained = found.share + sum(other.share for other in others)
+    assert explained > 0.95 and share == pytest.approx(1 - explained) and is_rounding
     assert findings[0].gap is not None and findings[0].gap[0] > 1e-3
 
 
