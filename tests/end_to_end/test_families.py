@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
+from tests.engines.test_other_models import LARGEST, MEAN
 from tests.parallel.towers import give_tower, is_language, tensors_of
 from tests.support.processes import Command, succeed
 
@@ -60,3 +61,30 @@ def test_a_run_is_killed_resumed_and_exported(run: str, tiny: Tiny, tmp_path: Pa
     if run not in TOWERS:
         _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "killed/hf", output_loading_info=True)
         assert not any(loading.values())
+
+
+@pytest.mark.acceptance
+def test_vllm_serves_gated_delta_nets_of_a_model_with_a_tower(tiny: Tiny, tmp_path: Path) -> None:
+    """On a CPU, vLLM computes them only in bfloat16. A run whose probe exceeds its bound fails."""
+    make_tiny_model(tmp_path / "model", "qwen3_5_text", seed=1)
+    give_tower(tmp_path / "model", "qwen3_5")
+    vllm = ["--rollout.engine", "vllm", "--model.dtype", "bfloat16"]
+    flags = Tiny(tmp_path / "model", tiny.data).rl_flags(tmp_path / "run", "--steps", str(STEPS), *FSDP, *vllm)
+    flags += ["--checkpoint.every", "2", "--trainer.optimizer.lr", "1e-3"]
+    with Command(flags, tmp_path / "first") as command:
+        command.wait_for("checkpoint of step 2", timeout_s=240)
+        command.kill()
+        assert command.finish(timeout_s=30).code == -9
+    succeed(flags, tmp_path / "second")
+    rows = {row["step"]: row for row in steps_of(tmp_path / "run")}
+    assert set(rows) == set(range(1, STEPS + 1))
+    for row in rows.values():
+        assert 0 < row["weights/probe_gap"] < LARGEST
+        assert 0 < row["train_actor_training/engine_gap_mean"] < MEAN
+    before, after = (tensors_of(tmp_path / name) for name in ("model", "run/hf"))
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight.to(after[name].dtype)) != is_language(name), name
+    for engine in ("vllm", "transformers"):
+        again = Tiny(tmp_path / "run/hf", tiny.data).rl_flags(tmp_path / engine, *vllm, "--rollout.engine", engine)
+        succeed(["eval", *again[1:]], tmp_path / f"{engine}-log")

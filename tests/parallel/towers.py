@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import _HYBRID, _HYBRID_EXPERTS, _KNOWN, SIZES
@@ -126,7 +127,11 @@ def give_tower(directory: Path, kind: str) -> None:
     """Put a tower of one tensor beside a one-file language model. No trainer computes with it."""
     file, weights = directory / "config.json", directory / "model.safetensors"
     text = json.loads(file.read_text())
-    whole = {"model_type": kind, "architectures": [f"{kind}ForConditionalGeneration"], "vision_config": {}}
+    whole = {
+        "model_type": kind,
+        "architectures": [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]],
+        "vision_config": {},
+    }
     file.write_text(json.dumps({**whole, "text_config": text, "dtype": text["dtype"]}))
     tensors = {name.replace("model.", "model.language_model."): each for name, each in load_file(weights).items()}
     save_file({**tensors, "model.visual.merger.weight": torch.randn(3, 5)}, weights, {"format": "pt"})
