@@ -23,6 +23,8 @@ RUNS |= {
 }
 TOWERS = {"qwen3": "qwen3_vl"}
 """Families that get a tower, and the model types of the whole models."""
+SERVED = ("gpt_oss", "glm4_moe")
+"""Families whose trained models vLLM also loads and serves."""
 STEPS = 4
 
 
@@ -61,6 +63,9 @@ def test_a_run_is_killed_resumed_and_exported(run: str, tiny: Tiny, tmp_path: Pa
     if run not in TOWERS:
         _, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "killed/hf", output_loading_info=True)
         assert not any(loading.values())
+    if run in SERVED:
+        model = Tiny(tmp_path / "killed/hf", tiny.data)
+        succeed(["eval", *model.rl_flags(tmp_path / "eval", "--rollout.engine", "vllm")[1:]], tmp_path / "vllm")
 
 
 @pytest.mark.acceptance
