@@ -123,6 +123,13 @@ class DaemonWatch:
                     if found := as_stopped(daemon, "this host", f"Ray's {kind}"):
                         yield found
                     # A raylet's children are its agents and the workers. StoppedWorkers checks the workers.
-                    for agent in (child for child in daemon.children() if _AGENT in " ".join(child.cmdline())):
+                    for agent in (child for child in daemon.children() if _AGENT in _command(child)):
                         if found := as_stopped(agent, "this host", "Ray's runtime_env_agent"):
                             yield found
+
+
+def _command(process: psutil.Process) -> str:
+    """Return the command line; empty if the process has ended, which must not hide its siblings."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""

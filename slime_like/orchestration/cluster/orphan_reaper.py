@@ -84,8 +84,7 @@ def watch(driver: int, private: Path, logs: Path, run_name: str, bucket_director
 
 def lost_daemon(logs: Path) -> str | None:
     """Return the daemon whose loss made Ray end the driver, according to Ray's logs, or ``None``."""
-    ends = [log.read_bytes()[-_END_BYTES:] for log in logs.glob("python-core-driver-*.log")]
-    driver = b"".join(ends).decode(errors="replace")
+    driver = "".join(map(_end_of, logs.glob("python-core-driver-*.log")))
     for kind, lost in _LOST.items():
         if lost.search(driver):
             agent = ended_agent(logs) if kind == "raylet" else None
@@ -98,6 +97,12 @@ def ended_agent(logs: Path) -> str | None:
     log = logs / "raylet.err"
     names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
     return names[-1] if names else None
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _END_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def clean_up(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
