@@ -104,7 +104,8 @@ class RolePool:
 
     def join(self, worker: RoleWorker) -> None:
         """Add a worker that holds the weights."""
-        self._workers += 1
+        with self._changed:
+            self._workers += 1
         threading.Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True).start()
 
     def poll(self, tasks: Sequence[GroupTask], timeout_s: float) -> list[GroupTask]:
