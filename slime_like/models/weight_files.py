@@ -84,6 +84,12 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: shape for file in weight_files(directory) for name, shape in _shapes(file).items()}
 
 
+def stored_stacks(directory: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, StackPart]]:
+    """Return ``stored_shapes`` and their ``stack_parts``; both are empty without weights."""
+    shapes = stored_shapes(directory) if any(directory.glob("*.safetensors")) else {}
+    return shapes, stack_parts(directory, shapes)
+
+
 def stack_parts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StackPart]:
     """Return the matrices of experts that are stored in stacks, by the names that they have in other checkpoints.
 

@@ -44,7 +44,7 @@ from slime_like.interfaces.conversion import (
 )
 from slime_like.models.converted import leaves_out
 from slime_like.models.tower import has_tower
-from slime_like.models.weight_files import keeps_type, stack_parts, stored_shapes
+from slime_like.models.weight_files import keeps_type, stored_stacks
 from slime_like.system.threads import Tracker
 from slime_like.weights.adapter import ADAPTER_FILE, factor_names, with_tower
 from slime_like.weights.checksums import as_bytes
@@ -90,7 +90,8 @@ class HuggingFaceConverter(Converter):
             source = _Merged(self.model, self.prove().keys(), source)
         source, is_adapter = self._whole(source), lora.is_set and not options.merge
         kept = [_Group.of(source, [name]) for name in source.kept] if isinstance(source, _Whole) else []
-        source = _Stacked(self.model.path, source)
+        if not is_adapter:
+            source = _Stacked(self.model.path, source)
         wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
         groups = [_Group.of(source, names, wanted) for names in source.groups]
         for group in groups:
@@ -179,8 +180,7 @@ class _Stacked:
 
     def __init__(self, path: Path, matrices: TensorSource) -> None:
         self._matrices, self.tensors = matrices, dict(matrices.tensors)
-        self._shapes = stored_shapes(path) if any(path.glob("*.safetensors")) else {}
-        self._parts = stack_parts(path, self._shapes)
+        self._shapes, self._parts = stored_stacks(path)
         self._groups: dict[str, list[list[str]]] = {}
         for group in matrices.groups:
             part = self._parts.get(group[0])

@@ -20,7 +20,7 @@ from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import VALUE_HEAD
 from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.tower import has_tower, language_settings
-from slime_like.models.weight_files import INDEX, StackPart, stack_parts, stored_shapes
+from slime_like.models.weight_files import INDEX, StackPart, stored_stacks
 from slime_like.system.disk import refusal, replace_directory, sync
 from slime_like.weights.adapter import ADAPTER_FILE, module_ends, with_tower
 
@@ -61,9 +61,8 @@ def write_hf_directory(
     if has_tower(source_dir) and VALUE_HEAD not in expected:
         names = stored_names(source_dir) if is_whole else {name: with_tower(name) for name in expected}
         buckets, expected = renamed(buckets, names), [names[name] for name in expected]
-    if lora is None and any(source_dir.glob("*.safetensors")):
-        shapes = stored_shapes(source_dir)
-        parts = stack_parts(source_dir, shapes)
+    if lora is None:
+        shapes, parts = stored_stacks(source_dir)
         buckets = restacked(buckets, parts, shapes)
         expected = {parts[name].stack if name in parts else name for name in expected}
     partial = directory.parent / f".{directory.name}.partial"
