@@ -92,7 +92,7 @@ def distilled_case(
         sequence.teacher_hidden = reference.taught(sequence).float()
     case: Case = computed_case(kind, reference, checkpoint, sequences, {}, steps)
     kls: dict[str | None, list[Tensor]] = {}
-    for kl, one in zip(reference.kls, sequences, strict=False):  # those of the updates follow
+    for kl, one in zip(reference.kls, sequences, strict=False):  # the divergences of the updates follow
         for source in {None, one.source}:
             kls.setdefault(source, []).append(kl.detach()[one.loss_mask])
     return case, teachers, {source: float(torch.cat(found).mean()) for source, found in kls.items()}

@@ -91,7 +91,7 @@ class EngineGroup:
         phase: str = "starting",
         indexes: Iterable[int] | None = None,
     ) -> None:
-        """Wait until every engine, or those of ``indexes``, has loaded the model, within ``rollout.start_timeout_s``.
+        """Wait until the engines (default: all) have loaded the model, within ``rollout.start_timeout_s``.
 
         Args:
             left: called with the engines that are not ready yet.

@@ -315,7 +315,7 @@ def test_a_fault_is_named_with_its_field(
 
 
 def test_demonstrations_keep_settings_that_are_read(flags: list[str]) -> None:
-    """``slime-like eval`` of the trained model reads those of engines and rewards, if there are held-out files."""
+    """With held-out files, ``slime-like eval`` of the trained model reads settings of engines and rewards."""
     read = "--rollout.prompts_per_step 2 --rollout.max_new_tokens 9 --rollout.num_engines 2 --rollout.stop_token_ids 3"
     flags += ["--algorithm.loss", "sft", *read.split()]
     assert check(load_config(None, flags)) == []

@@ -304,7 +304,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path, rejects: Rejects) -> 
 
 
 def test_conflicts_of_all_sections_are_reported_at_once_with_further_problems(tmp_path: Path, rejects: Rejects) -> None:
-    """Those between two sections, too."""
+    """Conflicts between two sections are listed, too."""
     text = "critic: {lam: 1}\nalgorithm: {loss: ppo_clip, importance: {low: 3}}\n"
     fields = ["algorithm.importance.low", "critic.lam"]
     for more, found in ((lambda _: (), fields), (lambda _: [Problem("c", "x=1", "x")], [*fields, "x"])):

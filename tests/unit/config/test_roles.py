@@ -25,7 +25,7 @@ def config(**sections: Any) -> RunConfig:
 TEACHER = {"coef": 1.0, "path": "/models/t"}
 TEACHERS = {"coef": 1.0, "teachers": {"a": "/t", "b": "/u"}, "placement": "workers"}
 AB = "distillation.teachers.a distillation.teachers.b"
-# Sections, and the models of the run: all, those that trainer ranks hold, those that score, and those of workers.
+# Sections, and the run's models: all, the ones on trainer ranks, the ones that score, and the ones on workers.
 ROLES: list[tuple[dict[str, Any], str, str, str, str]] = [
     ({}, "policy", "", "", ""),
     ({"algorithm": {"minibatches": 2}}, "policy", "", "policy", ""),

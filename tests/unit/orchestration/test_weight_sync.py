@@ -300,7 +300,7 @@ def test_a_gross_fault_fails_the_first_sync(
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_one_wrong_matrix_fails_a_later_sync(runs: Callable[..., Run], family: str, rejects: Rejects) -> None:
-    """The bound of later syncs is at most that of the first."""
+    """Later syncs have at most the bound of the first sync."""
     run = runs(family)
     _, note = run.sync(sound)
     assert run.probe.baseline is not None and f"{run.probe.baseline:.3f}" in note and "0.050" in note
