@@ -13,7 +13,16 @@ import yaml
 
 from backends.fsdp.checkpoint import PLAIN_FILES as FSDP_FILES
 from backends.megatron.checkpoint_writer import PLAIN_FILES as MEGATRON_FILES
-from benchmarks.fuzz.forging import any_file, damage, forge_index, forge_json, reseal, with_mark
+from benchmarks.fuzz.forging import (
+    VALUES,
+    any_file,
+    damage,
+    damaged_bytes,
+    forge_index,
+    forge_json,
+    reseal,
+    with_mark,
+)
 from benchmarks.fuzz.sound import ROWS, STEP, Sound
 from slime_like.checks.check import require_valid
 from slime_like.checks.definition import training_needs
@@ -26,7 +35,6 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.models.converted import DESCRIPTION, write_description
 from slime_like.observability.report.report import REPORT_FILE
 from slime_like.orchestration.run.directory import RunDirectory
-from tests.support.forged_runs import VALUES, damaged_bytes
 
 Read = Callable[[], int]
 """Gives the damaged input to its reader and returns the command's exit code."""

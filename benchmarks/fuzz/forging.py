@@ -15,7 +15,19 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from backends.common.checkpoint.integrity import CHECKSUMS_FILE, Checksums, Piece
 from backends.common.checkpoint.unpickling import is_file_name
 from tests.support.forged import Program, torchs_index
-from tests.support.forged_runs import VALUES, damaged_bytes
+
+VALUES: list[str] = [
+    "null", "true", "3", "-1", "0", "5e-324", "1e308", "-1e308", "1e999", "NaN", "-Infinity", "1" * 400, "1" * 5000,
+    '"text"', '""', "[]", "{}", "[1, [2]]", '{"a": 1}', "[" * 100_000, '{"a":' * 5_000, "[" * 600 + "]" * 600,
+    '"\\ud800"', '"' + "x" * 10_000 + '"',
+]  # fmt: skip
+
+
+def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
+    """Cut off, overwritten in the middle, or replaced by a few bytes."""
+    at, some = draw.randrange(len(content) + 1), draw.randbytes(draw.randrange(1, 9))
+    return draw.choice([content[:at], content[:at] + some + content[at + len(some) :], some])
+
 
 _MARK = "\x00value"
 _SIZES = (-1, 0, 1, 3, 2**31, 2**62, 2**70)
