@@ -8,6 +8,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -57,17 +58,15 @@ def rows(
     hidden = torch.randn(tokens, width, generator=g, device=device).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, width, generator=g, device=device).mul_(width**-0.5).to(dtype).requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), generator=g, device=device)
-    installed = head.row_kernels
-    for kernels in dict.fromkeys((installed(device), "torch")):
-        head.row_kernels = lambda _, kernels=kernels: kernels
+    for kernels in dict.fromkeys((head.row_kernels(device), "torch")):
         for chunk in chunks:
             taken = chunk or head.default_chunk(tokens, weight)
-            times = [_run(hidden, weight, targets, taken, entropy) for _ in range(repeats + 1)][1:]
+            with patch.object(head, "row_kernels", return_value=kernels):
+                times = [_run(hidden, weight, targets, taken, entropy) for _ in range(repeats + 1)][1:]
             seconds = min(times)
             # Forward, forward again, and both gradients.
             flops = 4 * 2 * tokens * vocabulary * width
             yield Row(taken, kernels, seconds * 1e3, flops / seconds / 1e12, _peak(device))
-    head.row_kernels = installed
 
 
 def _run(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, entropy: bool) -> float:

@@ -47,9 +47,9 @@ class Row:
 def train(engine: str, network: Network, tiny: Tiny) -> Row:
     run_dir = network.shared / engine
     seconds, codes = [], []
+    parallel = ("--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true")
     for steps in ("2", "4"):
-        flags = (*TWO_RANKS_EACH, "--trainer.parallel.tensor", "2", "--trainer.parallel.sequence", "true")
-        flags += ("--checkpoint.every", "1", "--steps", steps)
+        flags = (*TWO_RANKS_EACH, *parallel, "--checkpoint.every", "1", "--steps", steps)
         began = time.monotonic()
         runs = [
             start(host, rank, network, tiny, f"{engine}-{steps}", ("--run_dir", str(run_dir), *flags), ENGINE=engine)

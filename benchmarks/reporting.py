@@ -16,6 +16,10 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `report` is measured with its imports in a separate process
+    from slime_like.observability.metrics import MetricLogger
 
 BOUND_S, BOUND_MB = 10.0, 500.0
 REPEATS = 3
@@ -71,7 +75,7 @@ def write_run(run_dir: Path, steps: int) -> None:
             ledger.add(groups, TRAINED, step=step)
 
 
-def log_tables(logger: "MetricLogger", step: int, draw: random.Random) -> None:  # noqa: F821
+def log_tables(logger: "MetricLogger", step: int, draw: random.Random) -> None:
     """Log ``SAMPLES`` samples of ``TOKENS`` tokens with scores of a reference and an engine."""
     import torch
 

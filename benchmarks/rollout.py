@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.step.machine import describe_machine, load_average
 from slime_like.config import RunConfig
@@ -33,7 +34,7 @@ from slime_like.orchestration.rollout.requests import build_requests, to_group, 
 
 GOAL = 0.90
 _WARM_UP_PROMPTS, _TIMEOUT_S = 2, 900.0
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 2048,
     "num_hidden_layers": 16,
@@ -103,7 +104,7 @@ def _hash(total: int, answers: Sequence[Sequence[Generation]]) -> int:
 async def measure_bare(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figures:
     from rollout.vllm.sampling import generations
 
-    vllm = config.rollout.engine == "vllm"
+    vllm, dimensions = config.rollout.engine == "vllm", ModelDimensions.from_checkpoint(config.model.path)
     ask, stop = await (_start_vllm(config) if vllm else _start_adapter(config))
     seconds, tokens, sampled = [], [], 0
     for index, prompts in enumerate(batches):
@@ -112,7 +113,7 @@ async def measure_bare(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -
         outputs = await asyncio.gather(*(ask(request) for request in requests))
         taken = time.perf_counter() - started
         answers = [
-            generations(request, output, 0) if vllm else output
+            generations(request, output, 0, dimensions) if vllm else output
             for request, output in zip(requests, outputs, strict=True)
         ]
         if index:

@@ -1,6 +1,7 @@
 """Compare logprob with entropy at T = 4,096, V = 32,000 with ``log_softmax`` and ``gather``: time and peak memory."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def rows() -> list[Row]:
     found = time_rows("logprobs, forward", forward, PLAIN) + time_rows("logprobs, forward and backward", both, PLAIN)
     del logits
     for name, score in forms.items():
-        found.append(_memory_row(name, lambda logits, targets, s=score: s(logits, targets).sum().backward()))
+        found.append(_memory_row(name, score))
     return [*found, _fused_row()]
 
 
@@ -58,12 +59,12 @@ def _both(score: Score, logits: Tensor, targets: Tensor) -> Callable[[], object]
     return run
 
 
-def _memory_row(name: str, run: Callable[[Tensor, Tensor], object]) -> Row:
+def _memory_row(name: str, score: Score) -> Row:
     """Measure memory without the gradient, which every form allocates."""
     targets, nbytes = _targets(), TOKENS * VOCABULARY * 4
     peak = peak_bytes(
         lambda: torch.randn(TOKENS, VOCABULARY).requires_grad_(),
-        lambda logits: run(logits, targets),  # type: ignore[arg-type]
+        lambda logits: score(logits, targets).sum().backward(),  # type: ignore[arg-type]
     )
     extra = max(0, peak - nbytes)
     return Row("logprobs, extra peak memory", name, extra / 2**20, "MiB", f"{extra / nbytes:.3f} of the logits")
@@ -74,8 +75,8 @@ def _fused_row() -> Row:
     targets, temperatures = _targets(), torch.ones(TOKENS)
     nbytes = TOKENS * VOCABULARY * 4
 
-    def run(inputs: object) -> None:
-        hidden, weight = inputs  # type: ignore[misc]
+    def run(inputs: Any) -> None:
+        hidden, weight = inputs
         logprobs, entropy = fused_logprobs(
             hidden, weight, targets, temperatures, vocab_size=VOCABULARY, chunk_tokens=128
         )

@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def _nested_from_flat(x: Tensor, lengths: Sequence[int], masks: Sequence[Tensor]
     )
 
 
-def _nested(x: Tensor, masks: Tensor) -> Tensor:
+def _nested(x: Any, masks: Any) -> Tensor:
     # Both have equal lengths but different symbolic ones, so give the values the same offsets.
     product = torch.nested.nested_tensor_from_jagged(x.values() * masks.values(), x.offsets())
     counts = torch.nested.nested_tensor_from_jagged(masks.values(), x.offsets())
@@ -86,7 +87,7 @@ def _compiled_ms(count: int) -> float:
     finally:
         # The compiler's workers are in the process group that `_time_compiled` made.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(cast(int, process.pid), signal.SIGKILL)
         process.kill()
         process.join()
 

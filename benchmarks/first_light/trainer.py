@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from backends.megatron.trainer import MegatronTrainer
 from benchmarks.trainer.batch import group_pack, pack_of_one
 from benchmarks.trainer.jobs import ceiling, dtype, measured_on, run_config, step_packs, workload
 from benchmarks.trainer.measure import SideError, in_process
@@ -168,6 +169,7 @@ def _span_and_busy(intervals: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _weights(side: BackendSide) -> list[Tensor]:
+    assert isinstance(side.trainer, MegatronTrainer)
     return [parameter.detach() for chunk in side.trainer.chunks for parameter in chunk.parameters()]
 
 

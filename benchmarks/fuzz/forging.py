@@ -137,8 +137,9 @@ def reseal(directory: Path, plain: Sequence[str]) -> None:
         places = []
     for key, info in places:
         name, offset, length = (getattr(info, field, None) for field in ("relative_path", "offset", "length"))
-        whole = isinstance(offset, int) and isinstance(length, int) and is_file_name(name)
-        if not whole or not (directory / name).is_file():
+        if not isinstance(name, str) or not isinstance(offset, int) or not isinstance(length, int):
+            continue
+        if not is_file_name(name) or not (directory / name).is_file():
             continue
         content = (directory / name).read_bytes()[offset : offset + length]
         piece = Piece(str(getattr(key, "fqn", key)), offset, length, zlib.crc32(content))

@@ -5,6 +5,7 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -108,12 +109,16 @@ def _make_resumable(sound: Sound, backend: str) -> None:
     lengths = {str(f.relative_to(step)): f.stat().st_size for f in step.rglob("*") if f.is_file()}
     write_state(step, 2, {"data": position, "files": checksums, "lengths": lengths})
     (run_dir / "checkpoints" / "latest").symlink_to(STEP)
-    config = {"run_dir": str(run_dir), "model": {"path": str(sound.model)}, "trainer": {"backend": backend}}
+    config: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "model": {"path": str(sound.model)},
+        "trainer": {"backend": backend},
+    }
     config |= {
         "steps": 9,
         "data": {"train": [str(sound.rows)], "max_prompt_tokens": 48},
         "rollout": {"max_new_tokens": 8, "engine": "transformers"},
-    }  # type: ignore[dict-item]
+    }
     (run_dir / "config.yaml").write_text(json.dumps(config))
     Checkpoint.read(step).require_whole()
 

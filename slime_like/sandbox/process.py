@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from slime_like.errors import SlimeLikeError
 from slime_like.sandbox.serving import decode, encode

@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 
 def interfaces() -> dict[str, str]:

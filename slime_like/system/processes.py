@@ -9,7 +9,7 @@ from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 _TRACKER = "multiprocessing.resource_tracker"
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from slime_like.orchestration.cluster.lean_node import VITAL, LeanNode
 from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, as_stopped

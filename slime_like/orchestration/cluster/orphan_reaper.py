@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from slime_like.orchestration.cluster.ray_session import put_away, remove_private, sessions
 from slime_like.system.processes import is_tracker

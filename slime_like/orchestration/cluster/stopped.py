@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import ray
 from ray._private import state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
