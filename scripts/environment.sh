@@ -142,7 +142,12 @@ install_environment() { # $1: runtime (default) | dev | bench | tasks
         install_locked tasks
     else
         check_machine
-        [ -x "$VENV/bin/python" ] || { say "creating $VENV"; "$(find_python)" -m venv "$VENV" || die "could not create $VENV"; }
+        if [ ! -x "$VENV/bin/python" ]; then
+            local python
+            python=$(find_python) || exit 1
+            say "creating $VENV"
+            "$python" -m venv "$VENV" || die "could not create $VENV"
+        fi
         say "installing the tested versions, about 800 MB, once: torch first, then $(grep -vc -e '# dev$' -e '# bench$' -e '# tasks$' -e '^torch==' -e '^#' -e '^$' "$REPO/constraints.txt") packages"
         export PIP_DISABLE_PIP_VERSION_CHECK=1
         has_tested_torch || install_torch
