@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from yaml import YAMLError
 
 from slime_like.config.base import CONFLICT
 from slime_like.config.filling import AUTO, FILLING, fill
@@ -22,6 +22,7 @@ from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
 
 _ASSIGNMENT = re.compile(r"([a-z_]+)(\.[\w.\[\]-]+)?=")
+_DEEPEST = 100
 _ESCAPED = re.compile(r"(\\*)\$\{")
 
 
@@ -104,16 +105,26 @@ def is_assignment(argument: str) -> bool:
 
 def _read(path: Path) -> DictConfig:
     try:
-        read = OmegaConf.create(path.read_text(encoding="utf-8"))
+        read = OmegaConf.create(_not_too_deep(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "give the path of a YAML configuration file"
         raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
-    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not valid YAML ({_reason(error)}); correct it", code="yaml-syntax") from error
     if not isinstance(read, DictConfig) or not read:
         raise ConfigError(f"{path}: has no settings; give `key: value` lines", code="file-content")
     return read
+
+
+def _not_too_deep(text: str) -> str:
+    """Return the text. libyaml's composer recurses without a limit of its own: 100,000 brackets overflow the stack."""
+    depth = 0
+    for event in yaml.parse(text, yaml.CSafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            raise ValueError(f"more than {_DEEPEST} levels")
+    return text
 
 
 def _spelled_out(parts: Sequence[DictConfig]) -> list[DictConfig]:
@@ -186,8 +197,8 @@ def _setting(name: str, values: list[str]) -> DictConfig:
         OmegaConf.update(one, name, values[0])
         return one
     try:
-        return OmegaConf.from_dotlist([f"{name}={values[0]}"])
-    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        return OmegaConf.from_dotlist([f"{name}={_not_too_deep(values[0])}"])
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ValueError(f"{values[0]!r} is not valid YAML ({_reason(error)}); correct it") from error
 
 

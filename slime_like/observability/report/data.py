@@ -92,7 +92,7 @@ def read_run(run_dir: Path) -> RunData:
             remedy = f"see {DRIVER_LOG} and worker_logs for details"
         raise SlimeLikeError(problem, code="no-step-logged", who=str(run_dir), remedy=remedy)
     path = run_dir / CONFIG_FILE
-    config_text, config = (path.read_text(encoding="utf-8"), read_yaml(path)) if path.is_file() else (None, {})
+    config, config_text = (read_yaml(path), path.read_text(encoding="utf-8")) if path.is_file() else ({}, None)
     files = sorted(path for path in (run_dir / "tables").glob("*.jsonl") if path.is_file())
     tables = [_read_table(path) for path in files]
     return RunData(run_dir, config, config_text, records, {table.name: table for table in tables}, failure)

@@ -325,6 +325,7 @@ def test_newest_lines(tmp_path: Path, rejects: Rejects) -> None:
         ({"metrics.jsonl": '{"step": 1}\n[2]\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "a: [\n"}, "yaml-syntax"),
         ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "- a\n"}, "file-content"),
+        ({"metrics.jsonl": '{"step": 1}\n', "config.yaml": "\udcc3"}, "file-unreadable"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"step": 1}\n{}\n'}, "damaged-line"),
         ({"metrics.jsonl": '{"step": 1}\n', "tables/t.jsonl": '{"s\n'}, "damaged-line"),
     ],
@@ -332,7 +333,7 @@ def test_newest_lines(tmp_path: Path, rejects: Rejects) -> None:
 def test_missing_and_damaged_files(tmp_path: Path, rejects: Rejects, files: dict[str, str], code: str) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, errors="surrogateescape")
     with rejects(SlimeLikeError, code):
         write_report(tmp_path)
     assert not (tmp_path / "report.html").exists()
