@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backends.common.attention.packed_attention import LocalAttention
 from backends.common.attention.prefixes import PrefixAttention
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from backends.common.linear_attention import Boundaries, Recurrence
@@ -22,6 +23,7 @@ from backends.common.step.balance import BalanceLoss, ExpertLoads, RoutedTokens
 from backends.megatron import micro_batch, state
 from backends.megatron.dispatch import Dispatcher
 from backends.megatron.families import gated_delta
+from backends.megatron.norm import RMSNorm, rms_norm
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.trajectory import PackedTrajectory
@@ -215,6 +217,28 @@ def recomputed_layers_count_twice(patch: Patch) -> None:
     patch.setattr(RoutedTokens, "count", count)
 
 
+def sinks_are_left_out(patch: Patch) -> None:
+    correct = LocalAttention.attend
+
+    def attend(self: LocalAttention, *arguments: Any) -> Tensor:
+        return correct(self, *arguments[:5])
+
+    patch.setattr(LocalAttention, "attend", attend)
+
+
+def windows_have_one_more_key(patch: Patch) -> None:
+    correct = LocalAttention.attend
+
+    def attend(self: LocalAttention, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Any, *sinks: Any) -> Tensor:
+        return correct(self, q, k, v, scale, window and window + 1, *sinks)
+
+    patch.setattr(LocalAttention, "attend", attend)
+
+
+def norms_multiply_by_the_weight_alone(patch: Patch) -> None:
+    patch.setattr(RMSNorm, "forward", lambda self, x: rms_norm(x, self.weight, self.eps))
+
+
 def biases_are_not_weights(patch: Patch) -> None:
     patch.setattr(state, "named_weights", lambda chunk: chunk.named_parameters())
 
@@ -257,8 +281,13 @@ MUTATIONS = [
     Mutation(states_begin_where_the_rank_begins, "qwen3_5_text", {"context": 2}, check_scores),
     Mutation(routers_loss_is_divided_by_the_denominator, "qwen3_moe", {}, check_gradients),
     Mutation(experts_shares_stay_in_the_order_of_tokens, "qwen3_moe", {}, check_scores),
+    Mutation(sinks_are_left_out, "gpt_oss", {}, check_scores),
+    Mutation(windows_have_one_more_key, "mistral", {}, check_scores),
+    Mutation(windows_have_one_more_key, "gemma3", {}, check_scores),
+    Mutation(norms_multiply_by_the_weight_alone, "gemma3", {}, check_scores),
     Mutation(a_prefix_is_seen_by_the_rank_that_holds_it, "shared", SHARED, check_scores),
     Mutation(no_bug, "qwen3_moe", {}, None),
+    *(Mutation(no_bug, family, {}, None) for family in ("gpt_oss", "mistral", "gemma3")),
     Mutation(no_bug, "qwen3_moe", INTERLEAVED, None),
 ]
 
