@@ -15,6 +15,7 @@ from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConf
 from slime_like.errors import EngineError
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tower import has_tower
 from slime_like.weights.adapter import module_ends
 from slime_like.weights.expected_tensors import expected_factors, expected_tensors
 from slime_like.weights.quantization import checkpoint_settings
@@ -118,6 +119,8 @@ def _defaults(model: ModelConfig, rollout: RolloutConfig, longest: int) -> dict[
         "grammar_backend": "none",
         "max_running_requests": sequences_at_once(rollout),
     }
+    if has_tower(model.path):
+        defaults["enable_multimodal"] = False
     if on_cpu():
         defaults |= {
             "attention_backend": "torch_native",

@@ -1,5 +1,6 @@
 """Whole runs of model families that the other tests don't run: killed, resumed, exported, and loaded again."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.engines.test_other_models import LARGEST, MEAN
-from tests.parallel.towers import give_tower, is_language, tensors_of
+from tests.parallel.towers import KINDS, give_tower, is_language, tensors_of
 from tests.support.processes import Command, succeed
 
 FSDP = ["--trainer.backend", "fsdp", "--trainer.parallel.context", "2"]
@@ -93,3 +94,25 @@ def test_vllm_serves_gated_delta_nets_of_a_model_with_a_tower(tiny: Tiny, tmp_pa
     for engine in ("vllm", "transformers"):
         again = Tiny(tmp_path / "run/hf", tiny.data).rl_flags(tmp_path / engine, *vllm, "--rollout.engine", engine)
         succeed(["eval", *again[1:]], tmp_path / f"{engine}-log")
+
+
+@pytest.mark.acceptance
+def test_sglang_serves_a_model_with_a_tower(tiny: Tiny, tmp_path: Path) -> None:
+    """It builds the tower, and computes with three positions per token."""
+    make_tiny_model(tmp_path / "model", "qwen3", seed=1)
+    give_tower(tmp_path / "model", "qwen3_vl")
+    file, (_, _, text, vision) = tmp_path / "model" / "config.json", KINDS["qwen3_vl"]
+    config = json.loads(file.read_text())
+    config["vision_config"] = {**vision, "out_hidden_size": config["text_config"]["hidden_size"]}
+    config["text_config"] |= text
+    file.write_text(json.dumps(config))
+    flags = Tiny(tmp_path / "model", tiny.data).rl_flags(tmp_path / "run", "--rollout.engine", "sglang")
+    succeed([*flags, "--trainer.optimizer.lr", "1e-3"], tmp_path / "log")
+    rows = {row["step"]: row for row in steps_of(tmp_path / "run")}
+    assert set(rows) == {1, 2}
+    for row in rows.values():
+        assert row["weights/probe_gap"] < 1e-4 and row["train_actor_training/engine_gap_max"] < 1e-4
+    before, after = (tensors_of(tmp_path / name) for name in ("model", "run/hf"))
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight) != is_language(name), name

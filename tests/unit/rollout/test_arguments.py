@@ -1,6 +1,7 @@
 """Environment and arguments of engines, on a CPU and on a GPU."""
 
 import ast
+import json
 import os
 import re
 from fnmatch import fnmatch
@@ -175,6 +176,19 @@ def test_recurrent_layers_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     dimensions = [ModelDimensions.from_checkpoint(model) for model in models]
     assert [SglangEngine.refusal(each, on_cuda=False) is None for each in dimensions] == [True, False]
     assert SglangEngine.refusal(dimensions[1], on_cuda=True) is None
+
+
+def test_engines_serve_only_text_of_a_model_with_a_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would otherwise load the processor of images."""
+    monkeypatch.setattr(sglang, "on_cpu", lambda: True)
+    text = json.loads((write_checkpoint(tmp_path / "text") / "config.json").read_text())
+    write_checkpoint(tmp_path / "whole", model_type="qwen3_vl", text_config=text)
+    found = []
+    for name in ("text", "whole"):
+        config = RunConfig(run_dir=tmp_path, model={"path": tmp_path / name})
+        ours = {**arguments._defaults(config, cpu=True), **sglang._defaults(config.model, config.rollout, 99)}
+        found.append([ours.get(key) for key in ("language_model_only", "enable_multimodal")])
+    assert found == [[None, None], [True, False]]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
