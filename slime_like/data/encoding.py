@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
+from pathlib import Path
 from typing import Any
 
 from slime_like.config import DataConfig
@@ -18,6 +19,7 @@ from slime_like.errors import DataError
 from slime_like.interfaces.prompt import PromptInput
 from slime_like.models.chat_turns import with_template_variables
 from slime_like.models.special_tokens import special_token_pattern
+from slime_like.models.tower import placeholder_ids
 
 _SHOWN = 10
 """Limit on the keys named in an error about a row without a prompt."""
@@ -85,11 +87,18 @@ class RowEncoder:
         self._vocab_size = len(tokenizer)
         self._system = [] if config.system_prompt is None else [{"role": "system", "content": config.system_prompt}]
         self._special = special_token_pattern(tokenizer)
+        self._placeholders = placeholder_ids(Path(tokenizer.name_or_path))
         self._stop_token_ids = stop_token_ids
 
     def encode(self, row: Row) -> EncodedRow:
-        if self._need_response and self._config.messages_key is not None:
-            return self._encode_conversation(row, self._config.messages_key)
+        key = self._config.messages_key if self._need_response else None
+        encoded = self._encode_prompt(row) if key is None else self._encode_conversation(row, key)
+        if found := self._placeholders.intersection(chain(encoded.input.token_ids, encoded.response_tokens or ())):
+            problem = f"has the token {min(found)}, which represents images or videos, but only text is supported"
+            raise row.fault("not-text", problem, "remove the row")
+        return encoded
+
+    def _encode_prompt(self, row: Row) -> EncodedRow:
         whole = json.dumps(row.values, default=str) if self._keep_row else None
         row = in_format(row, self._config)
         ids, prompt, tools = row.get(self._config.token_ids_key), None, None

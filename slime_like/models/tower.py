@@ -35,6 +35,8 @@ _LEFT_OUT = {
 _SHARED = ("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config")
 """Settings of the whole model that the language model's settings may leave out."""
 
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
+
 _INNER = re.compile(r"(model\.language_model|language_model\.model|model)\.(?=(embed_tokens|layers|norm)\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _HEAD = re.compile(r"(language_model\.)?(?=lm_head\.)")
@@ -77,6 +79,12 @@ def has_tower(directory: Path) -> bool:
     """Return whether a directory's ``config.json`` describes a model with a tower."""
     file = directory / "config.json"
     return file.is_file() and language_settings(read_object(file)) is not None
+
+
+def placeholder_ids(directory: Path) -> frozenset[int]:
+    """Return the ids of tokens that represent images and videos; none for a model without a tower."""
+    raw = read_object(directory / "config.json") if has_tower(directory) else {}
+    return frozenset(raw[key] for key in _PLACEHOLDERS if isinstance(raw.get(key), int))
 
 
 def language_names(directory: Path, stored: Iterable[str]) -> dict[str, str]:

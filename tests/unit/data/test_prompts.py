@@ -100,6 +100,32 @@ def test_text_does_not_become_a_special_token(
     assert f"{tmp_path / 'rows.jsonl'}:2: " in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ({"input_token_ids": [33, 9]}, {}),
+        ({"prompt": "1+1=<tool>"}, {"allow_special_tokens": True}),
+        ({"prompt": "1+1=", "response": "<tool>"}, {"allow_special_tokens": True}),
+    ],
+)
+def test_a_row_has_no_placeholders_of_images(
+    tmp_path: Path, rejects: Rejects, row: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """Without a tower, the same ids are ordinary tokens."""
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    config = {"model_type": "qwen3_vl", "text_config": {}, "image_token_id": 7, "video_token_id": 9}
+    files = write_rows(tmp_path / "rows.jsonl", [SUMS[0], {"answer": "2", **row}])
+    for kind in ("qwen3", "qwen3_vl"):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        given = ([files], load_tokenizer(tmp_path / "model"), CONFIG.model_copy(update=changes), 0)
+        if kind == "qwen3":
+            assert PromptSource(*given).num_rows == 2
+        else:
+            with rejects(DataError, "not-text") as caught:
+                PromptSource(*given)
+            assert f"{files}:2: has the token {9 if 'input_token_ids' in row else 7}, " in str(caught.value)
+
+
 @examples(50)
 @given(content=st.lists(st.sampled_from([*map(chr, range(32, 127)), "\n", "é", "<eo", "s>", "<user"])).map("".join))
 @pytest.mark.parametrize("template", [True, False])
