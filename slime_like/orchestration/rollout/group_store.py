@@ -26,7 +26,7 @@ class GroupTask(EngineCall):
     """A group from its issue until a batch takes it.
 
     Attributes:
-        answer: Ray's reference to its samples, or the worker that scores it; ``None`` while it waits for either.
+        answer: Ray's reference to its samples, its worker, or the pool that has scored it; ``None`` while it waits.
         version: earliest weight version that may sample its first token.
         stage: ``GENERATE``, ``REWARD``, a role whose workers score it, or ``READY``.
         samples, rewarded: results of the stages ``GENERATE`` and ``REWARD``. Workers of roles add scores.

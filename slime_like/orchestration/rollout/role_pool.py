@@ -98,8 +98,7 @@ class RolePool:
         self._restarts_left = max_restarts
         self._workers = 0
         self._end: BaseException | None = None
-        self._waiting: list[GroupTask] = []
-        self._scored: list[GroupTask] = []
+        self._tasks: list[GroupTask] = []
         self._work: list[tuple[float, int, int]] = []
 
     def join(self, worker: RoleWorker) -> None:
@@ -115,17 +114,21 @@ class RolePool:
             tasks: all tasks that the pool is to score, in order, until it has returned them.
 
         Raises:
-            TrainerError: no worker is left.
+            TrainerError: no worker is left, and every scored group has been returned.
         """
         with self._changed:
-            self._waiting = [task for task in tasks if task.answer is None]
+            self._tasks = [*tasks]
             self._changed.notify_all()
-            if tasks and not self._scored and self._end is None:
+            if tasks and not self._with(self) and self._end is None:
                 self._changed.wait(timeout_s)
-            if self._end is not None:
+            if not (scored := self._with(self)) and self._end is not None:
                 raise self._end
-            scored, self._scored = self._scored, []
-            return [task for task in scored if task in tasks]
+            self._tasks = [task for task in tasks if task not in scored]
+            return scored
+
+    def _with(self, answer: object) -> list[GroupTask]:
+        """Return the tasks with this answer, in order: ``None`` if they wait, the pool if they are scored."""
+        return [task for task in self._tasks if task.answer is answer]
 
     def take_work(self, total_s: float) -> ScoringRecord:
         """Return the work since the last call ``total_s`` ago, with mean seconds over the remaining workers."""
@@ -151,7 +154,7 @@ class RolePool:
                     self._score(worker, tasks)
                 except SlimeLikeError as error:
                     self.news.append(f"{worker.name} left the logprob pool ({error})")
-                    self._put_back(tasks)
+                    self._answer(tasks, None)
                     if not self._restarts(worker, error):
                         worker.close()
                         return
@@ -161,14 +164,14 @@ class RolePool:
     def _next_request(self, worker: RoleWorker) -> list[GroupTask]:
         """Wait for groups, and take those that fit a request, at least one. Return none once the pool has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._end)
+            self._changed.wait_for(lambda: self._end or self._with(None))
             taken, tokens = list[GroupTask](), 0
-            while self._waiting and self._end is None:
-                tokens += self._waiting[0].samples.total_tokens
+            for task in self._with(None) if self._end is None else ():
+                tokens += task.samples.total_tokens
                 if taken and tokens > self._request_tokens:
                     break
-                taken.append(self._waiting.pop(0))
-                taken[-1].answer = worker
+                task.answer = worker
+                taken.append(task)
             return taken
 
     def _score(self, worker: RoleWorker, tasks: Sequence[GroupTask]) -> None:
@@ -184,14 +187,12 @@ class RolePool:
             for task in tasks:
                 pairs = zip(task.samples.trajectories, task.rewarded.scores, strict=True)
                 task.rewarded = replace(task.rewarded, scores=[old | scores[row.sequence_id] for row, old in pairs])
-            self._scored += tasks
-            self._changed.notify_all()
+            self._answer(tasks, self)
 
-    def _put_back(self, tasks: Sequence[GroupTask]) -> None:
+    def _answer(self, tasks: Sequence[GroupTask], answer: object) -> None:
         with self._changed:
             for task in tasks:
-                task.answer = None
-            self._waiting = [*tasks, *self._waiting]
+                task.answer = answer
             self._changed.notify_all()
 
     def _restarts(self, worker: RoleWorker, error: SlimeLikeError) -> bool:

@@ -215,6 +215,41 @@ def test_a_worker_whose_restarts_all_fail_ends_the_run(rejects: Rejects) -> None
     pool.close()
 
 
+def test_groups_scored_before_the_last_worker_died_are_returned(rejects: Rejects) -> None:
+    class Mortal(Worker):
+        def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
+            self.fails = len(self.requests) == 2
+            return super().score(trajectories)
+
+    pool, worker = Pool("reference", request_tokens=16), Mortal("one", False)
+    pool.join(worker)
+    for number in range(4):
+        pool.submit(group(number))
+    assert pool.scored(0.0) == []
+    worker.may_work.set()
+    assert worker.closed.wait(30)
+    check(pool.scored(0.0), range(2))
+    with rejects(TrainerError, "no-reference-worker"):
+        pool.scored(0.0)
+    pool.close()
+
+
+def test_groups_that_are_no_longer_polled_are_not_scored() -> None:
+    """Groups of an aborted batch are dropped, whether they wait or a worker has them."""
+    pool, worker = Pool("reference", request_tokens=16), Worker("one", False)
+    pool.join(worker)
+    for number in range(3):
+        pool.submit(group(number))
+    assert pool.scored(0.0) == []
+    pool.tasks.clear()
+    assert pool.scored(0.0) == []
+    pool.submit(group(3))
+    worker.may_work.set()
+    check(list(drain(pool)), range(3, 4))
+    assert worker.requests in ([[0], [3]], [[3]])
+    pool.close()
+
+
 def test_requests_after_a_refresh_use_the_new_weights() -> None:
     """So does a worker that restarts. The pool reports weights that may be in use."""
     pool, worker = Pool("reference", request_tokens=16, max_restarts=1), Worker("one")
