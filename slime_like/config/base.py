@@ -64,8 +64,8 @@ class Section(BaseModel):
 
     A field's description is in its line, or below it as a docstring.
 
-    Two words mean the same in YAML and in a flag: ``none`` for an optional field, and ``true`` or ``false`` for a
-    switch. A switch is not accepted as a number, nor a number as a switch.
+    Words mean the same in YAML and in a flag: ``none`` for an optional field or an empty mapping, and ``true`` or
+    ``false`` for a switch. A switch is not accepted as a number, nor a number as a switch.
     """
 
     model_config = ConfigDict(
@@ -76,8 +76,8 @@ class Section(BaseModel):
     @classmethod
     def _words(cls, value: Any, info: ValidationInfo) -> Any:
         annotation, optional = split_optional(cls.model_fields[info.field_name or ""].annotation)
-        if optional and isinstance(value, str) and value.lower() == "none":
-            return None
+        if isinstance(value, str) and value.lower() == "none" and (optional or get_origin(annotation) is dict):
+            return None if optional else {}
         if annotation is bool:
             if not isinstance(value, bool) and not (isinstance(value, str) and value in _WORDS):
                 raise ValueError("is neither true nor false; use one of these two")

@@ -64,7 +64,7 @@ class DistillationConfig(FrozenModelConfig):
 
     path: Path | None = Field(None, description="Hugging Face checkpoint of the teacher.")
     teachers: dict[str, Path] = Field(default_factory=dict)
-    """Instead, one for each source of data.mixture; flags add to the file's."""
+    """Instead, one for each source of data.mixture; flags add to the file's, and `none` removes these."""
     mode: Literal["sampled", "exact"] = "sampled"
     """sampled: add log(pi_teacher / pi_old) to advantages. exact: add the KL over the vocabulary to the loss."""
     coef: float = Field(0.0, ge=0, description="Coefficient of the KL to the teacher; 0: off.")

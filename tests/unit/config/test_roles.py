@@ -1,5 +1,6 @@
 """The models of a run, where they compute, and what a worker of one is told."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,21 @@ def test_workers_of_two_roles_follow_one_another(monkeypatch: pytest.MonkeyPatch
     ]
     assert bundles == list(range(2, 10))
     assert [role.name for role in placement.workers] == ["reference", "reference", "teacher"]
+
+
+_ONLY_B = "--data.mixture '[{name: b, files: [y]}]'"
+
+
+@pytest.mark.parametrize(
+    ("flags", "teachers"),
+    [
+        ("", {"a": "/t", "b": "/u"}),
+        ("--distillation.teachers.b /v", {"a": "/t", "b": "/v"}),
+        ("--distillation.teachers none --distillation.path /v", {}),
+        (f"--distillation.teachers none --distillation.teachers.b /v {_ONLY_B}", {"b": "/v"}),
+    ],
+)
+def test_a_flag_removes_the_entries_of_a_mapping(tmp_path: Path, flags: str, teachers: dict[str, str]) -> None:
+    save_config(config(**MIXTURE, distillation=TEACHERS), tmp_path / "run.yaml")
+    found = load_config(tmp_path / "run.yaml", shlex.split(flags)).distillation.teachers
+    assert found == {name: Path(path) for name, path in teachers.items()}
