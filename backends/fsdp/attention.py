@@ -38,11 +38,11 @@ _HARMLESS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Boundaries:
-    """Boundaries of one micro-batch's sequences, passed from the model's call down to every layer.
+class TokenMixers:
+    """Attention and recurrence within one micro-batch's sequences, passed from the model's call down to every layer.
 
     Attributes:
-        recurrence: for layers with linear attention, if there are any.
+        recurrence: of layers with linear attention, if there are any.
     """
 
     attention: AnyAttention
@@ -56,7 +56,7 @@ def forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    packed: Boundaries | None = None,
+    packed: TokenMixers | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **options: Any,
@@ -71,7 +71,7 @@ def forward(
         (1, T, H, D), and no weights.
 
     Raises:
-        TrainerError: the micro-batch's boundaries did not arrive, or the model requests another kind of attention.
+        TrainerError: the micro-batch's attention did not arrive, or the model requests another kind of attention.
     """
     packed = getattr(module, _KEPT, None) if packed is None else packed
     if packed is None or attention_mask is not None or query.shape[0] != 1:

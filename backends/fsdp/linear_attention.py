@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from backends.fsdp.attention import Boundaries
+from backends.fsdp.attention import TokenMixers
 
 
 def _qwen3_next(layer: Any, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -39,9 +39,9 @@ def replace_recurrence(layer: nn.Module) -> bool:
 
 
 def _forward(
-    layer: Any, own: Callable[..., Tensor], hidden_states: Tensor, packed: Boundaries | None = None, **options: Any
+    layer: Any, own: Callable[..., Tensor], hidden_states: Tensor, packed: TokenMixers | None = None, **options: Any
 ) -> Tensor:
-    """Compute (1, T, H) states of a pack; without boundaries, what transformers computes."""
+    """Compute (1, T, H) states of a pack; outside one, what transformers computes."""
     if packed is None or packed.recurrence is None:
         return own(hidden_states=hidden_states, **options)
     q, k, v, z, b, a = _PROJECTIONS[type(layer).__name__](layer, hidden_states)

@@ -10,7 +10,7 @@ from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device
 from backends.common.step.routes import Replay
-from backends.fsdp.attention import Boundaries
+from backends.fsdp.attention import TokenMixers
 from slime_like.algorithms.context import split_for_context_parallel
 from slime_like.trajectory import PackedTrajectory
 
@@ -19,7 +19,7 @@ from slime_like.trajectory import PackedTrajectory
 class ModelInput(MicroBatch):
     """One pack on this rank's device; ``routed`` is set if routers balance or replay."""
 
-    boundaries: Boundaries
+    mixers: TokenMixers
     responses: ResponseRows
     routed: RoutedTokens | None
 
@@ -42,7 +42,7 @@ def model_input(
     attention = choose_attention("ring_flash_attn" if by_package else "allgather", shard, context)
     routed = RoutedTokens.of(pack, shard, slice(None), balance, replay)
     recurrence = Recurrence.of(shard, context) if recurs else None
-    boundaries, responses = Boundaries(attention, recurrence), ResponseRows.of(pack, shard)
+    mixers, responses = TokenMixers(attention, recurrence), ResponseRows.of(pack, shard)
     needed = replace(pack, teacher_hidden=None)  # ``responses`` has this rank's part
-    moved, shard, boundaries, responses, routed = on_device((needed, shard, boundaries, responses, routed), device)
-    return ModelInput(pack, moved, shard, context, boundaries, responses, routed)
+    moved, shard, mixers, responses, routed = on_device((needed, shard, mixers, responses, routed), device)
+    return ModelInput(pack, moved, shard, context, mixers, responses, routed)

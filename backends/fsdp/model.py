@@ -102,17 +102,17 @@ class LogprobModel(nn.Module):
         return logits
 
     def score_part(
-        self, tokens: Tensor, positions: Tensor, boundaries: attention.Boundaries, rows: ResponseRows
+        self, tokens: Tensor, positions: Tensor, mixers: attention.TokenMixers, rows: ResponseRows
     ) -> Tensor:
         """Return (2, r) logprobs and entropies (nats) of one rank's part of a pack.
 
         Args:
             tokens, positions: (T_local,) ids, and positions that begin at 0 in every sequence.
-            boundaries: input of attention.
+            mixers: attention and recurrence within the pack.
             rows: the local positions that predict the r response tokens.
         """
         output = self.hugging_face.base_model(
-            input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=boundaries
+            input_ids=tokens[None], position_ids=positions[None].long(), use_cache=False, packed=mixers
         )
         return self.outputs(rows.spread(output.last_hidden_state[0].index_select(0, rows.index)), rows)
 

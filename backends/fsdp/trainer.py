@@ -125,7 +125,7 @@ class FsdpTrainer(TrainerBase):
 
     def _forward(self, batch: ModelInput) -> tuple[Tensor, ...]:
         shard, self.model.routed = batch.shard, batch.routed
-        return batch.whole(self.model(shard.tokens, shard.position_ids, batch.boundaries, batch.responses))
+        return batch.whole(self.model(shard.tokens, shard.position_ids, batch.mixers, batch.responses))
 
     def finalize_gradients(self, denominator: float) -> None:
         """Divide gradients, which are already summed over all ranks."""

@@ -51,7 +51,7 @@ class SmallModel:
         batch = micro_batch.model_input(pack, torch.device("cpu"), _ALONE)
         self._model.zero_grad()
         shard = batch.shard
-        scored = self._model(shard.tokens, shard.position_ids, batch.boundaries, batch.responses)
+        scored = self._model(shard.tokens, shard.position_ids, batch.mixers, batch.responses)
         logprobs, entropy = batch.whole(scored)
         weights = torch.arange(len(logprobs)).double().sin()
         (weights * logprobs + weights.cos() * entropy).sum().backward()

@@ -40,8 +40,7 @@ def kept_names(directory: Path) -> list[str]:
 
 def kept_buckets(directory: Path, max_bytes: int) -> Iterator[WeightBucket]:
     """Yield these tensors, bit for bit, at most ``max_bytes`` at a time."""
-    if not any(directory.glob("*.safetensors")):
-        return
-    with HfCheckpoint(directory) as checkpoint:
-        for names in in_files(sorted(checkpoint.kept), checkpoint.kept_nbytes, max_bytes):
-            yield WeightBucket([(name, checkpoint.kept[name][...]) for name in names])
+    if kept := kept_names(directory):
+        with HfCheckpoint(directory) as checkpoint:
+            for names in in_files(kept, checkpoint.kept_nbytes, max_bytes):
+                yield WeightBucket([(name, checkpoint.kept[name][...]) for name in names])

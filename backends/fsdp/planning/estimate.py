@@ -137,7 +137,7 @@ class _Rank:
     def _loss(self, pack: PackedTrajectory) -> Tensor:
         batch = model_input(pack, torch.device("cpu"), self._groups.context, recurs=self._model.recurs)
         self._model.teachers.add_planned(batch.responses)
-        scored = self._model(batch.shard.tokens, batch.shard.position_ids, batch.boundaries, batch.responses)
+        scored = self._model(batch.shard.tokens, batch.shard.position_ids, batch.mixers, batch.responses)
         return torch.stack(batch.whole(scored)).sum()
 
     def _memory(self, worst: _Followed, forward_peak: int) -> TrainerMemory:
