@@ -18,7 +18,7 @@ import yaml
 from slime_like.agents.arguments import python_calls, typed_arguments
 from slime_like.agents.messages import Message, Tool, ToolCall
 from slime_like.agents.rendering import ChatFormat
-from slime_like.config import RunConfig
+from slime_like.config.rollout import AgentConfig
 from slime_like.errors import ConfigError
 from slime_like.models.chat_turns import TemplateFault, rendered
 from slime_like.models.special_tokens import special_token_pattern, without_stop
@@ -220,16 +220,16 @@ def response_form(tokenizer: Any, setting: str = "auto") -> ResponseForm:
     return _as_form(tokenizer, forms["thinking"])
 
 
-def require_calls(form: ResponseForm, config: RunConfig, has_tools: bool) -> None:
+def require_calls(form: ResponseForm, agent: AgentConfig, model: Path, has_tools: bool) -> None:
     """Raise ``ConfigError`` if the model would be shown tools, but calls in the template's form cannot be read."""
-    setting, tokenizer = config.rollout.agent.tool_parser, form.tokenizer
+    setting, tokenizer = agent.tool_parser, form.tokenizer
     if setting == "none" or form.has_calls or tokenizer.chat_template is None:
         return
-    if has_tools or (config.rollout.agent.is_set and ChatFormat(tokenizer).renders_tools):
+    if has_tools or (agent.is_set and ChatFormat(tokenizer).renders_tools):
         written = [text for _, text, _, _ in _probes(tokenizer) if _data()["call"]["name"] in text]
         problem = f"writes calls as `{written[0]}`, which no known form reads back" if written else "renders no calls"
         remedy = "give a response template (JSON), ship one in tokenizer_config.json, or use none to read no calls"
-        said = f"{_SETTING}={setting}: the chat template of {config.model.path} {problem}; {remedy}"
+        said = f"{_SETTING}={setting}: the chat template of {model} {problem}; {remedy}"
         raise ConfigError([said], code="no-call-form")
 
 

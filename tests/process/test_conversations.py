@@ -14,6 +14,7 @@ from slime_like.config.rollout import RewardConfig
 from slime_like.errors import EngineError, EnvironmentFailure
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput
 from slime_like.orchestration.rollout.conversations import Conversations
+from slime_like.orchestration.rollout.samples import turn_form
 from tests.process import scripted
 from tests.process.scripted import EOS, PROMPT, TOKENIZER, Engine, failure, ids, made, request, rewarded, talk_of, turn
 from tests.support.rejections import Rejects
@@ -71,7 +72,9 @@ def config(**environment: Any) -> RunConfig:
 
 
 def talk(engine: Engine, asked: GenerationRequest | scripted.Scenario, **environment: Any) -> list[Generation]:
-    return scripted.run(lambda: Conversations(config(**environment), TOKENIZER, engine.generate), asked)
+    run = config(**environment)
+    form = turn_form(run.data, run.rollout.agent, TOKENIZER)
+    return scripted.run(lambda: Conversations(run.rollout.environment, form, engine.generate), asked)
 
 
 def test_ids_are_kept_and_observations_carry_no_loss() -> None:

@@ -57,7 +57,7 @@ class AgentRollouts:
         self._config = config
         self._agent = config.rollout.agent
         self._tokenizer = tokenizer
-        self._form = turn_form(config, tokenizer)
+        self._form = turn_form(config.data, self._agent, tokenizer)
         self._chat = ChatFormat(self._form.tokenizer, self._form.text_arguments)
         self._generate = generate
         self._version = version

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from slime_like.config import RunConfig
+from slime_like.agents.responses import ResponseForm
+from slime_like.config.rollout import EnvironmentConfig
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
 from slime_like.models.special_tokens import decoded
-from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
+from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.single_items import EnvironmentPool, NoOutcome
 
@@ -88,20 +89,17 @@ class Conversations:
     like any request. Later turns use only the new weights.
 
     Args:
+        form: form of the model's turns.
         generate: ``generate`` of the engine; waits during weight updates.
         logs: directory and name of the log for the environment's output.
     """
 
     def __init__(
-        self, config: RunConfig, tokenizer: Any, generate: Generate, logs: tuple[Path, str] | None = None
+        self, limits: EnvironmentConfig, form: ResponseForm, generate: Generate, logs: tuple[Path, str] | None = None
     ) -> None:
-        self._limits = config.rollout.environment
-        self._tokenizer = tokenizer
-        self._form = turn_form(config, tokenizer)
-        self._generate = generate
-        template, most = self._limits.template, self._limits.max_observation_tokens
-        self._encoder = ObservationEncoder(self._form.tokenizer, template, most)
-        self._pool = EnvironmentPool(self._limits, logs)
+        self._limits, self._form, self._generate = limits, form, generate
+        self._encoder = ObservationEncoder(form.tokenizer, limits.template, limits.max_observation_tokens)
+        self._pool = EnvironmentPool(limits, logs)
 
     async def start(self) -> None:
         """Start the workers. Raises ``EnvironmentFailure`` if the environment cannot be used."""
@@ -124,7 +122,7 @@ class Conversations:
     async def _converse(self, request: GenerationRequest, index: int) -> Generation:
         assert request.task is not None
         prompt = request.prompt
-        task = Task(decoded(self._tokenizer, prompt.token_ids), request.task.answer, dict(request.task.fields))
+        task = Task(decoded(self._form.tokenizer, prompt.token_ids), request.task.answer, dict(request.task.fields))
         response, step = _Response(), Step()
         for turn in range(self._limits.max_turns):
             room = request.sampling.max_new_tokens - response.length
@@ -135,7 +133,7 @@ class Conversations:
             if generation.finish_reason == "abort":
                 return response.finished("abort")
             sampled = generation.token_ids.tolist()
-            stops = (*request.sampling.stop_token_ids, self._tokenizer.eos_token_id)
+            stops = (*request.sampling.stop_token_ids, self._form.tokenizer.eos_token_id)
             cut_off = generation.finish_reason == "length"
             if cut_off and not self._pool.judges_cut_turns:
                 return response.finished("length")

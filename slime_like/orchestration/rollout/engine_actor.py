@@ -36,7 +36,7 @@ from slime_like.orchestration.cluster.node import (
 from slime_like.orchestration.rollout.agents import AgentRollouts
 from slime_like.orchestration.rollout.conversations import Conversations
 from slime_like.orchestration.rollout.requests import parts_of, require_routes, routes_per_token
-from slime_like.orchestration.rollout.samples import all_or_none
+from slime_like.orchestration.rollout.samples import all_or_none, turn_form
 from slime_like.system.processes import end_processes
 from slime_like.weights.transports.broadcast_group import serve_store
 
@@ -95,7 +95,8 @@ class EngineActor:
             self._conversations = AgentRollouts(config, tokenizer, self._sample, self._version, logs)
         else:
             logs = self._logs, f"environment-{index}"
-            self._conversations = Conversations(config, tokenizer, self._sample, logs)
+            form = turn_form(config.data, config.rollout.agent, tokenizer)
+            self._conversations = Conversations(config.rollout.environment, form, self._sample, logs)
         await self._conversations.start()
 
     async def _start_parts(self) -> None:

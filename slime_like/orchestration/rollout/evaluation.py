@@ -104,11 +104,11 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
         ConfigError: calls in the form of the chat template cannot be read.
     """
     datasets: dict[str, list[Prompt]] = {}
-    count = 0
+    count, agent = 0, config.rollout.agent
     for name, file in zip(dataset_names(config.evaluation.files), config.evaluation.files, strict=True):
         data = held_out_settings(config.data, file).model_copy(update={"shuffle": False})
-        source = PromptSource([file], tokenizer, data, seed=0, **required_of_rows(config))
-        require_calls(turn_form(config, tokenizer), config, source.has_tools)
+        source = PromptSource([file], tokenizer, data, seed=0, **required_of_rows(config.reward, agent.is_set))
+        require_calls(turn_form(data, agent, tokenizer), agent, config.model.path, source.has_tools)
         wanted = min(source.num_rows, config.evaluation.max_prompts or source.num_rows)
         datasets[name] = [replace(prompt, group_id=count + prompt.group_id) for prompt in source.next(wanted)]
         count += wanted

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slime_like.agents.responses import ResponseForm, response_form
-from slime_like.config import RunConfig
+from slime_like.config import DataConfig
+from slime_like.config.rollout import AgentConfig
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput
 from slime_like.models.chat_turns import with_template_variables
 
@@ -17,10 +18,10 @@ Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]
 """Type of an engine's ``generate``."""
 
 
-def turn_form(config: RunConfig, tokenizer: Any) -> ResponseForm:
+def turn_form(data: DataConfig, agent: AgentConfig, tokenizer: Any) -> ResponseForm:
     """Return the form of the run's turns. Its tokenizer gives the chat template the run's variables."""
-    tokenizer = with_template_variables(tokenizer, config.data.chat_template_kwargs)
-    return response_form(tokenizer, config.rollout.agent.tool_parser)
+    tokenizer = with_template_variables(tokenizer, data.chat_template_kwargs)
+    return response_form(tokenizer, agent.tool_parser)
 
 
 def turn_request(

@@ -52,7 +52,7 @@ class Scorer:
         self._advantages = Advantages(config)
         self._pool = pool
         self._tokenizer = tokenizer
-        self._form = turn_form(config, tokenizer)
+        self._form = turn_form(config.data, config.rollout.agent, tokenizer)
         self._stops = stops
         self._names = [function.label for function in config.reward.functions]
         self._lock = threading.Lock()

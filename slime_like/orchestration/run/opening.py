@@ -187,9 +187,10 @@ class _Base:
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:
-            needs = required_of_rows(self.config)
+            agent, path = self.config.rollout.agent, self.config.model.path
+            needs = required_of_rows(self.config.reward, agent.is_set)
             prompts = PromptSource(data.train, self.tokenizer, data, seed, may_change=change, **needs)
-            require_calls(turn_form(self.config, self.tokenizer), self.config, prompts.has_tools)
+            require_calls(turn_form(data, agent, self.tokenizer), agent, path, prompts.has_tools)
         if self.checkpoint is not None:
             prompts.load_state_dict(self.checkpoint.data_position())
             for name in files:

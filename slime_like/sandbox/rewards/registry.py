@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from slime_like.plugins.resolve import may_have_parameter, require_options, resolve_callable
 
 if TYPE_CHECKING:
-    from slime_like.config import RunConfig
+    from slime_like.config import RewardConfig
 
 GIVEN = ("prompt", "response", "answer")
 ROW = "row"
@@ -91,12 +91,12 @@ def resolve_reward(name: str) -> RewardCallable:
     return resolve_callable("reward function", name, REGISTERED)
 
 
-def required_of_rows(config: "RunConfig") -> dict[str, Any]:
+def required_of_rows(reward: "RewardConfig", has_agent: bool) -> dict[str, Any]:
     """Return the arguments of ``RowEncoder`` with which rows have what the run's rewards and agents read."""
-    names = [function.name for function in config.reward.functions]
+    names = [function.name for function in reward.functions]
     asks = any(":" in name and may_have_parameter(name, ROW) for name in names)
     needs_answer = not WITHOUT_ANSWER.issuperset(names)
-    return {"keep_messages": config.rollout.agent.is_set, "need_answer": needs_answer, "keep_row": asks}
+    return {"keep_messages": has_agent, "need_answer": needs_answer, "keep_row": asks}
 
 
 def try_options(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:

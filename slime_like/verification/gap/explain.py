@@ -203,7 +203,8 @@ class Explanation:
         config = self._config
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         if not config.rollout.agent.is_set:  # an agent's prompts have a history
-            source = PromptSource(config.data.train, tokenizer, config.data, config.seed, **required_of_rows(config))
+            needs = required_of_rows(config.reward, has_agent=False)
+            source = PromptSource(config.data.train, tokenizer, config.data, config.seed, **needs)
             groups = [row.group_id for row in self._left.rows]
             prompts = [prompt.input.token_ids for prompt in source.next(1 + max(groups))]
             again = [torch.tensor(prompts[group]) for group in groups]

@@ -71,7 +71,9 @@ class Finding:
 
 def verify_objective(config: RunConfig) -> list[Finding]:
     """Enumerate the objective in every scenario that the run can meet."""
-    tested = _of_one_reward(config)
+    reward = RewardConfig(functions=(RewardFunction(name=ENVIRONMENT),))  # the enumeration has its own rewards
+    algorithm = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "old_logprobs": "score"})
+    tested = config.model_copy(update={"reward": reward, "algorithm": algorithm})
     estimator, drops = configured_estimator(config.algorithm.advantage.name), config.rollout.drop_zero_spread
     # Two prompts, if samples of one of them change what the other one counts.
     per_batch = estimator.scope == "batch" or config.algorithm.whiten or drops
@@ -94,13 +96,6 @@ def scenarios(algorithm: AlgorithmConfig, max_staleness: int) -> list[Scenario]:
     if max_staleness > 0:
         found.append(Scenario("stale samples", engine=_STALE))
     return found
-
-
-def _of_one_reward(config: RunConfig) -> RunConfig:
-    """Return the configuration with one reward function, since the enumeration has its own rewards."""
-    reward = RewardConfig(functions=(RewardFunction(name=ENVIRONMENT),))
-    algorithm = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "old_logprobs": "score"})
-    return config.model_copy(update={"reward": reward, "algorithm": algorithm})
 
 
 def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, samples: int) -> Iterator[Finding]:
@@ -129,8 +124,9 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
         left = _fit(expected(changed, exact_ratio), truth["reward"])[1]
         if left < bias - UNBIASED:
             terms[term] = left
-    plain = {name: _fit(expected(changed), truth["reward"])[1] for name, changed in _plain(alone) if bias > UNBIASED}
-    worse = [name for name, left in plain.items() if left < _LESS * bias]
+    plain = _plain(alone.algorithm) if bias > UNBIASED else ()
+    rests = {name: _fit(expected(alone.model_copy(update=change)), truth["reward"])[1] for name, change in plain}
+    worse = [name for name, rest in rests.items() if rest < _LESS * bias]
     ordered = dict(sorted(terms.items(), key=lambda one: one[1]))
     yield Finding(scenario.name, tree.name, "reward", scale, bias, ordered, worse)
     for part, coefficient in coefficients.items():
@@ -173,9 +169,8 @@ def _without(config: RunConfig, *parts: str) -> RunConfig:
     )
 
 
-def _plain(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yield each part of custom code, and the configuration with a plain built-in one."""
-    algorithm = config.algorithm
+def _plain(algorithm: AlgorithmConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each part of custom code, and the change of the configuration to a plain built-in one."""
     none = algorithm.importance.model_copy(update={"correction": "none"})
     for field, name, part in (
         ("loss", algorithm.loss.name, Part(name="policy_gradient")),
@@ -183,8 +178,7 @@ def _plain(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         ("importance", algorithm.importance.correction, none),
     ):
         if ":" in name:
-            changed = algorithm.model_copy(update={field: part})
-            yield f"algorithm.{field}={name}", config.model_copy(update={"algorithm": changed})
+            yield f"algorithm.{field}={name}", {"algorithm": algorithm.model_copy(update={field: part})}
 
 
 def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:

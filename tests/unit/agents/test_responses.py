@@ -10,7 +10,7 @@ import pytest
 from slime_like.agents.messages import Tool
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import ResponseForm, require_calls, response_form
-from slime_like.config import RunConfig
+from slime_like.config.rollout import AgentConfig
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import byte_tokenizer
 from tests.support.rejections import Rejects
@@ -314,21 +314,20 @@ def test_a_checkpoints_form_may_need_the_stop_token() -> None:
 
 @pytest.mark.parametrize("called", ["CALL {{ f.name }}", ""])
 def test_agents_need_a_form_that_reads_calls(called: str, rejects: Rejects) -> None:
-    def config(**agent: Any) -> RunConfig:
-        base = {"run_dir": "r", "model": {"path": "m"}, "rollout": {"agent": agent}}
-        return RunConfig.model_validate({**base, **({"reward": {"functions": [{"name": "agent"}]}} if agent else {})})
+    def require(form: ResponseForm, has_tools: bool, **agent: Any) -> None:
+        require_calls(form, AgentConfig(**agent), Path("m"), has_tools)
 
     made = tokenizer("{{ tools }}" + HISTORY + called + NEXT)
     with rejects(ConfigError, "no-call-form"):
-        require_calls(response_form(made), config(name="a:b"), has_tools=False)
+        require(response_form(made), has_tools=False, name="a:b")
     with rejects(ConfigError, "no-call-form"):
-        require_calls(response_form(made), config(), has_tools=True)
-    require_calls(response_form(made), config(), has_tools=False)
-    require_calls(response_form(made, "none"), config(name="a:b", tool_parser="none"), has_tools=True)
-    require_calls(response_form(made, "kimi"), config(name="a:b", tool_parser="kimi"), has_tools=True)
-    assert config(name="a:b", tool_parser="x.json").rollout.agent.tool_parser == str(Path("x.json").absolute())
+        require(response_form(made), has_tools=True)
+    require(response_form(made), has_tools=False)
+    require(response_form(made, "none"), has_tools=True, name="a:b", tool_parser="none")
+    require(response_form(made, "kimi"), has_tools=True, name="a:b", tool_parser="kimi")
+    assert AgentConfig(name="a:b", tool_parser="x.json").tool_parser == str(Path("x.json").absolute())
     made.chat_template = HISTORY + called + NEXT  # shows no tools
-    require_calls(response_form(made), config(name="a:b"), has_tools=False)
+    require(response_form(made), has_tools=False, name="a:b")
 
 
 @pytest.mark.parametrize(

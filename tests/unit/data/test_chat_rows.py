@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -12,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from slime_like.checks.rows import first_row
 from slime_like.config import DataConfig
-from slime_like.config.rollout import RewardFunction
+from slime_like.config.rollout import RewardConfig, RewardFunction
 from slime_like.config.sections import EvaluationConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder, answer_text
 from slime_like.data.prompts import PromptSource
@@ -235,10 +234,8 @@ def test_an_answer_is_text_or_json(answer: Any, expected: str) -> None:
 
 
 def required(*names: str) -> dict[str, Any]:
-    functions = [RewardFunction(name=name) for name in names]
-    agent = SimpleNamespace(is_set=False)
-    config: Any = SimpleNamespace(reward=SimpleNamespace(functions=functions), rollout=SimpleNamespace(agent=agent))
-    return required_of_rows(config)
+    functions = tuple(RewardFunction(name=name) for name in names)
+    return required_of_rows(RewardConfig.model_construct(functions=functions), has_agent=False)
 
 
 @pytest.mark.parametrize(
