@@ -53,7 +53,7 @@ def run_ranks(
 
 
 def run_each(
-    function: RankFunction, world_size: int, directory: Path, tasks: list[tuple[Any, ...]], timeout_s: float = 120.0
+    function: RankFunction, world_size: int, directory: Path, tasks: list[tuple[Any, ...]], timeout_s: float = 240.0
 ) -> list[tuple[Any, ...]]:
     """Run ``function(placement, *task)`` for each task in turn in the same processes, each with its own rendezvous.
 
