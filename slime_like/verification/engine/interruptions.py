@@ -1,12 +1,14 @@
 """Responses that an action interrupts in their middle."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from itertools import cycle, islice
 
 from slime_like.interfaces import Generation, PauseMode
 from slime_like.verification.engine.subject import TOKENS, Refuted, Subject
 
-_HALFWAY_S = (0.1, 0.02, 0.005, 0.002, 0.05, 0.01, 0.2, 0.4, 0.8, 1.6)
+_ATTEMPTS = 12
 
 
 def interrupted(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
@@ -22,12 +24,19 @@ def interrupted(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
         await engine.engine.resume()
         return (await task)[0]
 
-    for prompt, delay_s in _attempts(subject):
+    delay_s = _halfway_s(subject)
+    for prompt in _prompts(subject):
         ended = engine.run(paused("abort", prompt, delay_s))
-        if ended.finish_reason == "abort" and len(ended.token_ids) >= TOKENS:
+        if ended.finish_reason != "abort":
+            delay_s /= 2
+        elif len(ended.token_ids) < TOKENS:
+            delay_s *= 1.5
+        else:
             break
     else:
-        raise Refuted(f"no request was aborted halfway, {min(_HALFWAY_S)} to {max(_HALFWAY_S)} s after its start")
+        raise Refuted(
+            f"no request was aborted halfway in {_ATTEMPTS} attempts, at last after {delay_s:.3f} s"
+        )
     yield prompt, ended
     whole = engine.run(paused("keep", prompt, delay_s))
     if whole.finish_reason == "abort":
@@ -56,7 +65,8 @@ def updated_amid(subject: Subject, pauses: bool) -> tuple[list[int], Generation,
             await engine.engine.resume()
         return (await task)[0]
 
-    for prompt, delay_s in _attempts(subject):
+    delay_s = _halfway_s(subject)
+    for prompt in _prompts(subject):
         version = engine.version
         generation = engine.run(scenario(prompt, delay_s))
         subject.swap()
@@ -66,9 +76,16 @@ def updated_amid(subject: Subject, pauses: bool) -> tuple[list[int], Generation,
             if versions != [version] * before + [engine.version] * (len(versions) - before):
                 raise Refuted(f"tokens around update {engine.version} have the versions {sorted(set(versions))}")
             return prompt, generation, before
+        delay_s *= 1.5 if before < TOKENS else 0.5
     raise Refuted("no update came in the middle of a response")
 
 
-def _attempts(subject: Subject) -> Iterator[tuple[list[int], float]]:
-    """Return prompts and delays. On a machine of any speed, one of the delays ends in the middle of a response."""
-    return ((prompt, delay_s) for delay_s in _HALFWAY_S for prompt in subject.prompts)
+def _prompts(subject: Subject) -> Iterator[list[int]]:
+    return islice(cycle(subject.prompts), _ATTEMPTS)
+
+
+def _halfway_s(subject: Subject) -> float:
+    """Return half the seconds of a response that nothing interrupts. Every failed attempt corrects them."""
+    started = time.monotonic()
+    subject.engine.run(subject.engine.engine.generate(subject.lasting(subject.prompts[0])))
+    return (time.monotonic() - started) / 2
