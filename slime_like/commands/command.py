@@ -140,7 +140,8 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> tuple[Sequence[str],
         return () if named else ("--model.path", str(checkpoint / MODEL)), weights.resolve()
     if not (checkpoint / "state.json").is_file() or not weights.is_dir():
         whole = training_checkpoint(checkpoint) or "a Hugging Face directory or a run's checkpoints/step-N"
-        raise ConfigError(f"CHECKPOINT={checkpoint} is not a checkpoint; give {whole}", code="wrong-checkpoint")
+        problem = "is not a checkpoint" if checkpoint.exists() else "does not exist"
+        raise ConfigError(f"CHECKPOINT={checkpoint} {problem}; give {whole}", code="wrong-checkpoint")
     run_config = checkpoint.resolve().parent.parent / "config.yaml"
     if run_config.is_file():
         config = load_config(run_config)

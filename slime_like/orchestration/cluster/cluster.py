@@ -101,8 +101,9 @@ class Cluster:
             self._end(in_order=False)
             raise_if_interrupted()  # it may have turned Ctrl-C into an error
             where = self._config.address or "on this machine"
+            remedy = "" if self._config.address else "check that memory and processor time are free, and start again"
             raise SlimeLikeError(
-                f"Ray did not start ({where}): {error}", code="ray-not-started", who="cluster"
+                f"Ray did not start ({where}): {error}", code="ray-not-started", who="cluster", remedy=remedy
             ) from error
         except BaseException:
             self._end(in_order=False)

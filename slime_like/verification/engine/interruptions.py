@@ -34,9 +34,7 @@ def interrupted(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
         else:
             break
     else:
-        raise Refuted(
-            f"no request was aborted halfway in {_ATTEMPTS} attempts, at last after {delay_s:.3f} s"
-        )
+        raise Refuted(f"no request was aborted halfway in {_ATTEMPTS} attempts, at last after {delay_s:.3f} s")
     yield prompt, ended
     whole = engine.run(paused("keep", prompt, delay_s))
     if whole.finish_reason == "abort":
