@@ -28,7 +28,7 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "tp2-sp": {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
     "tp2-sp, full recompute": {"parallel": {"tensor": 2, "sequence": True}, "recompute": "full", "dtype": "float32"},
     "cp2": {"parallel": {"context": 2}},
-    "cp2 all-gather": {"parallel": {"context": 2}, "attention": "allgather"},
+    "cp2 all-gather": {"parallel": {"context": 2}, "attention": "allgather", "dtype": "float32"},
     "pp2": {"parallel": {"pipeline": 2}},
     "pp2, one layer recomputed": {"parallel": {"pipeline": 2}, "recompute": 1},
     "pp2 interleaved, one layer recomputed": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "recompute": 1},
