@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,12 @@ def test_a_daemon_that_dies_while_ray_starts_is_named(tmp_path: Path, monkeypatc
 
 
 def _child(name: str) -> psutil.Process:
-    (found,) = (child for child in psutil.Process().children(recursive=True) if child.name() == name)
-    return found
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # ended since it was listed
+            found += [child] if child.name() == name else []
+    (one,) = found
+    return one
 
 
 def test_a_stopped_daemon_interrupts_any_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
