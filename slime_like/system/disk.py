@@ -65,6 +65,13 @@ def open_log(directory: Path, role: str) -> FileIO:
             return FileIO(str(directory / next(names)), "a+", opener=lambda path, _: os.open(path, flags, 0o644))
 
 
+def end_of_file(path: Path, nbytes: int) -> str:
+    """Return the text in the file's last ``nbytes``, with replacement characters for what is not UTF-8."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - nbytes))
+        return file.read(nbytes).decode(errors="replace")
+
+
 def link_tree(source: Path, target: Path) -> None:
     """Link the files of ``source`` into ``target``, or copy them if the file system has no hard links."""
 

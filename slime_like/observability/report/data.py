@@ -16,6 +16,7 @@ from slime_like.observability.metrics import METRICS_FILE, current_records, read
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE
+from slime_like.system.disk import end_of_file
 from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"
@@ -211,10 +212,7 @@ def _failure(log: Path) -> str | None:
     """Return the last line of a run's log if it is an error."""
     if not log.is_file():
         return None
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        text = file.read(_LOG_BYTES).decode(errors="replace")
-    last = text.rstrip("\n").rpartition("\n")[2]
+    last = end_of_file(log, _LOG_BYTES).rstrip("\n").rpartition("\n")[2]
     return last.removeprefix(FAILED) if last.startswith(FAILED) else None
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from slime_like.orchestration.cluster.ray_session import put_away, remove_private, sessions
+from slime_like.system.disk import end_of_file
 from slime_like.system.processes import is_tracker
 from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
 
@@ -84,7 +85,7 @@ def watch(driver: int, private: Path, logs: Path, run_name: str, bucket_director
 
 def lost_daemon(logs: Path) -> str | None:
     """Return the daemon whose loss made Ray end the driver, according to Ray's logs, or ``None``."""
-    driver = "".join(map(_end_of, logs.glob("python-core-driver-*.log")))
+    driver = "".join(end_of_file(log, _END_BYTES) for log in logs.glob("python-core-driver-*.log"))
     for kind, lost in _LOST.items():
         if lost.search(driver):
             agent = ended_agent(logs) if kind == "raylet" else None
@@ -97,12 +98,6 @@ def ended_agent(logs: Path) -> str | None:
     log = logs / "raylet.err"
     names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
     return names[-1] if names else None
-
-
-def _end_of(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _END_BYTES))
-        return file.read().decode(errors="replace")
 
 
 def clean_up(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:
