@@ -32,7 +32,7 @@ def as_stored(export: WeightExport, model: ModelConfig) -> WeightExport:
 
 def kept_names(directory: Path) -> list[str]:
     """Return the names of stored tensors that are not the language model's; none without weights."""
-    if not any(directory.glob("*.safetensors")):
+    if not _has_weights(directory):
         return []
     with HfCheckpoint(directory) as checkpoint:
         return sorted(checkpoint.kept)
@@ -40,7 +40,12 @@ def kept_names(directory: Path) -> list[str]:
 
 def kept_buckets(directory: Path, max_bytes: int) -> Iterator[WeightBucket]:
     """Yield these tensors, bit for bit, at most ``max_bytes`` at a time."""
-    if kept := kept_names(directory):
-        with HfCheckpoint(directory) as checkpoint:
-            for names in in_files(kept, checkpoint.kept_nbytes, max_bytes):
-                yield WeightBucket([(name, checkpoint.kept[name][...]) for name in names])
+    if not _has_weights(directory):
+        return
+    with HfCheckpoint(directory) as checkpoint:
+        for names in in_files(sorted(checkpoint.kept), checkpoint.kept_nbytes, max_bytes):
+            yield WeightBucket([(name, checkpoint.kept[name][...]) for name in names])
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))

@@ -118,7 +118,7 @@ def _read(path: Path) -> DictConfig:
 
 
 def _not_too_deep(text: str) -> str:
-    """Return the text. libyaml's composer recurses without a limit of its own: 100,000 brackets overflow the stack."""
+    """Return the text, or raise ``ValueError`` if it is nested so deep that libyaml could overflow the stack."""
     depth = 0
     for event in yaml.parse(text, yaml.CSafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

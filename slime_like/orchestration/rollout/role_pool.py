@@ -123,7 +123,7 @@ class RolePool:
                 self._changed.wait(timeout_s)
             if not (scored := self._with(self)) and self._end is not None:
                 raise self._end
-            self._tasks = [task for task in tasks if task not in scored]
+            self._tasks = [task for task in tasks if task.answer is not self]
             return scored
 
     def _with(self, answer: object) -> list[GroupTask]:

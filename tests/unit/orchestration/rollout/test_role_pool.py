@@ -215,17 +215,24 @@ def test_a_worker_whose_restarts_all_fail_ends_the_run(rejects: Rejects) -> None
     pool.close()
 
 
+def waiting(worker: Worker, groups: int) -> Pool:
+    """Return a pool of this worker alone, with groups that it may not score yet."""
+    pool = Pool("reference", request_tokens=16)
+    pool.join(worker)
+    for number in range(groups):
+        pool.submit(group(number))
+    assert pool.scored(0.0) == []
+    return pool
+
+
 def test_groups_scored_before_the_last_worker_died_are_returned(rejects: Rejects) -> None:
     class Mortal(Worker):
         def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:
             self.fails = len(self.requests) == 2
             return super().score(trajectories)
 
-    pool, worker = Pool("reference", request_tokens=16), Mortal("one", False)
-    pool.join(worker)
-    for number in range(4):
-        pool.submit(group(number))
-    assert pool.scored(0.0) == []
+    worker = Mortal("one", False)
+    pool = waiting(worker, groups=4)
     worker.may_work.set()
     assert worker.closed.wait(30)
     check(pool.scored(0.0), range(2))
@@ -236,11 +243,8 @@ def test_groups_scored_before_the_last_worker_died_are_returned(rejects: Rejects
 
 def test_groups_that_are_no_longer_polled_are_not_scored() -> None:
     """Groups of an aborted batch are dropped, whether they wait or a worker has them."""
-    pool, worker = Pool("reference", request_tokens=16), Worker("one", False)
-    pool.join(worker)
-    for number in range(3):
-        pool.submit(group(number))
-    assert pool.scored(0.0) == []
+    worker = Worker("one", False)
+    pool = waiting(worker, groups=3)
     pool.tasks.clear()
     assert pool.scored(0.0) == []
     pool.submit(group(3))
