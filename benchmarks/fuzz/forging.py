@@ -21,17 +21,15 @@ VALUES: list[str] = [
     '"text"', '""', "[]", "{}", "[1, [2]]", '{"a": 1}', "[" * 100_000, '{"a":' * 5_000, "[" * 600 + "]" * 600,
     '"\\ud800"', '"' + "x" * 10_000 + '"',
 ]  # fmt: skip
+_MARK = "\x00value"
+_SIZES = (-1, 0, 1, 3, 2**31, 2**62, 2**70)
+_PATHS = ("", ".", "..", "/etc/passwd", "../state.json", ".metadata", "a\x00b", "x" * 5000, "__0_0.distcp")
 
 
 def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
     """Cut off, overwritten in the middle, or replaced by a few bytes."""
     at, some = draw.randrange(len(content) + 1), draw.randbytes(draw.randrange(1, 9))
     return draw.choice([content[:at], content[:at] + some + content[at + len(some) :], some])
-
-
-_MARK = "\x00value"
-_SIZES = (-1, 0, 1, 3, 2**31, 2**62, 2**70)
-_PATHS = ("", ".", "..", "/etc/passwd", "../state.json", ".metadata", "a\x00b", "x" * 5000, "__0_0.distcp")
 
 
 def damage(path: Path, draw: random.Random) -> None:

@@ -5,7 +5,6 @@ import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -109,12 +108,10 @@ def _make_resumable(sound: Sound, backend: str) -> None:
     lengths = {str(f.relative_to(step)): f.stat().st_size for f in step.rglob("*") if f.is_file()}
     write_state(step, 2, {"data": position, "files": checksums, "lengths": lengths})
     (run_dir / "checkpoints" / "latest").symlink_to(STEP)
-    config: dict[str, Any] = {
+    config = {
         "run_dir": str(run_dir),
         "model": {"path": str(sound.model)},
         "trainer": {"backend": backend},
-    }
-    config |= {
         "steps": 9,
         "data": {"train": [str(sound.rows)], "max_prompt_tokens": 48},
         "rollout": {"max_new_tokens": 8, "engine": "transformers"},
