@@ -24,19 +24,20 @@ def interrupted(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
         await engine.engine.resume()
         return (await task)[0]
 
-    delay_s = _halfway_s(subject)
+    _measure(subject)
     for prompt in _prompts(subject):
-        ended = engine.run(paused("abort", prompt, delay_s))
+        ended = engine.run(paused("abort", prompt, subject.halfway_s))
         if ended.finish_reason != "abort":
-            delay_s /= 2
+            subject.halfway_s /= 2
         elif len(ended.token_ids) < TOKENS:
-            delay_s *= 1.5
+            subject.halfway_s *= 1.5
         else:
             break
     else:
-        raise Refuted(f"no request was aborted halfway in {_ATTEMPTS} attempts, at last after {delay_s:.3f} s")
+        after = f"at last after {subject.halfway_s:.3f} s"
+        raise Refuted(f"no request was aborted halfway in {_ATTEMPTS} attempts, {after}")
     yield prompt, ended
-    whole = engine.run(paused("keep", prompt, delay_s))
+    whole = engine.run(paused("keep", prompt, subject.halfway_s))
     if whole.finish_reason == "abort":
         raise Refuted("a frozen request next to a canceled one was aborted")
     yield prompt, whole
@@ -53,9 +54,9 @@ def updated_amid(subject: Subject, pauses: bool) -> tuple[list[int], Generation,
     """
     engine = subject.engine
 
-    async def scenario(prompt: list[int], delay_s: float) -> Generation:
+    async def scenario(prompt: list[int]) -> Generation:
         task = asyncio.create_task(engine.engine.generate(subject.lasting(prompt)))
-        await asyncio.sleep(delay_s)
+        await asyncio.sleep(subject.halfway_s)
         if pauses:
             await engine.engine.pause("keep")
         await engine.update(subject.others)
@@ -63,10 +64,10 @@ def updated_amid(subject: Subject, pauses: bool) -> tuple[list[int], Generation,
             await engine.engine.resume()
         return (await task)[0]
 
-    delay_s = _halfway_s(subject)
+    _measure(subject)
     for prompt in _prompts(subject):
         version = engine.version
-        generation = engine.run(scenario(prompt, delay_s))
+        generation = engine.run(scenario(prompt))
         subject.swap()
         versions = generation.weight_versions.tolist()
         before = versions.count(version)
@@ -74,7 +75,7 @@ def updated_amid(subject: Subject, pauses: bool) -> tuple[list[int], Generation,
             if versions != [version] * before + [engine.version] * (len(versions) - before):
                 raise Refuted(f"tokens around update {engine.version} have the versions {sorted(set(versions))}")
             return prompt, generation, before
-        delay_s *= 1.5 if before < TOKENS else 0.5
+        subject.halfway_s *= 1.5 if before < TOKENS else 0.5
     raise Refuted("no update came in the middle of a response")
 
 
@@ -82,8 +83,9 @@ def _prompts(subject: Subject) -> Iterator[list[int]]:
     return islice(cycle(subject.prompts), _ATTEMPTS)
 
 
-def _halfway_s(subject: Subject) -> float:
-    """Return half the seconds of a response that nothing interrupts. Every failed attempt corrects them."""
-    started = time.monotonic()
-    subject.engine.run(subject.engine.engine.generate(subject.lasting(subject.prompts[0])))
-    return (time.monotonic() - started) / 2
+def _measure(subject: Subject) -> None:
+    """Measure ``halfway_s`` once, with a response that nothing interrupts."""
+    if not subject.halfway_s:
+        started = time.monotonic()
+        subject.engine.run(subject.engine.engine.generate(subject.lasting(subject.prompts[0])))
+        subject.halfway_s = (time.monotonic() - started) / 2

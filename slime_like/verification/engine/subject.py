@@ -31,6 +31,8 @@ class Subject:
     Attributes:
         others: different weights for the same model.
         routed: the engine records the routes of experts.
+        halfway_s: seconds until the middle of a lasting response, as measured and corrected by every attempt to
+            interrupt one; 0 before.
     """
 
     engine: DrivenEngine
@@ -38,6 +40,7 @@ class Subject:
     others: dict[str, Tensor]
     prompts: Sequence[list[int]]
     routed: bool = False
+    halfway_s: float = 0.0
 
     def gap(self, prompt: list[int], generation: Generation, temperature: float) -> float:
         expected = self.reference.logprobs(prompt, generation.token_ids, temperature)
