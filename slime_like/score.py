@@ -18,7 +18,6 @@ from slime_like.config import RunConfig, TrainerConfig
 from slime_like.data.token_rows import TokenRow, TokenRows
 from slime_like.errors import DataError
 from slime_like.interfaces import Scores
-from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.names import SCORING_SPEED
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
@@ -51,7 +50,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
     Raises:
         SlimeLikeError: in one sentence; all processes have ended, and ``output`` is unchanged.
     """
-    rows = TokenRows(source, ModelDimensions.from_checkpoint(config.model.path), config.trainer)
+    rows = TokenRows(source, config.model.path, config.trainer)
     num_rows = rows.count()
     if not num_rows:
         raise DataError("contains no rows", code="empty-input", who=str(source), remedy="add at least one")

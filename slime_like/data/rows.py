@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,12 @@ class Row:
             problem = f"{key!r} has the id {outside[0]}, but the {owner} has ids 0 to {vocab_size - 1}"
             raise self.fault("unknown-token-id", problem)
         return given
+
+    def require_text(self, ids: Iterable[int], placeholders: frozenset[int]) -> None:
+        """Reject ids that represent images or videos, which would be read as ordinary tokens."""
+        if found := placeholders.intersection(ids):
+            problem = f"has the token {min(found)}, which represents images or videos, but only text is supported"
+            raise self.fault("not-text", problem, "remove the row")
 
 
 class BadRows:

@@ -11,6 +11,7 @@ from slime_like.config import TrainerConfig
 from slime_like.data.rows import Row, read_rows
 from slime_like.data.token_budget import TokenBudget
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.tower import placeholder_ids
 from slime_like.trajectory import UnscoredTrajectory
 
 TokenRow = tuple[str | int, UnscoredTrajectory]
@@ -20,13 +21,14 @@ TokenRow = tuple[str | int, UnscoredTrajectory]
 class TokenRows:
     """Rows of one ``.jsonl`` or ``.parquet`` file. They are read again in every pass and never all held in memory.
 
-    Every sequence must fit the model with these ``dimensions`` and one of ``trainer``'s micro-batches. Iteration and
+    Every sequence must fit the checkpoint ``model`` and one of ``trainer``'s micro-batches, and be text. Iteration and
     ``count`` raise ``DataError`` (``file:line: reason``) at the first bad row.
     """
 
-    def __init__(self, path: Path, dimensions: ModelDimensions, trainer: TrainerConfig) -> None:
+    def __init__(self, path: Path, model: Path, trainer: TrainerConfig) -> None:
         self._path = path
-        self._dimensions = dimensions
+        self._dimensions = ModelDimensions.from_checkpoint(model)
+        self._placeholders = placeholder_ids(model)
         self._budget = TokenBudget(trainer)
 
     def count(self) -> int:
@@ -56,6 +58,7 @@ class TokenRows:
         given = row.token_ids(key, row.values.get(key), self._dimensions.vocab_size, "model")
         if not given:
             raise row.fault("empty-tokens", f"{key!r} is empty, so nothing can be scored", "remove the row")
+        row.require_text(given, self._placeholders)
         return given
 
 

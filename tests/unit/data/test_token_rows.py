@@ -10,7 +10,6 @@ import torch
 from slime_like.config import TrainerConfig
 from slime_like.data.token_rows import TokenRows
 from slime_like.errors import DataError
-from slime_like.models.dimensions import ModelDimensions
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 
@@ -21,7 +20,7 @@ def rows_of(directory: Path, *rows: Any, context: int = 1, budget: int = 16) -> 
     write_checkpoint(directory / "model", vocab_size=8, max_position_embeddings=64)
     (directory / "rows.jsonl").write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
     trainer = TrainerConfig(target_tokens_per_batch=budget, parallel={"context": context})  # type: ignore[arg-type]
-    return TokenRows(directory / "rows.jsonl", ModelDimensions.from_checkpoint(directory / "model"), trainer)
+    return TokenRows(directory / "rows.jsonl", directory / "model", trainer)
 
 
 def test_rows_are_read(tmp_path: Path) -> None:
@@ -69,3 +68,14 @@ def test_padding_for_context_parallelism_counts(tmp_path: Path, rejects: Rejects
     assert rows_of(tmp_path, SOUND, context=8).count() == 1
     with rejects(DataError, "over-token-budget"):
         rows_of(tmp_path, {**SOUND, "response_tokens": [1] * 15}, context=8, budget=17).count()
+
+
+def test_a_row_has_no_placeholders_of_images(tmp_path: Path, rejects: Rejects) -> None:
+    """Without a tower, the same ids are ordinary tokens."""
+    assert rows_of(tmp_path, SOUND).count() == 1
+    config = tmp_path / "model" / "config.json"
+    language = json.loads(config.read_text()) | {"model_type": "qwen3_vl_text"}
+    tower = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "text_config": language}
+    config.write_text(json.dumps(tower | {"image_token_id": 7}))
+    with rejects(DataError, "not-text"):
+        TokenRows(tmp_path / "rows.jsonl", tmp_path / "model", TrainerConfig(target_tokens_per_batch=16)).count()
