@@ -13,6 +13,9 @@ TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 say() { printf '[slime-like] %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
+# A terminal shows pip's own progress. A log would fill with it.
+pip_install() { if [ -t 2 ]; then "$VENV/bin/pip" install "$@" >&2; else "$VENV/bin/pip" install -qq "$@"; fi; }
+
 # Prints the comment at the top of a script if its arguments ask for help.
 answer_help() { # $1: script, and its arguments
     case " ${*:2} " in
@@ -47,14 +50,14 @@ install_torch() {
         "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' 2>/dev/null || true)
     if [ "${version%+cpu}" != "$version" ]; then
         say "installing torch $version"
-        "$VENV/bin/pip" install -qq --no-deps "torch==$version" || die "torch $version could not be installed; the output above says why"
+        pip_install --no-deps "torch==$version" || die "torch $version could not be installed; the output above says why"
     elif [ "$PYTHON_GIVEN" = 1 ]; then
         say "pip offers no CPU build of $pin for this Python; installing the CUDA build with its libraries, 5 GB"
-        "$VENV/bin/pip" install -qq --constraint <(grep -v '^triton==' "$REPO/constraints.txt") "$pin" ||
+        pip_install --constraint <(grep -v '^triton==' "$REPO/constraints.txt") "$pin" ||
             die "$pin could not be installed; the output above says why"
     else
         say "pip offers no CPU build of $pin; taking it from $TORCH_CPU_INDEX"
-        "$VENV/bin/pip" install -qq --no-deps --index-url "$TORCH_CPU_INDEX" "$pin+cpu" ||
+        pip_install --no-deps --index-url "$TORCH_CPU_INDEX" "$pin+cpu" ||
             die "no CPU build of $pin could be installed from $TORCH_CPU_INDEX; check the network, or install a '+cpu' wheel of it into $VENV by hand and start again"
     fi
     refuse_cuda_torch
@@ -87,7 +90,7 @@ install_locked() { # $1: runtime | dev | bench | tasks
         printf '%s %s\n' "${pin%%#*}" "$(grep -- "^${pin%%[ ;]*} " "$REPO/scripts/hashes.txt" | cut -d' ' -f2-)"
     done <"$list" >"$list.hashed"
     mv "$list.hashed" "$list"
-    "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --require-hashes --requirement "$list" || die "installing the $1 packages failed; the output above says which"
+    pip_install --no-deps --no-build-isolation --require-hashes --requirement "$list" || die "installing the $1 packages failed; the output above says which"
     rm -f "$list"
 }
 
@@ -155,7 +158,7 @@ install_environment() { # $1: runtime (default) | dev | bench | tasks
         install_locked runtime
         refuse_cuda_torch
         say "installing slime-like"
-        "$VENV/bin/pip" install -qq --no-deps --no-build-isolation --editable "$REPO"
+        pip_install --no-deps --no-build-isolation --editable "$REPO"
     fi
     environment_key >"$VENV/.slime-like-$want"
     say "the $want environment is ready"
