@@ -200,7 +200,7 @@ def _workings(plan: Plan) -> Iterator[str]:
     if plan.step is not None:
         yield (
             f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, "
-            f"{work.micro_batches} micro-batches per replica and update"
+            f"{counted(work.micro_batches, 'micro-batch')} per replica and update"
         )
         if config.rollout.agent.is_set and not config.supervised:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"

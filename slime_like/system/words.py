@@ -4,8 +4,9 @@ from pathlib import Path
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number with its noun: "1 rank", "2 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Return the number with its noun: "1 rank", "2 ranks", "2 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def from_here(path: Path) -> str:
