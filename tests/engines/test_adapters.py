@@ -86,7 +86,11 @@ def with_factors(config: RunConfig, **lora: Any) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"lora": settings})})
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+KINDS: list[Any] = ["vllm", "transformers"]
+KINDS.append(pytest.param("sglang", marks=pytest.mark.acceptance))  # a run with it: tests/end_to_end/test_lora.py
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prompts: list[list[int]]
 ) -> Iterator[Subject]:

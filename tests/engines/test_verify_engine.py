@@ -36,11 +36,12 @@ ROOT = Path(__file__).parents[2]
 
 ON_CUDA = torch.cuda.is_available()
 FLOAT32 = pytest.param("float32", marks=pytest.mark.skipif(ON_CUDA, reason="engines support only bfloat16 there"))
+BFLOAT16 = pytest.param("bfloat16", marks=[] if ON_CUDA else pytest.mark.acceptance)
 CLOSE = {"float32": 2e-5, "bfloat16": 0.055}
 """Upper bound on the gaps of a sound engine in these tests."""
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, "bfloat16"])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_a_sound_engine_satisfies_every_claim(dtype: Any, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
     config = run_config(tmp_path / "model", tmp_path / "run", engine="transformers", dtype=dtype)
@@ -64,7 +65,7 @@ def test_installed_engines_satisfy_every_claim(engine: str, model: str) -> None:
     assert ended.stdout.count("\nholds ") + ended.stdout.startswith("holds ") == len(claims.CLAIMS)
 
 
-@pytest.fixture(scope="module", params=[FLOAT32, "bfloat16"])
+@pytest.fixture(scope="module", params=[FLOAT32, BFLOAT16])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     root = tmp_path_factory.mktemp("subject")
     make_tiny_model(root, num_hidden_layers=1, num_key_value_heads=4)

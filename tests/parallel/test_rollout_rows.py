@@ -84,11 +84,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {has: save_checkpoint(name, tmp_path_factory.mktemp(name), layers=2) for has, name in families.items()}
 
 
-_IN_ACCEPTANCE = "experts-tp2-sp-ep2"
+_IN_ACCEPTANCE = ("experts-tp2-sp-ep2", "experts-fsdp-dp2", "cp2-allgather", "dp2-distributed")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.acceptance] if name == _IN_ACCEPTANCE else []) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.acceptance] if name in _IN_ACCEPTANCE else []) for name in CASES]
 )
 def test_rows_train_like_whole_rollouts(name: str, models: dict[bool, Path], tmp_path: Path) -> None:
     backend, layout, reduction = CASES[name]
