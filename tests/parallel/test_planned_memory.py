@@ -71,7 +71,8 @@ def test_ranks_take_the_planned_memory(
         model = qwen3 if "pipeline" in layout.get("parallel", {}) else small
         configs[name] = planned_config(backend, model, tmp_path, **layout)
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
-    taken = run_each(measure_rank, world_size, tmp_path / "ranks", [(config,) for config in selected.values()])
+    tasks = [(config,) for config in selected.values()]
+    taken = run_each(measure_rank, world_size, tmp_path / "ranks", tasks, timeout_s=480.0)  # many layouts in one fork
     for module in (packed_attention, prefixes, ring):
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     planner, far = load_backend(backend).planner(), []
