@@ -93,8 +93,7 @@ class RowEncoder:
     def encode(self, row: Row) -> EncodedRow:
         key = self._config.messages_key if self._need_response else None
         encoded = self._encode_prompt(row) if key is None else self._encode_conversation(row, key)
-        if self._placeholders:
-            row.require_text(chain(encoded.input.token_ids, encoded.response_tokens or ()), self._placeholders)
+        row.require_text(chain(encoded.input.token_ids, encoded.response_tokens or ()), self._placeholders)
         return encoded
 
     def _encode_prompt(self, row: Row) -> EncodedRow:

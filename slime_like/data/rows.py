@@ -47,7 +47,7 @@ class Row:
 
     def require_text(self, ids: Iterable[int], placeholders: frozenset[int]) -> None:
         """Reject ids that represent images or videos, which would be read as ordinary tokens."""
-        if found := placeholders.intersection(ids):
+        if placeholders and (found := placeholders.intersection(ids)):
             problem = f"has the token {min(found)}, which represents images or videos, but only text is supported"
             raise self.fault("not-text", problem, "remove the row")
 
