@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Tiny
+from tests.support.acceptance import some_in_acceptance
 from tests.support.gap_faults import CASES, install, make_run
 from tests.support.processes import succeed
 
@@ -14,7 +15,7 @@ QUICK = ("reversed tensor",)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.acceptance]) for name in CASES],
+    some_in_acceptance(CASES, lambda name: name not in QUICK),
 )
 def test_the_cause_is_named(
     name: str, tiny: Tiny, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

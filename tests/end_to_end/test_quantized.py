@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from slime_like.data.dump import dump_path, load_trajectories
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
+from tests.support.acceptance import some_in_acceptance
 from tests.support.shared_cluster import train_together
 from tests.unit.weights.test_quantization import defined
 
@@ -22,9 +23,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.acceptance] if case != "megatron" else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", some_in_acceptance(CASES, lambda case: case != "megatron"))
 def test_a_run_and_its_resumption(tiny: Tiny, tmp_path: Path, case: str) -> None:
     run_dir, rollouts = tmp_path / "run", tmp_path / "rollouts"
     flags = tiny.rl_flags(run_dir, *FLAGS, *CASES[case], "--debug.save_rollouts", str(rollouts))

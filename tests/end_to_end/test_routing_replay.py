@@ -8,6 +8,7 @@ from slime_like.data.ledger import audit_run
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
+from tests.support.acceptance import some_in_acceptance
 from tests.support.shared_cluster import train_together
 
 EP2 = ["--trainer.parallel.data", "2", "--trainer.parallel.expert", "2"]
@@ -22,9 +23,7 @@ QUICK = "transformers-qwen3_moe-pp2"
 STEPS = 4
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == QUICK else [pytest.mark.acceptance]) for case in CASES]
-)
+@pytest.mark.parametrize("case", some_in_acceptance(CASES, lambda case: case != QUICK))
 def test_a_run_with_the_engines_routes_and_its_resumption(tiny: Tiny, tmp_path: Path, case: str) -> None:
     """In float32, logprobs of trainer and engine then differ by rounding only, in every step before and after."""
     engine, family, _ = case.split("-")

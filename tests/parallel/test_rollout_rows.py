@@ -20,6 +20,7 @@ from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_gradients, optimizer_steps, running
 from tests.parallel.test_streaming import train_windows
 from tests.parallel.tiny import save_checkpoint, scored_sequences
+from tests.support.acceptance import some_in_acceptance
 from tests.support.rollout_rows import batcher_of, cut_into_rows, random_cuts
 
 BUDGET, SHARED_BUDGET = 48, 28
@@ -87,9 +88,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 _IN_ACCEPTANCE = ("experts-tp2-sp-ep2", "experts-fsdp-dp2", "cp2-allgather", "dp2-distributed")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.acceptance] if name in _IN_ACCEPTANCE else []) for name in CASES]
-)
+@pytest.mark.parametrize("name", some_in_acceptance(CASES, _IN_ACCEPTANCE.__contains__))
 def test_rows_train_like_whole_rollouts(name: str, models: dict[bool, Path], tmp_path: Path) -> None:
     backend, layout, reduction = CASES[name]
     model = models[name.startswith("experts")]

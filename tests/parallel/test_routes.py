@@ -23,6 +23,7 @@ from tests.parallel.routes import (
     routed_case,
     routed_rank,
 )
+from tests.support.acceptance import some_in_acceptance
 
 LAYOUTS = {
     "alone": ("single", "recompute", "fsdp", "fsdp-recompute"),
@@ -34,10 +35,7 @@ FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 ROUTED = [(family, kind) for family in FAMILIES for kind in ("alone", "pairs", "sharing")][:-1]
 """gpt-oss is trained by FSDP only, and its windows exclude shared prefixes."""
 IN_ACCEPTANCE = (("deepseek_v3", "pairs"), ("deepseek_v3", "sharing"))
-each_routed = pytest.mark.parametrize(
-    ("family", "kind"),
-    [pytest.param(*case, marks=[pytest.mark.acceptance] if case in IN_ACCEPTANCE else []) for case in ROUTED],
-)
+each_routed = pytest.mark.parametrize(("family", "kind"), some_in_acceptance(ROUTED, IN_ACCEPTANCE.__contains__))
 
 
 @pytest.fixture(scope="module")
