@@ -64,7 +64,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-etp2": {"tensor": 2, "sequence": True},
     "pp2-ep4-interleaved": {"pipeline": 2, "virtual_pipeline": 2, "data": 4, "expert": 4},
 }
-IN_ACCEPTANCE = ("tp2", "pp2", "tp2-dp2", "ep2", "tp2-ep2")
+IN_ACCEPTANCE = ("tp2", "pp2", "tp2-dp2", "ep2", "tp2-ep2", "pp2-ep4-interleaved")
 """Each of their axes is in another layout, too."""
 
 

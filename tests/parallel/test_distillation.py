@@ -22,12 +22,13 @@ from tests.parallel import taken
 from tests.parallel.distilled import DistillingReference, distilled_case, distilled_config, save_teacher
 from tests.parallel.layouts import layout_of
 from tests.parallel.parity import LOSS_BOUND, MASKED, PACKS, STEPS, Case, check_everything, parity_config
-from tests.parallel.ranks import run_by_size, run_each
+from tests.parallel.ranks import run_by_size, run_each, selected
 from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
 from tests.parallel.steps import RankResult, running, train_rank
 from tests.parallel.test_fsdp_parity import check_case
 from tests.parallel.test_planned_memory import NEAR
 from tests.parallel.tiny import VOCAB, save_checkpoint, scored_sequences
+from tests.support.acceptance import some_in_acceptance
 from tests.support.rollout_rows import batcher_of
 
 LAYOUTS = (
@@ -35,6 +36,7 @@ LAYOUTS = (
     *("fsdp", "fsdp-dp2-cp2", "fsdp-tree", "two-tp2", "two-fsdp-dp2"),
 )
 """Those that begin with "two" have two teachers, the second of another width."""
+IN_ACCEPTANCE = ("dp2-distributed-overlap", "fsdp", "fsdp-tree", "two-fsdp-dp2")
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +53,18 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def results(case_of: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankResult]]:
+def results(
+    request: pytest.FixtureRequest, case_of: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[RankResult]]:
     directory, tasks = tmp_path_factory.mktemp("ranks"), {}
-    for name in LAYOUTS:
+    for (name,) in selected(request, "test_layout_computes_the_reference"):
         case, teachers, _ = case_of(name)
         config = distilled_config(case, teachers, directory, layout_of(name.removeprefix("two-")))
         tasks[name] = (config, case.packs(), case.denominator, STEPS)
     return run_by_size(train_rank, directory, tasks)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_in_acceptance(LAYOUTS, IN_ACCEPTANCE.__contains__))
 def test_layout_computes_the_reference(layout: str, case_of: Any, results: dict[str, list[RankResult]]) -> None:
     case, _, kls = case_of(layout)
     check_kls(kls, results[layout])
@@ -87,7 +91,7 @@ def _measure(placement: RankPlacement, config: RunConfig, width: int) -> taken.T
     return taken.measure_rank(placement, config)
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("backend", some_in_acceptance(["megatron", "fsdp"], lambda backend: backend == "fsdp"))
 def test_ranks_take_the_planned_memory(
     backend: str, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,9 +29,10 @@ from tests.parallel.lora import (
     packs_of_rank,
 )
 from tests.parallel.parity import STEPS, Settings
-from tests.parallel.ranks import run_each
+from tests.parallel.ranks import run_each, selected
 from tests.parallel.steps import exported_from, exported_gradients, optimizer_steps, running, same_bits, train_windows
 from tests.parallel.test_checkpoint import step_of_four, two_seeded_steps
+from tests.support.acceptance import some_in_acceptance
 
 ALL: tuple[tuple[str, Any], ...] = ()
 SOME = (("rank", 3), ("targets", "q_proj,gate_proj,down_proj"))
@@ -51,6 +52,7 @@ CASES: dict[str, tuple[str, tuple[tuple[str, Any], ...], Settings]] = {
     "dp2-bfloat16": ("qwen3_moe", SOME, {"data": 2, "dtype": "bfloat16"}),
     "dp2-sharded-gradients": ("qwen3", SOME, {"data": 2, "fsdp": {"accumulate": "sharded"}}),
 }
+IN_ACCEPTANCE = ("single", "dp2-moe", "dp2-offload", "dp2-kept-weights")
 
 
 def fsdp_lora_config(
@@ -124,13 +126,14 @@ def lora_cases(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def results(lora_cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(request: pytest.FixtureRequest, lora_cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that gives a case's results of all ranks."""
 
     @cache
     def run(world: int) -> dict[str, list[LoraResult]]:
         directory, tasks = tmp_path_factory.mktemp(f"world{world}"), {}
-        for name, (family, settings, layout) in CASES.items():
+        for (name,) in selected(request, "test_factors_compute_the_reference"):
+            family, settings, layout = CASES[name]
             case = lora_cases(family, settings)
             dtype, layout = layout.get("dtype", "float32"), {k: v for k, v in layout.items() if k != "dtype"}
             config = fsdp_lora_config(case, directory, layout, dtype)
@@ -142,7 +145,7 @@ def results(lora_cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return lambda name: run(1 if name.startswith("single") else 2)[name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_in_acceptance(CASES, IN_ACCEPTANCE.__contains__))
 def test_factors_compute_the_reference(name: str, lora_cases: Any, results: Any) -> None:
     case, found = lora_cases(*CASES[name][:2]), results(name)
     if "bfloat16" in name:

@@ -35,6 +35,7 @@ from tests.parallel.ranks import run_by_size, run_ranks, selected
 from tests.parallel.reference import Reference
 from tests.parallel.steps import assert_close
 from tests.parallel.tiny import save_checkpoint
+from tests.support.acceptance import some_in_acceptance
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
 
@@ -54,6 +55,25 @@ SOME = (("targets", "q_proj,v_proj,up_proj"),)
 OF_RANK_3 = (("rank", 3), ("targets", "gate_proj,down_proj,k_proj"))
 
 
+CASES = [
+    *(("qwen3", layout, ALL) for layout in ("tp2-sp", "cp2", "dp2-distributed-overlap", "recompute-offload")),
+    ("llama", "tp2-sp-pp2-vpp2-recompute", ALL),
+    ("qwen3_moe", "tp2-sp-ep2", ALL),
+    ("deepseek_v3", "tp2-sp", ALL),
+    ("qwen3_5_moe_text", "tp2-sp", ALL),
+    ("qwen3_moe", "tp2-sp", OF_RANK_3),
+]
+IN_ACCEPTANCE = [
+    *(("qwen3", layout, ALL) for layout in ("tp2", "tp4", "pp2-vpp2")),
+    ("qwen2", "pp2-recompute", ALL),
+    *(("qwen3_moe", layout, ALL) for layout in ("tp2-sp", "cp2-ep2-distributed-overlap")),
+    ("gemma3", "tp2-sp", ALL),
+    ("deepseek_v3_direct", "pp2-dp2-ep2", ALL),
+    *((family, "tp2-sp-ep2", ALL) for family in ("glm4_moe", "qwen3_next")),
+    ("qwen3", "tp2-sp", SOME),
+]
+
+
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, lora_cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run all selected layouts; return every rank's results by family, layout and settings."""
@@ -65,29 +85,7 @@ def results(request: pytest.FixtureRequest, lora_cases: Any, tmp_path_factory: p
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "settings"),
-    [
-        ("qwen3", "tp2-sp", ALL),
-        ("qwen3", "tp4", ALL),
-        ("qwen3", "pp2-vpp2", ALL),
-        ("qwen3", "cp2", ALL),
-        ("qwen3", "dp2-distributed-overlap", ALL),
-        ("qwen3", "recompute-offload", ALL),
-        ("llama", "tp2-sp-pp2-vpp2-recompute", ALL),
-        ("qwen3_moe", "tp2-sp-ep2", ALL),
-        ("qwen3_moe", "cp2-ep2-distributed-overlap", ALL),
-        ("deepseek_v3", "tp2-sp", ALL),
-        ("deepseek_v3_direct", "pp2-dp2-ep2", ALL),
-        ("qwen3_5_moe_text", "tp2-sp", ALL),
-        ("qwen3", "tp2-sp", SOME),
-        ("qwen3_moe", "tp2-sp", OF_RANK_3),
-        pytest.param("qwen3", "tp2", ALL, marks=pytest.mark.acceptance),
-        pytest.param("qwen2", "pp2-recompute", ALL, marks=pytest.mark.acceptance),
-        pytest.param("qwen3_moe", "tp2-sp", ALL, marks=pytest.mark.acceptance),
-        pytest.param("gemma3", "tp2-sp", ALL, marks=pytest.mark.acceptance),
-        pytest.param("glm4_moe", "tp2-sp-ep2", ALL, marks=pytest.mark.acceptance),
-        pytest.param("qwen3_next", "tp2-sp-ep2", ALL, marks=pytest.mark.acceptance),
-    ],
+    ("family", "layout", "settings"), some_in_acceptance(CASES + IN_ACCEPTANCE, IN_ACCEPTANCE.__contains__)
 )
 def test_layout_computes_the_reference(
     family: str, layout: str, settings: tuple[tuple[str, Any], ...], lora_cases: Any, results: Any

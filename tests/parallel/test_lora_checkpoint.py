@@ -21,10 +21,11 @@ from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.interfaces.conversion import ConversionOptions
 from slime_like.weights.adapter import factor_names
 from tests.parallel.layouts import layout_of
-from tests.parallel.ranks import run_by_size, run_ranks
+from tests.parallel.ranks import run_by_size, run_ranks, selected
 from tests.parallel.steps import assert_close, exported_from, running, same_bits
 from tests.parallel.test_checkpoint import RankRecord, load_and_continue, merged_records, record_of, two_seeded_steps
 from tests.parallel.tiny import save_checkpoint, tiny_config
+from tests.support.acceptance import some_in_acceptance
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
 
@@ -92,18 +93,25 @@ CONTINUED = [
     ("qwen3_moe", "fsdp-dp2", "fsdp-dp2"),
 ]
 """Families, and layouts that write and read."""
+IN_ACCEPTANCE = [
+    ("qwen3", "tp2-sp-dp2-distributed", "single-distributed"),
+    ("qwen3", "tp2", "single"),
+    ("qwen3_moe", "dp2-ep2-distributed", "single-distributed"),
+]
 
 
 @pytest.fixture(scope="module")
-def loaded(saved_by: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[RankRecord]]:
+def loaded(
+    request: pytest.FixtureRequest, saved_by: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, list[RankRecord]]:
     root, tasks = tmp_path_factory.mktemp("loads"), {}
-    for family, wrote, reads in CONTINUED:
+    for family, wrote, reads in selected(request, "test_every_layout_continues"):
         saved = saved_by(family, wrote)
         tasks[family, wrote, reads] = _config(saved.model, root, reads), saved.directory
     return run_by_size(_load, root, tasks)
 
 
-@pytest.mark.parametrize(("family", "wrote", "reads"), CONTINUED)
+@pytest.mark.parametrize(("family", "wrote", "reads"), some_in_acceptance(CONTINUED, IN_ACCEPTANCE.__contains__))
 def test_every_layout_continues(family: str, wrote: str, reads: str, saved_by: Any, loaded: Any) -> None:
     saved, found = saved_by(family, wrote), loaded[family, wrote, reads]
     same_bits(merged_records(found, "at_checkpoint"), saved.factors)

@@ -115,11 +115,13 @@ def _caught(placement: RankPlacement, config: RunConfig) -> bool:
 
 
 LOCAL = [("megatron", "ring"), ("fsdp", "auto")]
-SHARED = [("megatron", name) for name in ("ring", "allgather", "ring_flash_attn")]
-SHARED += [("fsdp", name) for name in ("auto", "ring_flash_attn")]
+SHARED = [("megatron", "ring_flash_attn"), ("fsdp", "auto")]
+MORE = [("megatron", "ring"), ("megatron", "allgather"), ("fsdp", "ring_flash_attn")]
 
 
-@pytest.mark.parametrize(("context", "kinds"), [(1, LOCAL), (2, SHARED)])
+@pytest.mark.parametrize(
+    ("context", "kinds"), [(1, LOCAL), (2, SHARED), pytest.param(2, MORE, marks=pytest.mark.acceptance)]
+)
 def test_the_host_never_waits(context: int, kinds: list[tuple[str, str]], qwen3: Path, tmp_path: Path) -> None:
     layout = {"context": context}
     tasks = [(_config(qwen3, tmp_path, backend, layout, attention),) for backend, attention in kinds]

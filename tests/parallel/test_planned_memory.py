@@ -19,6 +19,7 @@ from slime_like.planning.hardware import Hardware
 from tests.parallel.ranks import run_each
 from tests.parallel.taken import compared, measure_rank, planned_config
 from tests.parallel.tiny import save_checkpoint
+from tests.support.acceptance import some_in_acceptance
 
 MEGATRON: dict[str, dict[str, Any]] = {
     "single": {"dtype": "float32"},
@@ -57,17 +58,33 @@ FSDP: dict[str, dict[str, Any]] = {
     "factors": {"lora": {"rank": 16}},
     "factors, dp2, one layer recomputed": {"lora": {"rank": 16}, "parallel": {"data": 2}, "recompute": 1},
 }
+QUICK = {
+    "megatron": (
+        *("full recompute", "one layer recomputed", "tp2-sp", "cp2", "pp2 interleaved, one layer recomputed"),
+        *("shared prompts, cp2", "factors", "factors, pp2"),
+    ),
+    "fsdp": (
+        "truncated",
+        "one layer recomputed",
+        "dp2, sums of every micro-batch",
+        "cp2",
+        "factors, dp2, one layer recomputed",
+    ),
+}
 NEAR = 0.1
 
 
+@pytest.mark.parametrize("quick", some_in_acceptance([True, False], lambda quick: not quick))
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_ranks_take_the_planned_memory(
-    backend: str, world_size: int, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, world_size: int, quick: bool, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layouts = {"megatron": MEGATRON, "fsdp": FSDP}[backend]
     small, configs = save_checkpoint("qwen3", tmp_path / "small", layers=2), {}
     for name, layout in layouts.items():
+        if (name in QUICK[backend]) != quick:
+            continue
         model = qwen3 if "pipeline" in layout.get("parallel", {}) else small
         configs[name] = planned_config(backend, model, tmp_path, **layout)
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}

@@ -85,7 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {has: save_checkpoint(name, tmp_path_factory.mktemp(name), layers=2) for has, name in families.items()}
 
 
-_IN_ACCEPTANCE = ("experts-tp2-sp-ep2", "experts-fsdp-dp2", "cp2-allgather", "dp2-distributed")
+_IN_ACCEPTANCE = ("tp2-sp", "experts-tp2-sp-ep2", "experts-fsdp-dp2", "cp2-allgather", "dp2-distributed")
 
 
 @pytest.mark.parametrize("name", some_in_acceptance(CASES, _IN_ACCEPTANCE.__contains__))

@@ -21,9 +21,10 @@ from tests.parallel.parity import (
     check_tensors,
     layers_of,
 )
-from tests.parallel.ranks import run_by_size, run_ranks
+from tests.parallel.ranks import run_by_size, run_ranks, selected
 from tests.parallel.steps import RankResult, by_stage, scored_packs
 from tests.parallel.values import CLIP, train_critic, value_case, value_config
+from tests.support.acceptance import some_in_acceptance
 
 LAYOUTS: dict[str, tuple[str, Settings]] = {
     "tp2-sp": ("qwen3", {"tensor": 2, "sequence": True}),
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, tuple[str, Settings]] = {
     "fsdp": ("qwen2", {"backend": "fsdp"}),
     "fsdp-dp2-cp2": ("qwen3_moe", {"backend": "fsdp", "data": 2, "context": 2}),
 }
+IN_ACCEPTANCE = ("pp2-tied", "dp2", "fsdp")
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +46,19 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def results(case_of: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankResult]]:
+def results(
+    request: pytest.FixtureRequest, case_of: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[RankResult]]:
     directory, tasks = tmp_path_factory.mktemp("ranks"), {}
-    for name, (family, settings) in LAYOUTS.items():
+    for (name,) in selected(request, "test_layout_computes_the_reference"):
+        family, settings = LAYOUTS[name]
         case = case_of(family, layers_of(settings))
         config = value_config(case.checkpoint, directory, settings, **case.algorithm)
         tasks[name] = (config, case.packs(), case.denominator, STEPS)
     return run_by_size(train_critic, directory, tasks)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_in_acceptance(LAYOUTS, IN_ACCEPTANCE.__contains__))
 def test_layout_computes_the_reference(layout: str, case_of: Any, results: dict[str, list[RankResult]]) -> None:
     family, settings = LAYOUTS[layout]
     case = case_of(family, layers_of(settings))
