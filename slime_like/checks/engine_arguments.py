@@ -4,6 +4,7 @@ import ast
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import cache
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
@@ -175,6 +176,11 @@ def _vllm_arguments() -> Collection[str] | None:
     """Read vLLM's arguments from its source, because its import takes seconds; ``None`` if it is not installed."""
     if (spec := find_spec("vllm")) is None or spec.origin is None:
         return None
-    source = Path(spec.origin).with_name("engine").joinpath("arg_utils.py").read_text(encoding="utf-8")
-    parts = [part for node in ast.parse(source).body if isinstance(node, ast.ClassDef) for part in node.body]
-    return {ast.unparse(part.target) for part in parts if isinstance(part, ast.AnnAssign)}
+    return _fields_in(Path(spec.origin).with_name("engine") / "arg_utils.py")
+
+
+@cache
+def _fields_in(source: Path) -> Collection[str]:
+    """Return the names of all annotated fields of the classes in a source file."""
+    classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return {ast.unparse(part.target) for one in classes for part in one.body if isinstance(part, ast.AnnAssign)}

@@ -149,7 +149,7 @@ def _spelled_out(parts: Sequence[DictConfig]) -> list[DictConfig]:
 def _merged(parts: Sequence[DictConfig], path: Path | None) -> tuple[dict[str, Any], list[str]]:
     """Return plain values, interpolations resolved, and the names of the fields that are still ``???``."""
     try:
-        merged = OmegaConf.merge(*parts)
+        merged = OmegaConf.unsafe_merge(*parts)  # the parts are not used again
         plain: Any = OmegaConf.to_container(merged, resolve=True)
         return plain, sorted(OmegaConf.missing_keys(merged))
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a list instead of a mapping
