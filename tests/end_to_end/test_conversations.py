@@ -62,6 +62,7 @@ def imitator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.acceptance
 def test_the_reward_of_conversations_rises(imitator: Path, tmp_path: Path) -> None:
     """The engine is in another interpreter and dies. Its groups start again, and none is lost."""
     run_dir = tmp_path / "run"

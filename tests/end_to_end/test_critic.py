@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import metrics_of
+from tests.support.acceptance import some_in_acceptance
 from tests.support.shared_cluster import train_together
 
 PPO = ["--algorithm.advantage", "{name: gae, lam: 0.9}", "--critic.optimizer.lr", "1e-2", "--evaluation.files", "[]"]
@@ -17,7 +18,7 @@ CASES: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_in_acceptance(CASES, lambda case: case == "separate"))
 def test_a_run_trains_both_models_and_resumes(tiny: Tiny, tmp_path: Path, case: str) -> None:
     """The first step leaves the policy as it is. A resumed run continues bit by bit."""
     flags = [*PPO, *CASES[case], "--checkpoint.every", "2", "--checkpoint.keep", "9"]

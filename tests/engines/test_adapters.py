@@ -86,8 +86,7 @@ def with_factors(config: RunConfig, **lora: Any) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"lora": settings})})
 
 
-KINDS: list[Any] = ["vllm", "transformers"]
-KINDS.append(pytest.param("sglang", marks=pytest.mark.acceptance))  # a run with it: tests/end_to_end/test_lora.py
+KINDS: list[Any] = ["vllm", "transformers", pytest.param("sglang", marks=pytest.mark.acceptance)]
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -29,7 +29,7 @@ KINDS: list[Any] = [
     pytest.param(("transformers", "qwen3_moe", {}), id="transformers"),
     pytest.param(("transformers", "deepseek_v3", {}), id="transformers-latent"),
     pytest.param(("sglang", "qwen3_moe", {}), id="sglang"),
-    pytest.param(("vllm", "qwen3_moe", BLOCKS), id="vllm"),
+    pytest.param(("vllm", "qwen3_moe", BLOCKS), id="vllm", marks=pytest.mark.acceptance),
     pytest.param(("sglang", "qwen3_moe", {"tensor": 2}), id="sglang-2", marks=pytest.mark.acceptance),
     pytest.param(("vllm", "qwen3_moe", {"tensor": 2, **BLOCKS}), id="vllm-2", marks=pytest.mark.acceptance),
 ]

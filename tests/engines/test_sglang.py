@@ -71,11 +71,13 @@ def shown(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[
     return [*(root / "shown").read_text().splitlines(), str(raised.value)]
 
 
+@pytest.mark.acceptance
 def test_failed_starts(shown: list[str]) -> None:
     assert "no_such_argument: SGLang has no such argument" in shown[1]
     assert re.search("did not start: AssertionError: .*is zero", shown[2]) and len(shown) == 3
 
 
+@pytest.mark.acceptance
 def test_stand_ins(shown: list[str]) -> None:
     missing = "sgl_kernel.flash_attn.flash_attn_varlen_func: the engine needs sgl_kernel on this machine"
     assert missing in shown[0]

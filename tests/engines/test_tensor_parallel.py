@@ -20,6 +20,7 @@ from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, process_ids
 from slime_like.weights.transports.leftovers import SHARED_MEMORY
 from tests.engines.harness import EngineUnderTest, check_logprobs, run_config, started, tiny_pair
+from tests.support.acceptance import some_in_acceptance
 
 PROMPTS = [[*range(3, 13)], [*range(200, 245)], [7]]
 
@@ -75,7 +76,7 @@ def files_of_sglang(process_ids: Iterable[int]) -> set[Path]:
     return {path for path in shared | scratch if path.exists()}
 
 
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("kind", some_in_acceptance(["sglang", "vllm"], lambda kind: kind == "sglang"))
 def test_two_ranks_serve_and_end_with_their_owner(kind: str, tmp_path: Path) -> None:
     """The owner is killed with its children and process group, as Ray does, so it cannot clean up."""
     log = tmp_path / "owner.log"
