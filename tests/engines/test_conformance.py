@@ -24,8 +24,9 @@ from slime_like.verification.engine.claims import CLAIMS, Claim, truncated_sampl
 from slime_like.verification.engine.reference import Reference
 from slime_like.verification.engine.subject import Subject
 from slime_like.weights.transport import TransportSettings
-from tests.engines.conftest import EOS_IDS
+from tests.engines.conftest import ENGINES, EOS_IDS
 from tests.engines.harness import PRECISION, EngineUnderTest, check_gaps, check_logprobs, run_config, same_ids
+from tests.support.acceptance import some_in_acceptance
 from tests.support.rejections import Rejects
 
 TOKENIZER = byte_tokenizer()
@@ -405,7 +406,7 @@ def actor_of(
     return make
 
 
-@pytest.mark.parametrize("kind", TALKS)
+@pytest.mark.parametrize("kind", some_in_acceptance(TALKS, lambda kind: kind == "environment"))
 def test_conversations_during_a_weight_update(
     engine: EngineUnderTest, prompts: list[list[int]], actor_of: Callable[..., Any], kind: str
 ) -> None:
@@ -459,6 +460,7 @@ def test_conversations_during_a_weight_update(
     assert spanning > 0 and observed > 100
 
 
+@pytest.mark.parametrize("engine", some_in_acceptance(ENGINES, lambda name: name != "transformers"), indirect=True)
 def test_agents_sample_the_same_as_environments(
     engine: EngineUnderTest, actor_of: Callable[..., tuple[engine_actor.EngineActor, Any]]
 ) -> None:

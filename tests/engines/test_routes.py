@@ -27,7 +27,7 @@ BLOCKS = {"engine_args": {"num_gpu_blocks_override": 26}}
 """Memory for one sequence of the largest length: vLLM preempts others. SGLang retracts every few steps (below)."""
 KINDS: list[Any] = [
     pytest.param(("transformers", "qwen3_moe", {}), id="transformers"),
-    pytest.param(("transformers", "deepseek_v3", {}), id="transformers-latent"),
+    pytest.param(("transformers", "deepseek_v3", {}), id="transformers-latent", marks=pytest.mark.acceptance),
     pytest.param(("sglang", "qwen3_moe", {}), id="sglang"),
     pytest.param(("vllm", "qwen3_moe", BLOCKS), id="vllm", marks=pytest.mark.acceptance),
     pytest.param(("sglang", "qwen3_moe", {"tensor": 2}), id="sglang-2", marks=pytest.mark.acceptance),

@@ -60,14 +60,11 @@ FSDP: dict[str, dict[str, Any]] = {
 }
 QUICK = {
     "megatron": (
-        *("full recompute", "one layer recomputed", "tp2-sp", "cp2", "pp2 interleaved, one layer recomputed"),
-        *("shared prompts, cp2", "factors", "factors, pp2"),
+        *("full recompute", "one layer recomputed", "shared prompts", "factors"),
+        *("tp2-sp", "cp2", "pp2 interleaved, one layer recomputed"),
     ),
     "fsdp": (
-        "truncated",
-        "one layer recomputed",
-        "dp2, sums of every micro-batch",
-        "cp2",
+        *("truncated", "one layer recomputed", "cp2"),
         "factors, dp2, one layer recomputed",
     ),
 }

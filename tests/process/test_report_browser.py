@@ -83,7 +83,8 @@ def test_every_curve_and_bar_is_drawn(seen: dict[str, Any]) -> None:
     assert all(seen["drawn"]) and len(seen["drawn"]) == 18
 
 
-@pytest.mark.parametrize("dark", [pytest.param(False, marks=pytest.mark.acceptance), True])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("dark", [False, True])
 def test_light_and_dark(report: Path, tmp_path: Path, dark: bool) -> None:
     """Check the pixels: the paper, a curve and the largest phase."""
     import matplotlib.image
