@@ -168,6 +168,8 @@ OTHERS = [
     ("dp2-ep2-distributed", "single-distributed"),
 ]
 """Layouts that write and read."""
+DAMAGED = [("single", "float32"), ("tp2-sp-dp2-distributed", "float32")]
+"""Runs of which tests damage copies."""
 IN_ACCEPTANCE = [
     *(("tp2", "bfloat16"), ("pp3-distributed", "float32"), ("dp2-ep2", "float32")),
     *(("cp2-distributed", "single-distributed"), ("single-distributed", "pp3-distributed")),
@@ -175,12 +177,23 @@ IN_ACCEPTANCE = [
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Saved]:
+def continued(request: pytest.FixtureRequest) -> list[tuple[str, str, str]]:
+    """Return a run's layout and dtype, and the layout that continues it, for every case that this run includes."""
+    same = selected(request, "test_same_layout_continues_bit_for_bit")
+    others = selected(request, "test_another_layout_continues_up_to_rounding")
+    return [(layout, dtype, layout) for layout, dtype in same] + [(wrote, "float32", reads) for wrote, reads in others]
+
+
+@pytest.fixture(scope="module")
+def saved(
+    continued: list[tuple[str, str, str]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Saved]:
     """Return runs by layout and dtype, for all tests that continue them; none of them may change a run's files."""
+    used = {*DAMAGED, *((layout, dtype) for layout, dtype, _ in continued)}
     found = {}
     for function, runs in ((_save_in_background_and_continue, BEHIND), (_save_and_continue, SAVED)):
         tasks = {}
-        for layout, dtype in runs:
+        for layout, dtype in filter(used.__contains__, runs):
             root = tmp_path_factory.mktemp(f"{layout}-{dtype}")
             config = _config(_model(root / "model", layout), root, layout_of(layout), dtype)
             tasks[layout, dtype] = config, root / "checkpoint"
@@ -191,14 +204,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Sav
 
 @pytest.fixture(scope="module")
 def loaded(
-    request: pytest.FixtureRequest, saved: dict[tuple[str, str], Saved], tmp_path_factory: pytest.TempPathFactory
+    continued: list[tuple[str, str, str]],
+    saved: dict[tuple[str, str], Saved],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[Any, Any]:
     """Return the records of ranks that continue a run, by its layout and dtype and their own layout."""
     root, tasks = tmp_path_factory.mktemp("loads"), {}
-    same = selected(request, "test_same_layout_continues_bit_for_bit")
-    others = selected(request, "test_another_layout_continues_up_to_rounding")
-    names = [(layout, dtype, layout) for layout, dtype in same] + [(wrote, "float32", reads) for wrote, reads in others]
-    for wrote, dtype, reads in names:
+    for wrote, dtype, reads in continued:
         run = saved[wrote, dtype]
         tasks[wrote, dtype, reads] = _config(run.config.model.path, root, layout_of(reads), dtype), run.checkpoint
     return run_by_size(load_and_continue, root, tasks)

@@ -26,11 +26,11 @@ from tests.parallel.routes import (
 from tests.support.acceptance import some_in_acceptance
 
 LAYOUTS = {
-    "alone": ("single", "recompute", "fsdp-recompute"),
+    "alone": ("single", "recompute", "fsdp", "fsdp-recompute"),
     "pairs": ("pp2-vpp2", "cp2", "tp2-sp-ep2", "fsdp-cp2"),
     "more pairs": ("tp2-sp", "dp2", "fsdp-dp2"),
     "sharing": ("tp2-sp-tree", "cp2-tree", "fsdp-cp2-tree"),
-    "later": ("tp2-sp-ep2", "pp2-vpp2", "fsdp-cp2"),
+    "later": ("tp2-sp-ep2", "pp2-vpp2", "cp2", "fsdp-cp2"),
 }
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 ROUTED = [(family, kind) for family in FAMILIES for kind in ("alone", "pairs", "more pairs", "sharing")][:-1]
