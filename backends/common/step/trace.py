@@ -7,7 +7,7 @@ like on real tensors: it needs neither the model's memory nor a GPU, and runs th
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from backends.common.step.shapes import compute_on_shapes, shape_of, tensors_in
 from slime_like.algorithms import divergence, head
 from slime_like.interfaces.estimate import Axis, Traffic, Work
 
-META = torch.device("meta")
 HEAD = "head"
 
 _aten = torch.ops.aten
@@ -176,14 +176,15 @@ class Trace(TorchDispatchMode):
             if func._overloadpacket.__name__ in _NOT_ON_META:
                 args = tree_map_only(Tensor, _nothing, args)
             return func(*args, **given)
-        inputs = [*_tensors(args), *_tensors(given.values())]
-        if any(value.is_meta for value in inputs) and not all(value.is_meta for value in inputs):
+        inputs = [*tensors_in(args), *tensors_in(given.values())]
+        on_shapes = any(value.is_meta for value in inputs)
+        if on_shapes and not all(value.is_meta for value in inputs):
             if func is _aten.masked_select.default:  # the mask's values determine the shape
                 out = args[0].new_empty(int(args[1].sum()))
                 self._follow([], out)
                 return out
-            args, given = tree_map_only(Tensor, _shape_of, (args, given))
-        out = func(*args, **given)
+            args, given = tree_map_only(Tensor, shape_of, (args, given))
+        out = compute_on_shapes(func, args, given) if on_shapes and not types else func(*args, **given)
         before = self.counted.matmul_flops
         if not _count_flops(func._overloadpacket, args, given, inputs, out, self.counted):
             self._count_bytes(func, inputs, out)
@@ -195,13 +196,13 @@ class Trace(TorchDispatchMode):
     def _count_bytes(self, func: Any, inputs: list[Tensor], out: Any) -> None:
         if func.is_view or func._overloadpacket in _NO_KERNEL:
             return
-        made = sum(tensor.nbytes for tensor in ([out] if isinstance(out, Tensor) else _tensors(out)))
+        made = sum(tensor.nbytes for tensor in ([out] if isinstance(out, Tensor) else tensors_in(out)))
         read = made if func._overloadpacket in _PICKS else sum(tensor.nbytes for tensor in inputs)
         self.counted.kernel_bytes += made + read
 
     def _follow(self, inputs: list[Tensor], out: Any) -> None:
         """Record the storages of ``out`` that no input has."""
-        made = [out] if isinstance(out, Tensor) else _tensors(out)
+        made = [out] if isinstance(out, Tensor) else tensors_in(out)
         old = {value.untyped_storage()._cdata for value in inputs}
         for tensor in made:
             storage = tensor.untyped_storage()
@@ -223,24 +224,6 @@ class Trace(TorchDispatchMode):
     def _change(self, nbytes: int, label: str) -> None:
         self.live += nbytes
         self.labelled[label] = self.labelled.get(label, 0) + nbytes
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """List the tensors among an operation's arguments or results, including inside lists."""
-    found: list[Tensor] = []
-    for value in values if isinstance(values, Iterable) else ():
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return tensor
-    like: dict[str, Any] = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
-    return torch.empty_strided(tensor.shape, tensor.stride(), device=META, **like)
 
 
 def _nothing(tensor: Tensor) -> Tensor:
@@ -273,7 +256,7 @@ def _count_flops(
 ) -> bool:
     """Count matrix products and attention; return whether the operator is one of them."""
     if operator in _MATMULS:  # 2 m n k for each product of the batch; the factors are the last two of ``args``
-        counted.matmul_flops += 2.0 * math.prod(out.shape) * _tensors(args)[-2].shape[-1]
+        counted.matmul_flops += 2.0 * math.prod(out.shape) * tensors_in(args)[-2].shape[-1]
     elif operator is _aten._grouped_mm:  # (T, K) rows, (E, K, N) experts; or (K, T), (T, N) for the weights' gradient
         counted.matmul_flops += 2.0 * inputs[0].numel() * inputs[1].shape[-1]
     elif operator in _ATTENTION:
@@ -309,7 +292,7 @@ def _count_message(func: Any, args: tuple[Any, ...], counted: Counted) -> None:
     if name not in _SENT:
         raise NotImplementedError(f"planning: unknown collective c10d.{name}; add the bytes that it sends to _SENT")
     argument, factor = _SENT[name]
-    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args[argument : argument + 1]))
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(args[argument : argument + 1]))
     sent = round(nbytes * factor(group.size()))
     asynchronous = any(argument.name == "async_op" for argument in func._schema.arguments)
     hidden = sent if asynchronous and not any(value is False for value in args) else 0

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from backends.common.step.trace import META, Counted, Trace
+from backends.common.step.shapes import META
+from backends.common.step.trace import Counted, Trace
 from backends.fsdp.model import LogprobModel
 
 GATHERED, GRADIENTS = "gathered", "gradients"

@@ -11,7 +11,8 @@ from megatron.core.pipeline_parallel.schedules import custom_backward, deallocat
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
-from backends.common.step.trace import HEAD, META, Counted, Trace
+from backends.common.step.shapes import META
+from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.trainer.host_memory import HostPool
 from backends.megatron import router
 from backends.megatron.activations import ActivationOffload, Saved
@@ -72,11 +73,7 @@ class Passes:
 
     @contextlib.contextmanager
     def _followed(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for patch in _even_routes():
-                stack.enter_context(applied(patch))
-            stack.enter_context(self._trace.head_labelled())
-            stack.enter_context(self._trace)
+        with applied(*_even_routes()), self._trace.head_labelled(), self._trace:
             yield
 
     @torch.no_grad()

@@ -1,11 +1,15 @@
 """Counts of a trace against sizes and operation counts worked out by hand."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from backends.common.process.rendezvous import fake_world
-from backends.common.step.trace import HEAD, META, Trace
+from backends.common.step.shapes import META
+from backends.common.step.trace import HEAD, Trace
 
 
 def test_storages_count_while_they_live_and_once() -> None:
@@ -44,6 +48,32 @@ def test_labels_apply_to_storages_created_inside() -> None:
             torch.empty(1000, device=META)
         assert trace.peak_labelled == {"": 40, "head": 4000}
         assert kept.numel() == 10
+
+
+def test_repeated_operations_give_what_torch_gives() -> None:
+    """Results on shapes are remembered; equal numbers of another class, strides and options are other operations."""
+    whole = torch.empty(4, 6, dtype=torch.int32, device=META)
+    norm = torch.nn.functional.layer_norm
+    operations: list[Callable[[], Any]] = [
+        lambda: whole + 1,
+        lambda: whole + 1.0,
+        lambda: whole + True,
+        lambda: whole.T + whole.T,
+        lambda: whole[:, :2].clone(),
+        lambda: whole.T.clone(memory_format=torch.contiguous_format),
+        lambda: whole.to(torch.float64),
+        lambda: whole.float().topk(2).indices,
+        lambda: torch.cat([whole, whole[:1]]),
+        lambda: norm(whole.float(), (6,)),
+        lambda: torch.autograd.grad(norm(x := whole.float().requires_grad_(), (6,)).sum(), x)[0],
+        lambda: whole.reshape(24),
+    ]
+    expected = [operation() for operation in operations]
+    with Trace():
+        for operation, wanted in zip(operations * 2, expected * 2, strict=True):
+            found = operation()
+            assert (found.dtype, found.shape, found.stride()) == (wanted.dtype, wanted.shape, wanted.stride())
+        assert whole.reshape(24).untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
 def test_real_indices_into_meta_tensors() -> None:
