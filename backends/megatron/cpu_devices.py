@@ -80,7 +80,9 @@ def _redirected(make: Callable[..., Any], target: torch.device) -> Callable[...,
             if _is_cuda(kwargs.get("device")):
                 kwargs["device"] = target
             kwargs.pop("pin_memory", None)
-        return make(*(target if _is_cuda(value) else value for value in args), **kwargs)
+        if any(map(_is_cuda, args)):
+            args = tuple(target if _is_cuda(value) else value for value in args)
+        return make(*args, **kwargs)
 
     if (operator := _find_builtin(make)) is not None:
         _register_builtin(call, operator)  # so that torch.jit.script still compiles whatever is imported meanwhile

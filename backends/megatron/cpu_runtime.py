@@ -33,10 +33,7 @@ def megatron_runtime(on_meta: bool = False) -> Iterator[None]:
     Args:
         on_meta: GPU tensors become shapes only, on every machine, even one with CUDA.
     """
-    with contextlib.ExitStack() as stack:
-        if on_meta or not torch.cuda.is_available():
-            for patch in _patches(on_meta):
-                stack.enter_context(applied(patch))
+    with applied(*(_patches(on_meta) if on_meta or not torch.cuda.is_available() else ())):
         yield
 
 

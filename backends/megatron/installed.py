@@ -44,22 +44,28 @@ class Patch:
     adds: bool = False
 
 
+_MISSING = object()
+
+
 @contextlib.contextmanager
-def applied(patch: Patch) -> Iterator[None]:
-    """Apply the patch inside the block.
+def applied(*patches: Patch) -> Iterator[None]:
+    """Apply the patches inside the block.
 
     Raises:
-        TrainerError: the installed Megatron-core does not have the symbol.
+        TrainerError: the installed Megatron-core does not have a symbol.
     """
-    if not patch.adds:
-        require(patch.owner, patch.name)
-    missing = object()
-    original = vars(patch.owner).get(patch.name, missing)  # inherited values are not restored
-    setattr(patch.owner, patch.name, patch.value)
+    originals = []
     try:
+        for patch in patches:
+            if not patch.adds:
+                require(patch.owner, patch.name)
+            # Inherited values are not restored.
+            originals.append((patch.owner, patch.name, vars(patch.owner).get(patch.name, _MISSING)))
+            setattr(patch.owner, patch.name, patch.value)
         yield
     finally:
-        if original is missing:
-            delattr(patch.owner, patch.name)
-        else:
-            setattr(patch.owner, patch.name, original)
+        for owner, name, original in reversed(originals):
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
