@@ -47,8 +47,9 @@ def run_ranks(
         try:
             _wait(processes, time.monotonic() + timeout_s)
         finally:
+            codes = [process.exitcode for process in processes]
             _end(processes)
-    _report_failures(directory, world_size, timeout_s)
+    _report_failures(directory, codes, timeout_s)
     return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
 
 
@@ -119,14 +120,15 @@ def _end(processes: list[Any]) -> None:
         process.join(10)
 
 
-def _report_failures(directory: Path, world_size: int, timeout_s: float) -> None:
+def _report_failures(directory: Path, codes: list[int | None], timeout_s: float) -> None:
+    world_size = len(codes)
     failed = [file.read_text() for rank in range(world_size) if (file := _error_file(directory, rank)).exists()]
     if failed:
-        pytest.fail("\n".join(failed), pytrace=False)
+        pytest.fail("\n".join([f"exit codes of the ranks: {codes}", *failed]), pytrace=False)
     missing = [rank for rank in range(world_size) if not _result_file(directory, rank).exists()]
     if missing:
         stacks = [f"---- rank {rank}\n{_stack_file(directory, rank).read_text()}" for rank in missing]
-        message = f"ranks {missing} gave no result within {timeout_s:.0f} s and were killed in {directory}"
+        message = f"ranks {missing} (exit codes {codes}) gave no result within {timeout_s:.0f} s, in {directory}"
         pytest.fail("\n".join([message, *stacks]), pytrace=False)
 
 

@@ -95,15 +95,22 @@ class Command:
         deadline = time.monotonic() + timeout_s
         while self.output.count(text) < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"never printed {text!r}:\n{self.output}")
+                raise AssertionError(f"never printed {text!r} {self._state()}")
             time.sleep(0.05)
 
     def wait_for_rows(self, run_dir: Path, count: int = 1, timeout_s: float = 240.0) -> None:
         """Wait until the run's metrics have ``count`` steps."""
         metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + timeout_s
         while not metrics.is_file() or metrics.read_text().count('train_actor_training/loss"') < count:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.output
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"never had {count} steps {self._state()}")
             time.sleep(0.02)
+
+    def _state(self) -> str:
+        """Return how the command ended, or which processes it still has, and its output."""
+        code = self.process.poll()
+        state = f"(exit code {code})" if code is not None else f"with {[_title(each) for each in self.descendants()]}"
+        return f"{state}:\n{self.output}"
 
     def descendants(self) -> list[psutil.Process]:
         """Return the living processes that the command started, directly or not."""
