@@ -98,9 +98,7 @@ class CpuRngStatesTracker(random.CudaRNGStatesTracker):
             raise TrainerError(problem, code="random-state-twice", who="cpu_runtime")
         self._is_initialized = True
         self.seeds_.add(seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.states_[name] = torch.get_rng_state()
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextlib.contextmanager
     def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:

@@ -159,7 +159,7 @@ def parity_config(
             "optimizer": {**OPTIMIZER, **optimizer},
             **options,
             "head_chunk_tokens": 8,
-            "step_timeout_s": 60.0,
+            "step_timeout_s": 300.0,
             "cpu_threads": 1,
         },
     )

@@ -280,7 +280,7 @@ def tiny_config(
     model: Path, run_dir: Path, layout: dict[str, Any] | None = None, dtype: str = "float32", **sections: Any
 ) -> RunConfig:
     """Return a configuration with one thread per rank and a time limit for tests, changed by ``sections``."""
-    trainer = {"parallel": layout or {}, "step_timeout_s": 60.0, "cpu_threads": 1}
+    trainer = {"parallel": layout or {}, "step_timeout_s": 300.0, "cpu_threads": 1}
     trainer |= sections.pop("trainer", {})
     return RunConfig(run_dir=run_dir, model={"path": model, "dtype": dtype}, trainer=trainer, **sections)
 

@@ -103,7 +103,8 @@ class Command:
         metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + timeout_s
         while not metrics.is_file() or metrics.read_text().count('train_actor_training/loss"') < count:
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"never had {count} steps {self._state()}")
+                logs = {log.name: log.read_text(errors="replace")[-1000:] for log in run_dir.glob("worker_logs/*.log")}
+                raise AssertionError(f"never had {count} steps {self._state()}\n{logs}")
             time.sleep(0.02)
 
     def _state(self) -> str:
