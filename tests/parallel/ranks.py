@@ -103,8 +103,7 @@ def _wait(processes: list[Any], deadline: float) -> None:
     while time.monotonic() < deadline and any(process.is_alive() for process in processes):
         if any(process.exitcode not in (None, 0) for process in processes):
             # The other ranks' collectives fail too; give them a moment to write their own tracebacks.
-            time.sleep(0.5)
-            return
+            deadline = min(deadline, time.monotonic() + 3.0)
         time.sleep(0.01)
 
 
@@ -121,11 +120,12 @@ def _end(processes: list[Any]) -> None:
 
 
 def _report_failures(directory: Path, codes: list[int | None], timeout_s: float) -> None:
-    world_size = len(codes)
-    failed = [file.read_text() for rank in range(world_size) if (file := _error_file(directory, rank)).exists()]
-    if failed:
-        pytest.fail("\n".join([f"exit codes of the ranks: {codes}", *failed]), pytrace=False)
-    missing = [rank for rank in range(world_size) if not _result_file(directory, rank).exists()]
+    errors = [file for rank in range(len(codes)) if (file := _error_file(directory, rank)).exists()]
+    if errors:
+        errors.sort(key=lambda file: file.stat().st_mtime_ns)  # the first failure causes the others
+        texts = [file.read_text() for file in errors]
+        pytest.fail("\n".join([f"exit codes of the ranks: {codes}", *texts]), pytrace=False)
+    missing = [rank for rank in range(len(codes)) if not _result_file(directory, rank).exists()]
     if missing:
         stacks = [f"---- rank {rank}\n{_stack_file(directory, rank).read_text()}" for rank in missing]
         message = f"ranks {missing} (exit codes {codes}) gave no result within {timeout_s:.0f} s, in {directory}"

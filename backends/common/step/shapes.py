@@ -22,6 +22,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def shape_of(tensor: Tensor) -> Tensor:
+    """Return a meta tensor like ``tensor``, or the tensor itself if it is one."""
     if tensor.is_meta:
         return tensor
     like: dict[str, Any] = {"dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
