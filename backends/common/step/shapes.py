@@ -55,7 +55,10 @@ def compute_on_shapes(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -
 
 @lru_cache(maxsize=2**15)
 def _made(func: Any, args: Any, given: Any) -> list[_Shape | None] | None:
-    """Return the results of an operation (None: not computed), or None if one is not a new tensor of its own memory."""
+    """Return the shapes of an operation's results, with None for each result that it leaves out.
+
+    Return None instead if a result shares memory with another tensor or is part of a larger storage.
+    """
     inputs, options = _thawed(args), dict(_thawed(given))
     out = func(*inputs, **options)
     made: list[Tensor | None] = [*out] if isinstance(out, tuple) else [out]
