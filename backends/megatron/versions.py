@@ -77,10 +77,10 @@ def set_experts(layer: Any, module: Any, router: type, experts: type | None) -> 
 @contextlib.contextmanager
 def loading_together(reader: Callable[[Path], StorageReader]) -> Iterator[None]:
     """Inside, ``dist_checkpointing.load`` is collective and reads the directory with ``reader``."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(applied(Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: reader(path))))
-        if IS_NEW:
-            stack.enter_context(applied(Patch(torch_strategy, "checkpoint", SimpleNamespace(load=_load))))
+    patches = [Patch(torch_strategy, "_get_filesystem_reader", lambda path, **_: reader(path))]
+    if IS_NEW:
+        patches.append(Patch(torch_strategy, "checkpoint", SimpleNamespace(load=_load)))
+    with applied(*patches):
         yield
 
 
@@ -94,12 +94,12 @@ def saving_in_process(save_common: SaveCommon) -> Iterator[None]:
 
     ``save`` has no argument for the strategy of plain values.
     """
-    with contextlib.ExitStack() as stack:
-        name = "get_write_results_queue" if IS_NEW else "_get_write_results_queue"
-        stack.enter_context(applied(Patch(filesystem_async, name, queue.Queue)))
-        if not IS_NEW:
-            strategy = _common_strategy(save_common)
-            stack.enter_context(applied(Patch(serialization, "get_default_save_common_strategy", lambda: strategy)))
+    name = "get_write_results_queue" if IS_NEW else "_get_write_results_queue"
+    patches = [Patch(filesystem_async, name, queue.Queue)]
+    if not IS_NEW:
+        strategy = _common_strategy(save_common)
+        patches.append(Patch(serialization, "get_default_save_common_strategy", lambda: strategy))
+    with applied(*patches):
         yield
 
 
