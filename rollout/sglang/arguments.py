@@ -16,8 +16,9 @@ from slime_like.errors import EngineError
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import has_tower
+from slime_like.models.weight_files import header_shapes
 from slime_like.weights.adapter import module_ends
-from slime_like.weights.expected_tensors import expected_factors, expected_tensors
+from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.quantization import checkpoint_settings
 
 SLEEP_ARGUMENT = "enable_memory_saver"
@@ -108,7 +109,7 @@ def _quantization(model: ModelConfig) -> dict[str, Any]:
 
     On some GPUs, DeepGEMM would round the scales to powers of two after the start, but not after an update.
     """
-    settings = {"quantization_config": checkpoint_settings(expected_tensors(model.path))}
+    settings = {"quantization_config": checkpoint_settings(header_shapes(model.path))}
     arguments = {"load_format": "dummy", "json_model_override_args": json.dumps(settings)}
     return arguments | {"fp8_gemm_runner_backend": "triton", "moe_runner_backend": "triton"}
 

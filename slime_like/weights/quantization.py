@@ -15,6 +15,7 @@ from torch import Tensor
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.interfaces.conversion import TensorInfo
 from slime_like.interfaces.weights import Manifest, dtype_name
+from slime_like.models.tower import own_name
 
 BLOCK = 128
 FORMAT = torch.float8_e4m3fn
@@ -25,15 +26,16 @@ _BAND = 4 * BLOCK
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 _SUFFIX = "_scale_inv"
 _MATRIX = re.compile(r"model\.layers\.\d+\..*_proj(_with_mqa)?\.weight")
-"""Linear layers of attention, MLPs and experts. Embeddings, head, norms and routers keep their type."""
+"""Linear layers of attention, MLPs and experts, by their names without a vision tower. Embeddings, head, norms, routers
+and the projections into gated delta nets keep their type."""
 
 Shape = tuple[int, ...]
 Named = Iterable[tuple[str, Tensor]]
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
-    """Return whether the Hugging Face tensor is sent in 8 bits."""
-    return len(shape) == 2 and _MATRIX.fullmatch(name) is not None
+    """Return whether the Hugging Face tensor, under its stored name, is sent in 8 bits."""
+    return len(shape) == 2 and _MATRIX.fullmatch(own_name(name) or name) is not None
 
 
 def with_scales(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -43,7 +45,7 @@ def with_scales(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def checkpoint_settings(shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Return ``quantization_config`` of the ``config.json`` of such a checkpoint, given all tensors of the model."""
+    """Return ``quantization_config`` of the ``config.json`` of such a checkpoint, given all its tensors."""
     kept = [name for name, shape in shapes.items() if len(shape) == 2 and not is_quantized(name, shape)]
     return {
         "quant_method": "fp8",

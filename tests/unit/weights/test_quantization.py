@@ -21,12 +21,16 @@ from slime_like.config import ModelConfig, RunConfig, SyncConfig
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Manifest, RankCoordinates, WeightBucket, WeightExport
+from slime_like.models.families import FAMILIES
+from slime_like.models.weight_files import header_shapes
 from slime_like.orchestration.run.engines import require_quantizable
 from slime_like.orchestration.trainer import rank_export
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.weights import quantization
+from slime_like.weights.expected_tensors import expected_tensors
 from slime_like.weights.quantization import dequantize, dequantized, quantize, quantized, with_scales
 from tests.conftest import Tiny
+from tests.parallel.towers import give_tower
 from tests.support.rejections import Rejects
 
 LARGEST = np.float32(448)
@@ -113,20 +117,37 @@ def test_transformers_reads_the_exported_format(tmp_path: Path, family: str) -> 
         assert torch.equal(one, other.float()), name
 
 
-def test_which_tensors_have_8_bits(tmp_path: Path) -> None:
-    """Linear layers, but neither embeddings, head, norms, routers nor biases."""
-    kept = set[str]()
-    for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
-        make_tiny_model(tmp_path / family, family)
-        shapes = {name: tuple(each.shape) for name, each in load_file(tmp_path / family / "model.safetensors").items()}
+KEPT = {
+    "gpt_oss": {"mlp.router"},
+    **{family: {"mlp.gate"} for family in ("deepseek_v3", "glm4_moe", "qwen3_moe")},
+    "qwen3_next": {"mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_ba", "linear_attn.in_proj_qkvz"},
+    "qwen3_5_text": {f"linear_attn.in_proj_{part}" for part in ("a", "b", "qkv", "z")},
+}
+KEPT["qwen3_5_moe_text"] = KEPT["qwen3_5_text"] | {"mlp.gate", "mlp.shared_expert_gate"}
+"""By family, matrices of layers that keep their type: routers and gates, and projections into gated delta nets."""
+TOWERS = {"gemma3_text": "gemma3", "qwen3": "qwen3_vl", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_tensors_have_8_bits(family: str, tmp_path: Path) -> None:
+    """Linear layers, but neither embeddings, head, norms, routers nor biases; with a tower, the same by other names."""
+    make_tiny_model(tmp_path, family, num_hidden_layers=2)
+
+    def kept() -> set[str]:
+        require_quantizable(SyncConfig(quantization="fp8_blocks"), "transformers", ModelConfig(path=tmp_path), False)
+        shapes = expected_tensors(tmp_path)
         scaled = {name.removesuffix("_scale_inv") for name in with_scales(shapes).keys() - shapes.keys()}
-        kept |= {re.sub(r"model\.layers\.\d+\.", "", name) for name in shapes.keys() - scaled}
         assert all(len(shapes[name]) == 2 for name in scaled)
-    assert {name for name in kept if "norm" not in name and "bias" not in name} == {
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-        "mlp.gate.weight",
-    }
+        names = {name for name in shapes.keys() - scaled if len(shapes[name]) == 2 and "bias" not in name}
+        return {re.sub(r"model\.(language_model\.)?(layers\.\d+\.)?", "", name)[: -len(".weight")] for name in names}
+
+    expected = {"embed_tokens", "lm_head"} - ({"lm_head"} if family in ("qwen2", "gemma3_text") else set())
+    assert kept() == expected | KEPT.get(family, set())
+    if family in TOWERS:
+        give_tower(tmp_path, TOWERS[family])
+        assert kept() == expected | KEPT.get(family, set())
+        settings = quantization.checkpoint_settings(header_shapes(tmp_path))
+        assert "model.visual.merger" in settings["modules_to_not_convert"]
 
 
 def test_only_engines_get_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
