@@ -217,7 +217,7 @@ def _without_settings(value: Any) -> Any:
 def _fill_adam_state(optimizer: Optimizer) -> None:
     """Create AdamW's state, which normally appears in its first step, so it can be saved or loaded into."""
     for part in optimizer.parts:
-        if not isinstance(part.optimizer, torch.optim.Optimizer):
+        if _counts_by_group(part.optimizer):
             part.init_state_fn(part.optimizer, part.config)
         elif isinstance(part.optimizer, HybridDeviceOptimizer):
             for inner in part.optimizer.sub_optimizers:
@@ -256,8 +256,13 @@ def _set_adam_step(optimizer: Optimizer, step: int) -> None:
             if "step" in state:
                 state["step"] = torch.tensor(float(step), device=state["exp_avg"].device)
         for group in part.optimizer.param_groups:
-            if "step" in group:
+            if _counts_by_group(part.optimizer) or "step" in group:
                 group["step"] = step
+
+
+def _counts_by_group(optimizer: Any) -> bool:
+    """Return whether it is a fused optimizer, which counts updates in its groups, and only from the first update on."""
+    return not isinstance(optimizer, torch.optim.AdamW | HybridDeviceOptimizer)
 
 
 def _layout() -> dict[str, int]:

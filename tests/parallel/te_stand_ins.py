@@ -3,6 +3,9 @@
 Transformer Engine exists for CUDA only. With these stand-ins Megatron builds its layer spec for it on a CPU, so that
 our use of that spec can be tested: names, checkpoints, conversion, and the arguments of attention. Names and arguments
 are those that ``megatron.core.extensions.transformer_engine`` uses. Transformer Engine itself is not tested.
+
+Megatron takes the optimizer as soon as the package can be imported, whatever computes attention. It takes functions on
+many tensors, too. On a CPU it has its own, with the same arguments, so they need no stand-ins.
 """
 
 from functools import partial
@@ -10,10 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core import optimizer
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.extensions import transformer_engine_spec_provider as provider
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
@@ -148,6 +153,32 @@ class DotProductAttention(_ExtraState, torch.nn.Module):
         return {}
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW that counts updates in its groups, and only from its first update on. A parameter's state has moments."""
+
+    def __init__(self, params: Any, *, adam_w_mode: bool, **settings: Any) -> None:
+        assert adam_w_mode and settings.keys() == {"lr", "betas", "eps", "weight_decay"}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in filter(lambda group: group["params"], self.param_groups):
+            group["step"] = group.get("step", 0) + 1
+            first, second = (1 - beta ** group["step"] for beta in group["betas"])
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state, gradient = self.state[parameter], parameter.grad
+                for name, beta, power in zip(("exp_avg", "exp_avg_sq"), group["betas"], (1, 2), strict=True):
+                    state.setdefault(name, torch.zeros_like(parameter)).lerp_(gradient**power, 1 - beta)
+                update = state["exp_avg"] / first / ((state["exp_avg_sq"] / second).sqrt() + group["eps"])
+                parameter.sub_(group["lr"] * (update + group["weight_decay"] * parameter))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Reject other entries of a state than the moments, as Transformer Engine does, which knows only their types."""
+        for name in {name for state in self.state.values() for name in state} - {"exp_avg", "exp_avg_sq"}:
+            raise KeyError(name)
+        return super().state_dict()
+
+
 def install() -> None:
     """Replace Transformer Engine for the rest of this process, which should be a forked rank."""
     extension.TEDotProductAttention = provider.TEDotProductAttention = DotProductAttention
@@ -158,6 +189,8 @@ def install() -> None:
     provider.TEColumnParallelLinear, provider.TERowParallelLinear = Column, Row
     provider.is_te_min_version = lambda *version: True
     gpt_layer_specs.TESpecProvider = provider.TESpecProvider
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.USING_TE_OPTIMIZER = False, True
 
 
 def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
