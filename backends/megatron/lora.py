@@ -8,7 +8,6 @@ parts of an expert's sum. Megatron then adds up the ranks' gradients, as it does
 """
 
 import contextlib
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -155,9 +154,6 @@ def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
     dimensions = ModelDimensions.from_checkpoint(settings.path)
     modules = list(model.modules())
     layers: dict[Tensor, Any] = {weight: layer for layer in modules for weight in layer.parameters(recurse=False)}
-    if any(re.search(r"experts\.\d", target) for target in settings.lora.targets):
-        problem = "model.lora.targets: single experts cannot have factors; name modules of all experts"
-        raise ConfigError(problem, code="factors-of-one-expert")
     for placed in place_parameters([model], dimensions):
         named = enumerate(zip(placed.source_names(), placed.shapes, strict=True))
         if chosen := [index for index, (name, shape) in named if is_target(settings.lora, name, shape)]:

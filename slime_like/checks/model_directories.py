@@ -22,7 +22,7 @@ from slime_like.models.weight_files import (
     weight_file_problems,
 )
 from slime_like.system.words import from_here
-from slime_like.weights.adapter import factor_shapes, is_target, unmatched_targets, without_tower
+from slime_like.weights.adapter import factor_shapes, is_target, stored_factors, unmatched_targets, without_tower
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -78,6 +78,7 @@ def factor_problems(model: ModelConfig) -> Iterator[str]:
         except WeightFilesError as error:
             yield f"model.lora.path: {error}"
             return
+        expected = stored_factors(expected, found)
         if odd := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
             yield (
                 f"model.lora.path={lora.path}: its tensors are not the factors of model.path, first {odd[0]} "

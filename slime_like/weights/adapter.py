@@ -1,8 +1,14 @@
-"""Names and shapes of an adapter's tensors, which are the same for trainers, engines, plans and PEFT directories."""
+"""Names and shapes of an adapter's tensors, which are the same for trainers, engines, plans and PEFT directories.
 
+PEFT 0.21 has one pair of factors for a stack of E experts, where k is 2 for a stack of gate and up projections, else 1:
+A (E k r, in), entry by entry, and B (k out, k r E). B is block-diagonal, with the experts on its last axis.
+"""
+
+import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from slime_like.config.lora import ALL_LINEAR, LoraConfig
 from slime_like.config.sections import ModelConfig
@@ -20,18 +26,26 @@ PREFIX = "base_model.model."
 
 _WEIGHT, _INNER = ".weight", "model.language_model."
 _LAYERS = re.compile(r"(model|gpt_neox|transformer)\.(layers|h)\.")
-_ROUTERS = (".mlp.gate.weight", ".mlp.shared_expert_gate.weight")
+_ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)(\.\w+)?\.weight")
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<module>\w+)")
+_FACTOR = re.compile(_EXPERT.pattern + r"\.(?P<factor>lora_[AB]\.weight)")
+_JOINED = {"gate_proj": 0, "up_proj": 1}
 
 Shape = tuple[int, ...]
 
 
 def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
-    """Return whether the Hugging Face tensor is a matrix with factors."""
+    """Return whether the Hugging Face tensor is a matrix with factors. All experts of a layer have the same name."""
     name = own_name(name) or name
-    if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or name.endswith(_ROUTERS):
+    if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or _ROUTER.fullmatch(name):
         return False
-    module = name.removesuffix(_WEIGHT)
+    module = without_number(name.removesuffix(_WEIGHT))
     return ALL_LINEAR in settings.targets or any(f".{module}".endswith(f".{target}") for target in settings.targets)
+
+
+def without_number(module: str) -> str:
+    """Return the name that an expert's module shares with those of the layer's other experts, or the name itself."""
+    return _EXPERT.sub(r"\g<experts>.\g<module>", module)
 
 
 def factor_names(weight: str) -> tuple[str, str]:
@@ -62,6 +76,46 @@ def factor_shapes(settings: LoraConfig, weights: Mapping[str, Shape]) -> dict[st
             a, b = factor_names(name)
             found |= {a: (rank, shape[1]), b: (shape[0], rank)}
     return found
+
+
+class FactorPart(NamedTuple):
+    """One expert's factor, as entry ``index`` of PEFT's tensor ``stack``, viewed in the shape ``blocks``."""
+
+    stack: str
+    blocks: Shape
+    index: tuple[Any, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the stack: B has an axis more than A, and the first two are its rows."""
+        rows = 2 if len(self.blocks) > 4 else 3
+        return math.prod(self.blocks[:rows]), math.prod(self.blocks[rows:])
+
+
+def factor_parts(factors: Mapping[str, Shape]) -> dict[str, FactorPart]:
+    """Return where PEFT has the factors of experts, by their names here.
+
+    Its module is a wrapper for each stack of a layer. The outer one has the down projections, if these have factors.
+    """
+    found = [match for match in map(_FACTOR.fullmatch, factors) if match]
+    experts = Counter(match.expand(r"\g<experts>.\g<module>.\g<factor>") for match in found)
+    parts = {}
+    for match in found:
+        count, expert, (first, last) = experts[without_number(match[0])], int(match["number"]), factors[match[0]]
+        kind, kinds = _JOINED.get(match["module"], 0), 1 + (match["module"] in _JOINED)
+        inner = "base_layer." if kinds > 1 and f"{match['experts']}.down_proj.{match['factor']}" in experts else ""
+        is_a = "lora_A" in match["factor"]
+        blocks = (count, kinds, first, last) if is_a else (kinds, first, kinds, last, count)
+        index = (expert, kind) if is_a else (kind, slice(None), kind, slice(None), expert)
+        parts[match[0]] = FactorPart(f"{match['experts']}.{inner}{match['factor']}", blocks, index)
+    return parts
+
+
+def stored_factors(expected: Mapping[str, Shape], found: Collection[str]) -> dict[str, Shape]:
+    """Return name and shape of the factors in a file with the tensors ``found``, which may have experts in stacks."""
+    parts = {name: part for name, part in factor_parts(expected).items() if part.stack in found}
+    plain = {name: shape for name, shape in expected.items() if name not in parts}
+    return plain | {part.stack: part.shape for part in parts.values()}
 
 
 def module_ends(factors: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,13 @@ from slime_like.models.special_tokens import tokenizer_files
 from slime_like.models.tower import has_tower, language_settings
 from slime_like.models.weight_files import INDEX, StackPart, stored_stacks
 from slime_like.system.disk import refusal, replace_directory, sync
-from slime_like.weights.adapter import ADAPTER_FILE, module_ends, with_tower
+from slime_like.weights.adapter import ADAPTER_FILE, factor_parts, module_ends, with_tower, without_number
 
 SHARD_BYTES = 1 << 30
 """Size limit of a safetensors file. A sender holds one file's tensors at a time."""
+
+_STACKS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+"""By name of an expert's matrix, the stack that PEFT has it in."""
 
 _DRAFT_LAYERS, _QUANTISATION = "num_nextn_predict_layers", "quantization_config"
 
@@ -155,7 +159,7 @@ def _finish(
             write_index(partial, weight_map, total)
             copy_companions(source_dir, partial, dtype, VALUE_HEAD in weight_map)
         else:
-            _join(partial, ADAPTER_FILE)
+            _join(partial, source_dir)
             write_adapter_settings(partial, lora, source_dir, weight_map)
         readable = next(partial.glob("*config.json"))
         for file in partial.glob("*.safetensors"):
@@ -182,20 +186,55 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
     return weight_map, total
 
 
-def _join(partial: Path, name: str) -> None:
-    """Move the tensors of all files to one file: PEFT reads no index."""
+def _join(partial: Path, base: Path) -> None:
+    """Move the factors of all files to one, because PEFT reads no index.
+
+    They are stacked if ``base`` has its experts in stacks, or if only one of gate and up projection has factors: PEFT
+    joins the two.
+    """
     files = list(partial.glob("*.safetensors"))
-    save_file({key: one for file in files for key, one in load_file(file).items()}, partial / name, {"format": "pt"})
+    factors = {key: one for file in files for key, one in load_file(file).items()}
+    parts = factor_parts({name: tuple(factor.shape) for name, factor in factors.items()})
+    kinds = Counter(name.split(".")[-3] for name in parts)
+    if stored_stacks(base)[1] or kinds["gate_proj"] != kinds["up_proj"]:
+        for name, part in parts.items():
+            factor = factors.pop(name)
+            stack = factors.setdefault(part.stack, factor.new_zeros(part.shape))
+            stack.view(part.blocks)[part.index].copy_(factor)
+    save_file(factors, partial / ADAPTER_FILE, {"format": "pt"})
     for file in files:
         file.unlink()
 
 
-def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Iterable[str]) -> None:
+def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Collection[str]) -> None:
     """Write PEFT's settings of an adapter for the model ``base``. Its all-linear would include routers, so modules are
-    named."""
-    targets = module_ends(factors) if ALL_LINEAR in lora.targets else sorted(lora.targets)
+    named.
+
+    In a model with experts, PEFT takes every gate, up or down projection among the modules for the experts' stacks. So
+    shared experts and dense layers are named as parameters. The modules ``experts.*`` are for us, and for SGLang.
+    """
+    modules = set(module_ends(factors) if ALL_LINEAR in lora.targets else lora.targets)
+    stacks, weights = set[str](), set[str]()
+    if any(".experts." in name for name in (*factors, *stored_stacks(base)[0])):
+        modules = {name for name in modules if name.rpartition(".")[2] not in _STACKS}
+        # A tower's blocks may have the same names without a number.
+        is_numbered = has_tower(base) or any("layers." in target for target in lora.targets)
+        for path in (without_number(name.rpartition(".lora_")[0]).partition("layers.") for name in factors):
+            name = "".join(path[1:]) if is_numbered else path[2].partition(".")[2]
+            owner, _, leaf = name.rpartition(".")
+            if leaf in _STACKS and owner.endswith(".experts"):
+                modules |= {f"{owner}.{one}" for one, stack in _STACKS.items() if stack == _STACKS[leaf]}
+                stacks.add(f"{owner}.{_STACKS[leaf]}")
+            elif leaf in _STACKS:
+                weights.add(f"{name}.weight")
     named = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
-    sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    sizes: dict[str, Any] = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    if parameters := sorted(stacks | weights):  # for which PEFT has no dropout
+        joined = [name for name in parameters if name.endswith(".gate_up_proj")]
+        sizes |= {"target_parameters": parameters, "lora_dropout": 0.0}
+        sizes |= {"rank_pattern": dict.fromkeys(joined, 2 * (lora.rank or 0))}
+        sizes |= {"alpha_pattern": dict.fromkeys(joined, 2 * lora.alpha)}
+    sizes["target_modules"] = sorted(modules)
     if has_tower(base):  # whose modules may have the same names
         named["exclude_modules"] = "(?!.*language_model).*"
     (directory / ADAPTER_CONFIG).write_text(json.dumps({**named, **sizes}, indent=2) + "\n", encoding="utf-8")

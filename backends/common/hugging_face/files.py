@@ -3,7 +3,8 @@
 import contextlib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.models.tower import language_names
 from slime_like.models.weight_files import StackPart, WeightFilesError, stack_parts, value_head_of, weight_files
-from slime_like.weights.adapter import without_tower
+from slime_like.weights.adapter import FactorPart, factor_parts, stored_factors, without_tower
 
 Shape = tuple[int, ...]
 
@@ -209,14 +210,42 @@ class _Matrix:
 
 class Adapter(HfCheckpoint):
     """The factors of a PEFT adapter under the names of ``factor_names``. They must have the names and shapes
-    ``expected``."""
+    ``expected``. Factors of a stack of experts are read as those of its matrices."""
 
     _settings = ADAPTER_CONFIG
 
     def __init__(self, directory: Path, expected: Mapping[str, Shape]) -> None:
         super().__init__(directory)
         self._slices = {without_tower(name): part for name, part in self._slices.items()}
-        self.require(expected, set())
+        self.require(stored_factors(expected, self._slices), set())
+        stacks, self._last = dict(self._slices), ("", torch.empty(0))
+        for name, part in factor_parts(expected).items():
+            if part.stack in stacks:
+                self._slices[name] = _StackedFactor(partial(self._blocks, stacks[part.stack], part), part)
+
+    def _blocks(self, stack: Any, part: FactorPart) -> Tensor:
+        """Return a stack's blocks. The last stack is kept, because its factors are read one after another."""
+        if self._last[0] != part.stack:
+            blocks = stack[...].view(part.blocks)
+            if len(part.blocks) > 4 and part.blocks[0] > 1 and (blocks[0, :, 1].any() or blocks[1, :, 0].any()):
+                raise CheckpointError(
+                    f"gate and up projections in {part.stack} share inner rows, but have separate factors here",
+                    code="factors-shared",
+                    who=str(self.directory),
+                    remedy="merge the adapter into its base with PEFT, and train new factors",
+                )
+            self._last = part.stack, blocks
+        return self._last[1]
+
+
+class _StackedFactor:
+    """One expert's factor, read from a stack like a stored tensor."""
+
+    def __init__(self, blocks: Callable[[], Tensor], part: FactorPart) -> None:
+        self._blocks, self._part = blocks, part
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._blocks()[self._part.index][index]
 
 
 class ValueModel(HfCheckpoint):

@@ -31,6 +31,7 @@ from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 from slime_like.verification.rehearsal.small_recipe import layers_of, small_recipe
+from slime_like.weights.adapter import stored_factors
 from slime_like.weights.expected_tensors import expected_factors
 
 _START_S, _REST_S, _STOP_S = 900.0, 1800.0, 120.0
@@ -121,7 +122,8 @@ def _export(path: Path, trained: ModelConfig) -> Outcome:
     """Load the exported model like a user."""
     try:
         if trained.lora.is_set:
-            found, expected = header_shapes(path), expected_factors(trained)
+            found = header_shapes(path)
+            expected = stored_factors(expected_factors(trained), found)
             return Outcome(found == expected, "export", f"{path} is a PEFT adapter of {counted(len(found), 'factor')}")
         with without_progress_bar():
             model = transformers.AutoModelForCausalLM.from_pretrained(path, **loading_options(path))
