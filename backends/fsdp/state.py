@@ -55,7 +55,7 @@ class FsdpState(TrainerState):
         return ours == theirs and computes_alike(path, self._config.model)
 
     def load_hugging_face(self, path: Path) -> None:
-        load_hf_weights(self.model, path, self._device)
+        load_hf_weights(self.model, path, self._device, self._config.model.lora.path)
 
     def load_weights(self, directory: Path) -> None:
         opened = self._open(directory)

@@ -32,22 +32,22 @@ def piece_shapes(model: LogprobModel, tensors: Mapping[str, Tensor]) -> dict[str
     return {piece.name: tuple(piece.view.shape) for piece in stored}
 
 
-def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device) -> None:
+def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device, adapter: Path | None = None) -> None:
     """Fill every parameter and router bias from a Hugging Face checkpoint. Collective over the world.
 
-    Each rank reads only its rows.
+    Each rank reads only its rows. An adapter is merged into a value model.
 
     Raises:
         CheckpointError: missing or unexpected tensors, wrong shapes, damaged files, NaN or infinity; on every rank,
             even if only one found it.
     """
     what = f"loading {directory}"
-    with together(lambda: _open_checked(model, directory), what, device) as checkpoint:
+    with together(lambda: _open_checked(model, directory, adapter), what, device) as checkpoint:
         together(lambda: _fill_all(model, checkpoint), what, device)
 
 
-def _open_checked(model: LogprobModel, directory: Path) -> HfCheckpoint:
-    checkpoint = (ValueModel if model.values else HfCheckpoint)(directory)
+def _open_checked(model: LogprobModel, directory: Path, adapter: Path | None) -> HfCheckpoint:
+    checkpoint = ValueModel(directory, adapter) if model.values else HfCheckpoint(directory)
     expected = checkpoint_shapes(model)
     tied = model.tied_names()
     checkpoint.require(expected, tied)

@@ -60,7 +60,7 @@ class MegatronState(TrainerState):
         return ModelDimensions.from_checkpoint(path) == self._dimensions
 
     def load_hugging_face(self, path: Path) -> None:
-        conversion.load_hf_weights(self.chunks, path, self._dimensions)
+        conversion.load_hf_weights(self.chunks, path, self._dimensions, self._model.lora.path)
 
     def load_weights(self, directory: Path) -> None:
         checkpoint.load_weights(directory, self.chunks)

@@ -19,7 +19,6 @@ _HARMLESS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_
 _HARMLESS |= {"exclude_modules", "peft_version", "qalora_group_size", "revision", "task_type"}
 """PEFT's settings that change neither what an adapter computes nor, as its tensors show, which modules have factors."""
 _SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
-_PATTERNS = "rank_pattern", "alpha_pattern"
 _OFF: tuple[Any, ...] = (None, False, "none", [], {})  # values with which any other setting has no effect
 
 
@@ -88,23 +87,22 @@ class LoraConfig(Section):
 def read_adapter(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return rank, alpha and targets of a PEFT adapter, and problems of the field ``path``, each with a remedy.
 
-    Experts' gate and up projections have separate factors, but are joined in the file.
+    Gate and up projections of experts have factors of their own, which PEFT joins.
     """
     try:
         raw = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         rank, targets = int(raw.pop("r")), raw.pop("target_modules")
         alpha = raw.pop("lora_alpha") * (math.sqrt(rank) if raw.pop("use_rslora", False) else 1)
-        parameters, patterns = raw.pop("target_parameters", None) or [], [raw.pop(key, None) or {} for key in _PATTERNS]
+        parameters = raw.pop("target_parameters", None) or []
+        joined = [name for name in parameters if name.endswith(".gate_up_proj")]
+        patterns = {"rank_pattern": dict.fromkeys(joined, 2 * rank), "alpha_pattern": dict.fromkeys(joined, 2 * alpha)}
         weights = {name.removesuffix(".weight") for name in parameters if name.endswith(".weight")}
         targets = targets if isinstance(targets, str) else sorted(weights.union(targets))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return {}, [f"path={path}: {ADAPTER_CONFIG} cannot be read ({error!r}); give a directory that PEFT wrote"]
-    odd = {key: one for key, one in raw.items() if key not in _HARMLESS and one not in _SUPPORTED.get(key, _OFF)}
+    supported = {key: (*_OFF, one) for key, one in patterns.items()} | _SUPPORTED
+    odd = {key: one for key, one in raw.items() if key not in _HARMLESS and one not in supported.get(key, _OFF)}
     if isinstance(targets, str) and targets != ALL_LINEAR:  # a regular expression
         odd["target_modules"] = targets
-    joined = [name for name in parameters if name.endswith(".gate_up_proj")]
-    for key, pattern, size in zip(_PATTERNS, patterns, (rank, alpha), strict=True):
-        if pattern != dict.fromkeys(joined, 2 * size):
-            odd[key] = pattern
     found = {"rank": rank, "alpha": alpha, "targets": targets}
     return found, [f"path={path}: {key}={one} is not supported; use another adapter" for key, one in odd.items()]

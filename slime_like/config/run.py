@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section
@@ -61,6 +61,16 @@ class RunConfig(Section):
     debug: DebugConfig = DebugConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_base(cls, data: Any) -> Any:
+        """Replace the word ``base`` by the model's path."""
+        if isinstance(data, dict) and isinstance(model := data.get("model"), dict):
+            for name in (REFERENCE, CRITIC):
+                if isinstance(role := data.get(name), dict) and role.get("path") == "base":
+                    data = {**data, name: {**role, "path": model.get("path")}}
+        return data
+
     @property
     def supervised(self) -> bool:
         """Whether the run trains on demonstrations, without engines and rewards."""
@@ -105,21 +115,21 @@ class RunConfig(Section):
     def for_critic(self) -> Self:
         """Return the configuration of the critic's ranks, whose modules hold its weights and a value head."""
         config = self.for_worker(self.roles[CRITIC])
+        lora = config.model.lora.model_copy(update={"rank": None})  # merged, not trained
+        model = config.model.model_copy(update={"lora": lora})
         settings = {"optimizer": self.critic.optimizer, "router_bias_rate": 0.0}
         trainer = config.trainer.model_copy(update=settings)
         critic = config.critic.model_copy(update={"warmup_steps": 0})
-        return config.model_copy(update={"trainer": trainer, "critic": critic})
+        return config.model_copy(update={"model": model, "trainer": trainer, "critic": critic})
 
     def has_same_base(self, role: ModelRole) -> bool:
-        """Return whether a role has the policy's first weights, so that only trained weights are swapped for it."""
+        """Return whether a role has the policy's first weights or base, so only trained weights are swapped for it."""
         model = self.model
         return role.path is None or (role.path == model.path and (model.weights is None or model.lora.is_set))
 
     def for_worker(self, role: ModelRole) -> Self:
         """Return the configuration of a role's own ranks, whose modules hold its weights."""
-        path: dict[str, Any] = {} if role.path is None else {"path": role.path, "weights": None}
-        if self.model.lora.is_set:  # the base
-            path |= {"weights": None, "lora": LoraConfig()}
+        path = {} if role.path is None else {"path": role.path, "weights": None, "lora": LoraConfig()}
         layout = {"parallel": role.parallel, "rendezvous_port": None}
         sections = {"model": self.model.model_copy(update=path), "trainer": self.trainer.model_copy(update=layout)}
         return self.model_copy(update=sections)
@@ -284,10 +294,11 @@ class RunConfig(Section):
 
     def _trainer_conflicts(self) -> Iterator[str]:
         trainer, optimizer = self.trainer, self.trainer.optimizer
-        if self.model.lora.is_set and self.reference.placement == "workers" and self.reference.update_interval:
+        other = self.model.lora.is_set and self.reference.placement == "workers" and self.reference.path is not None
+        if other and self.reference.update_interval:
             yield (
                 f"reference.update_interval={self.reference.update_interval} copies factors (model.lora), which "
-                "reference.placement=workers does not have; use placement: trainer, or 0"
+                "workers with reference.path do not have; use reference.placement: trainer, no path, or 0"
             )
         if self.model.lora.is_set and trainer.router_bias_rate > 0:
             yield (

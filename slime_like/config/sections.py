@@ -30,7 +30,8 @@ class ModelConfig(Section):
 class FrozenModelConfig(Section):
     """A model that scores the sampled tokens and is not trained."""
 
-    path: Path | None = Field(None, description="Hugging Face checkpoint; none: the initial policy.")
+    path: Path | None = None
+    """Hugging Face checkpoint. none: the initial policy. base: model.path, without `model.lora`."""
     placement: Literal["trainer", "workers"] = "trainer"
     """trainer: the trainer ranks swap in its weights. workers: separate devices score groups during sampling."""
     workers: int = Field(1, ge=1, description="Number of workers.")
@@ -124,7 +125,8 @@ class CriticConfig(Section):
     """The value model of `algorithm.advantage: gae` (PPO)."""
 
     path: Path | None = None
-    """Hugging Face checkpoint of its first weights; none: the initial policy, with a head that starts at 0."""
+    """Hugging Face checkpoint of its first weights. none: the initial policy, with a head that starts at 0. base:
+    model.path, without `model.lora`."""
     placement: Literal["shared", "separate"] = "shared"
     """shared: on the policy's devices, in turns. separate: on its own devices."""
     parallel: ParallelConfig | None = Field(None, description="Axes that differ from trainer.parallel.")
@@ -144,8 +146,8 @@ class CriticConfig(Section):
 
     def conflicts_of_use(self, trainer: TrainerConfig, steps: int, model: ModelConfig) -> Iterator[str]:
         """Yield what excludes a critic with these settings in a run of ``steps`` steps."""
-        if self.path is None and model.weights is not None and not model.lora.is_set:
-            yield f"model.weights={model.weights} has no value head; set critic.path to a Hugging Face checkpoint"
+        if self.path is None and model.weights is not None:
+            yield f"model.weights={model.weights} has no value head; set critic.path to base, or a checkpoint"
         if self.parallel is not None:
             layout = self.layout(trainer.parallel)
             for text in trainer.layout_conflicts(layout):  # the trainer reports inherited axes

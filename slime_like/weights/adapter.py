@@ -4,7 +4,6 @@ PEFT 0.21 has one pair of factors for a stack of E experts, where k is 2 for a s
 A (E k r, in), entry by entry, and B (k out, k r E). B is block-diagonal, with the experts on its last axis.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -79,17 +78,12 @@ def factor_shapes(settings: LoraConfig, weights: Mapping[str, Shape]) -> dict[st
 
 
 class FactorPart(NamedTuple):
-    """One expert's factor, as entry ``index`` of PEFT's tensor ``stack``, viewed in the shape ``blocks``."""
+    """One expert's factor, as entry ``index`` of PEFT's tensor ``stack`` of this shape, viewed as ``blocks``."""
 
     stack: str
+    shape: Shape
     blocks: Shape
     index: tuple[Any, ...]
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the stack: B has an axis more than A, and the first two are its rows."""
-        rows = 2 if len(self.blocks) > 4 else 3
-        return math.prod(self.blocks[:rows]), math.prod(self.blocks[rows:])
 
 
 def factor_parts(factors: Mapping[str, Shape]) -> dict[str, FactorPart]:
@@ -104,10 +98,12 @@ def factor_parts(factors: Mapping[str, Shape]) -> dict[str, FactorPart]:
         count, expert, (first, last) = experts[without_number(match[0])], int(match["number"]), factors[match[0]]
         kind, kinds = _JOINED.get(match["module"], 0), 1 + (match["module"] in _JOINED)
         inner = "base_layer." if kinds > 1 and f"{match['experts']}.down_proj.{match['factor']}" in experts else ""
-        is_a = "lora_A" in match["factor"]
-        blocks = (count, kinds, first, last) if is_a else (kinds, first, kinds, last, count)
-        index = (expert, kind) if is_a else (kind, slice(None), kind, slice(None), expert)
-        parts[match[0]] = FactorPart(f"{match['experts']}.{inner}{match['factor']}", blocks, index)
+        blocks, shape = (count, kinds, first, last), (count * kinds * first, last)
+        index: tuple[Any, ...] = (expert, kind)
+        if "lora_B" in match["factor"]:
+            blocks, shape = (kinds, first, kinds, last, count), (kinds * first, kinds * last * count)
+            index = (kind, slice(None), kind, slice(None), expert)
+        parts[match[0]] = FactorPart(f"{match['experts']}.{inner}{match['factor']}", shape, blocks, index)
     return parts
 
 

@@ -173,6 +173,12 @@ def packs_of_rank(
     return indices, mine, mine + [zero_weight_pack(packs[0])] * (-(-len(packs) // place.data_size) - len(mine))
 
 
+def same_values(scores: list[Scores] | None, others: list[Scores] | None) -> None:
+    """Compare the first field of each pack's scores bit for bit."""
+    for one, other in zip(scores or (), others or (), strict=True):
+        assert torch.equal(*(next(iter(each.values())) for each in (one, other)))
+
+
 def lora_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, factors: Factors
 ) -> LoraResult:
@@ -182,9 +188,12 @@ def lora_rank(
         indices, mine, filled = packs_of_rank(place, packs)
         base = exported_from(trainer)
         fill(trainer, factors)
-        trainer._freeze(config.roles["reference"])  # as if the run continued an adapter
-        frozen = _untrained(trainer)
-        scored, reference = trainer.score(filled), trainer.score(filled, "reference")
+        frozen, role = _untrained(trainer), config.roles["reference"]
+        trainer._freeze(role)  # as if the run continued an adapter
+        scored, initial = trainer.score(filled), trainer.score(filled, "reference")
+        same_values(initial, scored)
+        trainer._freeze(replace(role, path=config.model.path))
+        reference = trainer.score(filled, "reference")
         train_windows(trainer, filled, denominator)
         exported = exported_gradients(trainer, denominator)
         stats = optimizer_steps(trainer, STEPS, denominator, lambda: train_windows(trainer, filled, denominator))

@@ -173,7 +173,7 @@ class FusedAdam(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * (update + group["weight_decay"] * parameter))
 
     def state_dict(self) -> dict[str, Any]:
-        """Reject other entries of a state than the moments, as Transformer Engine does, which knows only their types."""
+        """Reject other entries of a state than the moments. Transformer Engine knows only their types."""
         for name in {name for state in self.state.values() for name in state} - {"exp_avg", "exp_avg_sq"}:
             raise KeyError(name)
         return super().state_dict()

@@ -25,6 +25,7 @@ from tests.parallel.ranks import run_by_size, run_ranks, selected
 from tests.parallel.steps import assert_close, exported_from, running, same_bits
 from tests.parallel.test_checkpoint import RankRecord, load_and_continue, merged_records, record_of, two_seeded_steps
 from tests.parallel.tiny import save_checkpoint, tiny_config
+from tests.parallel.values import as_critic
 from tests.support.acceptance import some_in_acceptance
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
@@ -150,6 +151,22 @@ def test_training_starts_from_an_adapter_or_a_checkpoint(
 def _start(placement: RankPlacement, config: RunConfig) -> dict[str, Tensor]:
     with running(placement, config) as trainer:
         return exported_from(trainer)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "fsdp-dp2"])
+def test_a_critic_starts_from_the_merged_adapter(layout: str, saved_by: Any, tmp_path: Path) -> None:
+    saved = saved_by("qwen3", "fsdp-dp2" if "fsdp" in layout else "tp2-sp-dp2-distributed")
+    config = _config(saved.model, tmp_path, layout)
+    model = {"path": saved.model, "dtype": "float32", "lora": {"path": saved.directory / "hf"}}
+    algorithm = {"advantage": "gae", "kl": {"coef": 0.0}}
+    config = RunConfig.model_validate({**config.model_dump(), "model": model, "algorithm": algorithm})
+    found = _run(_start_critic, config.for_critic(), tmp_path / "ranks")[0]
+    expected = {name: weight for name, weight in _products(saved).items() if name != "lm_head.weight"}
+    assert_close({name: found[name] for name in expected}, expected, 1e-6)
+
+
+def _start_critic(placement: RankPlacement, config: RunConfig) -> dict[str, Tensor]:
+    return _start(as_critic(placement), config)
 
 
 # ------------------------------------------------------------------------------------------------------- other programs

@@ -159,7 +159,7 @@ def _finish(
             write_index(partial, weight_map, total)
             copy_companions(source_dir, partial, dtype, VALUE_HEAD in weight_map)
         else:
-            _join(partial, source_dir)
+            _join(partial, ADAPTER_FILE)
             write_adapter_settings(partial, lora, source_dir, weight_map)
         readable = next(partial.glob("*config.json"))
         for file in partial.glob("*.safetensors"):
@@ -186,24 +186,24 @@ def _number_files(partial: Path) -> tuple[dict[str, str], int]:
     return weight_map, total
 
 
-def _join(partial: Path, base: Path) -> None:
-    """Move the factors of all files to one, because PEFT reads no index.
-
-    They are stacked if ``base`` has its experts in stacks, or if only one of gate and up projection has factors: PEFT
-    joins the two.
-    """
+def _join(partial: Path, name: str) -> None:
+    """Move the tensors of all files to one file: PEFT reads no index."""
     files = list(partial.glob("*.safetensors"))
-    factors = {key: one for file in files for key, one in load_file(file).items()}
-    parts = factor_parts({name: tuple(factor.shape) for name, factor in factors.items()})
-    kinds = Counter(name.split(".")[-3] for name in parts)
-    if stored_stacks(base)[1] or kinds["gate_proj"] != kinds["up_proj"]:
-        for name, part in parts.items():
-            factor = factors.pop(name)
-            stack = factors.setdefault(part.stack, factor.new_zeros(part.shape))
-            stack.view(part.blocks)[part.index].copy_(factor)
-    save_file(factors, partial / ADAPTER_FILE, {"format": "pt"})
+    save_file({key: one for file in files for key, one in load_file(file).items()}, partial / name, {"format": "pt"})
     for file in files:
         file.unlink()
+
+
+def _stack_experts(file: Path) -> None:
+    """Replace the factors of experts by stacks."""
+    factors = load_file(file)
+    for name, part in factor_parts({name: tuple(factor.shape) for name, factor in factors.items()}).items():
+        factor = factors.pop(name)
+        stack = factors.setdefault(part.stack, factor.new_zeros(part.shape))
+        stack.view(part.blocks)[part.index].copy_(factor)
+    stacked = file.with_suffix(".stacked")  # the other factors are still read from the first
+    save_file(factors, stacked, {"format": "pt"})
+    stacked.replace(file)
 
 
 def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Collection[str]) -> None:
@@ -212,10 +212,14 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
 
     In a model with experts, PEFT takes every gate, up or down projection among the modules for the experts' stacks. So
     shared experts and dense layers are named as parameters. The modules ``experts.*`` are for us, and for SGLang.
+
+    The experts' factors become stacks if ``base`` has its experts in stacks, or if only one of gate and up projection
+    has factors, because PEFT joins the two.
     """
     modules = set(module_ends(factors) if ALL_LINEAR in lora.targets else lora.targets)
-    stacks, weights = set[str](), set[str]()
-    if any(".experts." in name for name in (*factors, *stored_stacks(base)[0])):
+    stacks, weights, kinds = set[str](), set[str](), set[str]()
+    shapes, parts = stored_stacks(base)
+    if any(".experts." in name for name in (*factors, *shapes)):
         modules = {name for name in modules if name.rpartition(".")[2] not in _STACKS}
         # A tower's blocks may have the same names without a number.
         is_numbered = has_tower(base) or any("layers." in target for target in lora.targets)
@@ -225,6 +229,7 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
             if leaf in _STACKS and owner.endswith(".experts"):
                 modules |= {f"{owner}.{one}" for one, stack in _STACKS.items() if stack == _STACKS[leaf]}
                 stacks.add(f"{owner}.{_STACKS[leaf]}")
+                kinds.add(leaf)
             elif leaf in _STACKS:
                 weights.add(f"{name}.weight")
     named = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": str(base)}
@@ -235,6 +240,8 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
         sizes |= {"rank_pattern": dict.fromkeys(joined, 2 * (lora.rank or 0))}
         sizes |= {"alpha_pattern": dict.fromkeys(joined, 2 * lora.alpha)}
     sizes["target_modules"] = sorted(modules)
+    if stacks and (parts or kinds not in ({"down_proj"}, _STACKS.keys())):
+        _stack_experts(directory / ADAPTER_FILE)
     if has_tower(base):  # whose modules may have the same names
         named["exclude_modules"] = "(?!.*language_model).*"
     (directory / ADAPTER_CONFIG).write_text(json.dumps({**named, **sizes}, indent=2) + "\n", encoding="utf-8")

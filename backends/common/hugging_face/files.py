@@ -3,8 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from backends.common.process.agreement import listed, listed_by_kind
-from slime_like.config.lora import ADAPTER_CONFIG
+from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.models.tower import language_names
 from slime_like.models.weight_files import StackPart, WeightFilesError, stack_parts, value_head_of, weight_files
-from slime_like.weights.adapter import FactorPart, factor_parts, stored_factors, without_tower
+from slime_like.weights.adapter import factor_names, factor_parts, factor_shapes, stored_factors, without_tower
 
 Shape = tuple[int, ...]
 
@@ -218,45 +217,32 @@ class Adapter(HfCheckpoint):
         super().__init__(directory)
         self._slices = {without_tower(name): part for name, part in self._slices.items()}
         self.require(stored_factors(expected, self._slices), set())
-        stacks, self._last = dict(self._slices), ("", torch.empty(0))
+        stacks = dict(self._slices)
         for name, part in factor_parts(expected).items():
             if part.stack in stacks:
-                self._slices[name] = _StackedFactor(partial(self._blocks, stacks[part.stack], part), part)
-
-    def _blocks(self, stack: Any, part: FactorPart) -> Tensor:
-        """Return a stack's blocks. The last stack is kept, because its factors are read one after another."""
-        if self._last[0] != part.stack:
-            blocks = stack[...].view(part.blocks)
-            if len(part.blocks) > 4 and part.blocks[0] > 1 and (blocks[0, :, 1].any() or blocks[1, :, 0].any()):
-                raise CheckpointError(
-                    f"gate and up projections in {part.stack} share inner rows, but have separate factors here",
-                    code="factors-shared",
-                    who=str(self.directory),
-                    remedy="merge the adapter into its base with PEFT, and train new factors",
-                )
-            self._last = part.stack, blocks
-        return self._last[1]
-
-
-class _StackedFactor:
-    """One expert's factor, read from a stack like a stored tensor."""
-
-    def __init__(self, blocks: Callable[[], Tensor], part: FactorPart) -> None:
-        self._blocks, self._part = blocks, part
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._blocks()[self._part.index][index]
+                blocks = stacks[part.stack][...].view(part.blocks)  # the file's memory, read on access
+                self._slices[name], kind = blocks[part.index], part.index[0]
+                if ".lora_B." in name and part.blocks[0] > 1 and blocks[kind, :, 1 - kind, :, part.index[-1]].any():
+                    problem = (
+                        f"gate and up projections in {part.stack} share inner rows, but have separate factors here"
+                    )
+                    remedy = "merge the adapter into its base with PEFT, and train new factors"
+                    raise CheckpointError(problem, code="factors-shared", who=str(directory), remedy=remedy)
 
 
 class ValueModel(HfCheckpoint):
-    """A checkpoint read as a value model: without an output projection, and with the head 0 if none is stored.
+    """A checkpoint read as a value model: without an output projection, and with the head 0 if none is stored. A PEFT
+    adapter is merged into it.
 
     Raises:
         CheckpointError: the head has a bias other than 0.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, adapter: Path | None = None) -> None:
         super().__init__(directory)
+        self._lora = LoraConfig(path=adapter)
+        self._factors = {} if adapter is None else factor_shapes(self._lora, self.shapes())
+        self._adapter = None if adapter is None else self.enter_context(Adapter(adapter, self._factors))
         head = value_head_of(self._slices) or VALUE_HEAD
         bias = self._slices.pop(f"{head.removesuffix('weight')}bias", None)
         if bias is not None and bool(bias[...].any()):
@@ -269,6 +255,14 @@ class ValueModel(HfCheckpoint):
         renamed = {VALUE_HEAD if name == head else name: part for name, part in self._slices.items()}
         logits = tuple(name.removesuffix("weight") for name in HEADS)
         self._slices = {name: part for name, part in renamed.items() if not name.startswith(logits)}
+
+    def read_unchecked(self, name: str, axis: int, start: int, length: int) -> Tensor:
+        values, (of_a, of_b) = super().read_unchecked(name, axis, start, length), factor_names(name)
+        if self._adapter is None or of_a not in self._factors:
+            return values
+        a, b = (self._adapter.read_whole(each).float() for each in (of_a, of_b))
+        a, b = (a, b[start : start + length]) if axis == 0 else (a[:, start : start + length], b)
+        return torch.add(values.float(), b @ a, alpha=self._lora.scale).to(values.dtype)
 
     def require(self, expected: Mapping[str, Shape], ignored: set[str]) -> None:
         self._slices.setdefault(VALUE_HEAD, _Zeros(torch.zeros(expected[VALUE_HEAD])))

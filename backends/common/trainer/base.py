@@ -184,13 +184,13 @@ class TrainerBase(TrainerBackend):
             self.state.fill_factors(Initial)
 
     def _freeze(self, role: ModelRole) -> None:
-        """Keep the weights of ``role`` for the same modules. It has no factors.
+        """Keep the weights of ``role`` for the same modules. Only the initial policy has factors.
 
         Raises:
             ConfigError: it is a different model.
         """
         if role.path is None or self.config.has_same_base(role):
-            with self.state.without_factors():
+            with contextlib.nullcontext() if role.path is None else self.state.without_factors():
                 self.state.freeze(role.name)
             return
         if not self.state.is_same_model(role.path):

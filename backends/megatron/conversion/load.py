@@ -17,7 +17,9 @@ from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
 
 
-def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: ModelDimensions) -> None:
+def load_hf_weights(
+    model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: ModelDimensions, adapter: Path | None = None
+) -> None:
     """Fill every parameter of ``model_chunks`` from ``hf_dir``, cast to the parameter's type.
 
     Collective over the world. A rank reads only its slices, one at a time. Every parameter element is written once
@@ -32,13 +34,16 @@ def load_hf_weights(model_chunks: Sequence[GPTModel], hf_dir: Path, dimensions: 
     placements = together(lambda: place_parameters(model_chunks, dimensions), what, device)
     _require_all_used(placements, dimensions, device)
     first = dist.get_rank() == 0  # only this rank reads more than its part
-    with together(lambda: open_checked(hf_dir, dimensions, first), what, device) as checkpoint:
+    with together(lambda: open_checked(hf_dir, dimensions, first, adapter), what, device) as checkpoint:
         together(lambda: fill(placements, checkpoint), what, device)
 
 
-def open_checked(hf_dir: Path, dimensions: ModelDimensions, compares_copies: bool) -> HfCheckpoint:
-    """Open a checkpoint that must have exactly the model's tensors. Comparing copies reads whole tensors."""
-    checkpoint = (ValueModel if dimensions.values else HfCheckpoint)(hf_dir)
+def open_checked(
+    hf_dir: Path, dimensions: ModelDimensions, compares_copies: bool, adapter: Path | None = None
+) -> HfCheckpoint:
+    """Open a checkpoint that must have exactly the model's tensors. Comparing copies reads whole tensors. An adapter is
+    merged into a value model."""
+    checkpoint = ValueModel(hf_dir, adapter) if dimensions.values else HfCheckpoint(hf_dir)
     ignored = {name for name in checkpoint.shapes() if dimensions.is_ignored(name)}
     checkpoint.require(family_of(dimensions).hf_shapes(dimensions), ignored)
     if compares_copies:

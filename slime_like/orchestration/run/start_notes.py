@@ -35,11 +35,15 @@ def data_notes(
 
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
-    """Warn about an adapter of another base, a warm-up that outlasts the run, an unset checkpoint interval, and files
-    that are not evaluated."""
+    """Warn about an adapter of another base, experts without factors, a warm-up that outlasts the run, an unset
+    checkpoint interval, and files that are not evaluated."""
     base, model = config.model.lora.base, config.model.path
     if base is not None and Path(base).resolve() != model.resolve():
         yield f"the adapter in model.lora.path names {base} as its base; its factors are added to model.path={model}"
+    with suppress(WeightFilesError):  # a check reports it
+        stored = header_shapes(model).items() if config.model.lora.is_set else ()
+        if any(".experts." in name and len(shape) == 3 for name, shape in stored):
+            yield "this model's experts have no factors (model.lora), so they stay as they are"
     updates, warmup = config.total_updates, config.trainer.optimizer.warmup_steps
     if warmup > updates:
         yield (

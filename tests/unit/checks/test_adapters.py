@@ -29,7 +29,7 @@ CASES = [
     ("qwen3_moe", "vllm", (), False),
     ("qwen3_moe", "sglang", (), False),
     ("qwen3_moe", "transformers", (), False),
-    ("qwen3_moe", "sglang", ("--model.lora.targets", "q_proj", "experts.0.down_proj"), False),
+    ("qwen3_moe", "sglang", ("--model.lora.targets", "q_proj", "experts.down_proj"), False),
     ("qwen3_moe", "sglang", ATTENTION, True),
     ("qwen3_moe", "transformers", ATTENTION, True),
     ("deepseek_v3", "vllm", ("--model.lora.targets", "o_proj"), False),
@@ -86,6 +86,15 @@ def test_an_adapter_has_the_factors_of_the_model(tmp_path: Path, rejects: Reject
     (adapter / "adapter_model.safetensors").write_bytes(b"1234567")
     with rejects(ConfigError, "model.adapter"):
         require_valid(chosen(model))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_experts_without_factors_are_named(family: str, tmp_path: Path, rejects: Rejects) -> None:
+    chosen = [*given(tmp_path, family, "transformers", ()), "--model.lora.sync", "merged"]
+    notes = list(settings_notes(load_config(None, chosen)))
+    assert any("experts have no factors" in note for note in notes) == (family == "gpt_oss")
+    with rejects(ConfigError, "model.lora"):
+        require_valid(load_config(None, [*chosen, "--model.lora.targets", "experts.gate_up_proj"]))
 
 
 def test_an_adapter_is_no_model(tmp_path: Path, rejects: Rejects) -> None:

@@ -125,13 +125,20 @@ def test_targets_must_be_matrices_of_the_layers(flags: list[str], rejects: Rejec
     assert "v_prj; use v_proj" in near and "lm_head; use q_proj or v_proj" in other
 
 
-def test_a_worker_has_no_factors_to_update(flags: list[str], rejects: Rejects) -> None:
-    flags += ["--model.lora.rank", "4", "--algorithm.kl.coef", "0.1", "--reference.placement", "workers"]
-    config = load_config(None, flags)
-    (role,) = config.roles.with_workers
-    assert not config.for_worker(role).model.lora.is_set
-    with rejects(ConfigError, "fields-conflict"):
-        load_config(None, [*flags, "--reference.update_interval", "2"])
+def test_roles_start_as_the_initial_policy_or_its_base(flags: list[str], adapter: Path, rejects: Rejects) -> None:
+    flags += ["--model.lora.path", str(adapter), "--algorithm.kl.coef", "0.1", "--algorithm.advantage", "gae"]
+    flags += ["--reference.placement", "workers"]
+    as_base = ["--reference.path", "base", "--critic.path", "base"]
+    initial, base = load_config(None, flags), load_config(None, [*flags, *as_base])
+    for config, lora in ((initial, initial.model.lora), (base, LoraConfig())):
+        (role,) = config.roles.with_workers
+        worker, critic = config.for_worker(role).model, config.for_critic().model
+        assert worker.path == critic.path == config.model.path and config.has_same_base(role)
+        assert worker.lora == lora
+        assert critic.lora.path == lora.path and not critic.lora.is_set, "it is merged, and all weights are trained"
+    load_config(None, [*flags, "--reference.update_interval", "2"])
+    with rejects(ConfigError, "fields-conflict"):  # the workers have no factors to update
+        load_config(None, [*flags, *as_base, "--reference.update_interval", "2"])
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], TARGETS])
