@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from slime_like.checks.layout import layout_problems
-from slime_like.config.lora import ADAPTER_CONFIG, LoraConfig, read_adapter
+from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig, read_adapter
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE, Roles
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
@@ -22,7 +22,7 @@ from slime_like.models.weight_files import (
     weight_file_problems,
 )
 from slime_like.system.words import from_here
-from slime_like.weights.adapter import factor_shapes, is_target, stored_factors, unmatched_targets, without_tower
+from slime_like.weights.adapter import factor_shapes, is_target, module_of, stored_factors, without_tower
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -88,8 +88,11 @@ def factor_problems(model: ModelConfig) -> Iterator[str]:
 
 def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Check that every target is a matrix of a model with these Hugging Face tensors."""
-    known = {name.split(".")[-2] for name, shape in tensors.items() if is_target(LoraConfig(rank=1), name, shape)}
-    for target in unmatched_targets(lora, tensors.items()) if lora.is_set and tensors else ():
+    modules = {f".{module_of(name)}" for name, shape in tensors.items() if is_target(LoraConfig(rank=1), name, shape)}
+    known = {module.rpartition(".")[2] for module in modules}
+    for target in lora.targets if lora.is_set and tensors and ALL_LINEAR not in lora.targets else ():
+        if any(module.endswith(f".{target}") for module in modules):
+            continue
         near = get_close_matches(target.rpartition(".")[2], known, n=1) or sorted(known)
         yield f"model.lora.targets: no matrix of the model's layers is named {target}; use {' or '.join(near)}"
 

@@ -85,16 +85,13 @@ class LoraConfig(Section):
 
 
 def read_adapter(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return rank, alpha and targets of a PEFT adapter, and problems of the field ``path``, each with a remedy.
-
-    Gate and up projections of experts have factors of their own, which PEFT joins.
-    """
+    """Return rank, alpha and targets of a PEFT adapter, and problems of the field ``path``, each with a remedy."""
     try:
         raw = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         rank, targets = int(raw.pop("r")), raw.pop("target_modules")
         alpha = raw.pop("lora_alpha") * (math.sqrt(rank) if raw.pop("use_rslora", False) else 1)
         parameters = raw.pop("target_parameters", None) or []
-        joined = [name for name in parameters if name.endswith(".gate_up_proj")]
+        joined = [name for name in parameters if name.endswith(".gate_up_proj")]  # of two matrices with own factors
         patterns = {"rank_pattern": dict.fromkeys(joined, 2 * rank), "alpha_pattern": dict.fromkeys(joined, 2 * alpha)}
         weights = {name.removesuffix(".weight") for name in parameters if name.endswith(".weight")}
         targets = targets if isinstance(targets, str) else sorted(weights.union(targets))

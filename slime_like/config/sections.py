@@ -30,8 +30,7 @@ class ModelConfig(Section):
 class FrozenModelConfig(Section):
     """A model that scores the sampled tokens and is not trained."""
 
-    path: Path | None = None
-    """Hugging Face checkpoint. none: the initial policy. base: model.path, without `model.lora`."""
+    path: Path | None = Field(None, description="Checkpoint. none: the initial policy. base: model.path, without lora.")
     placement: Literal["trainer", "workers"] = "trainer"
     """trainer: the trainer ranks swap in its weights. workers: separate devices score groups during sampling."""
     workers: int = Field(1, ge=1, description="Number of workers.")

@@ -25,7 +25,7 @@ PREFIX = "base_model.model."
 
 _WEIGHT, _INNER = ".weight", "model.language_model."
 _LAYERS = re.compile(r"(model|gpt_neox|transformer)\.(layers|h)\.")
-_ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)(\.\w+)?\.weight")
+_ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)(\.\w+)?")
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<module>\w+)")
 _FACTOR = re.compile(_EXPERT.pattern + r"\.(?P<factor>lora_[AB]\.weight)")
 _JOINED = {"gate_proj": 0, "up_proj": 1}
@@ -35,11 +35,15 @@ Shape = tuple[int, ...]
 
 def is_target(settings: LoraConfig, name: str, shape: Shape) -> bool:
     """Return whether the Hugging Face tensor is a matrix with factors. All experts of a layer have the same name."""
-    name = own_name(name) or name
-    if len(shape) != 2 or not _LAYERS.match(name) or not name.endswith(_WEIGHT) or _ROUTER.fullmatch(name):
+    module = module_of(name)
+    if len(shape) != 2 or not _LAYERS.match(module) or not name.endswith(_WEIGHT) or _ROUTER.fullmatch(module):
         return False
-    module = without_number(name.removesuffix(_WEIGHT))
     return ALL_LINEAR in settings.targets or any(f".{module}".endswith(f".{target}") for target in settings.targets)
+
+
+def module_of(weight: str) -> str:
+    """Return the name of a matrix's module in the language model, the same for all experts of a layer."""
+    return without_number((own_name(weight) or weight).removesuffix(_WEIGHT))
 
 
 def without_number(module: str) -> str:
@@ -117,13 +121,6 @@ def stored_factors(expected: Mapping[str, Shape], found: Collection[str]) -> dic
 def module_ends(factors: Iterable[str]) -> list[str]:
     """Return the last names of the modules that have these factors, such as q_proj."""
     return sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in factors})
-
-
-def unmatched_targets(settings: LoraConfig, weights: Iterable[tuple[str, Shape]]) -> list[str]:
-    """Return the targets that name no matrix of the model."""
-    known = list(weights)
-    alone = {target: settings.model_copy(update={"targets": (target,)}) for target in settings.targets}
-    return [target for target, one in alone.items() if not any(is_target(one, *each) for each in known)]
 
 
 def adapter_facts(model: ModelConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from backends.common.hugging_face.tower import kept_buckets, kept_names, renamed, stored_names
 from backends.common.process.agreement import listed, together
@@ -196,14 +196,12 @@ def _join(partial: Path, name: str) -> None:
 
 def _stack_experts(file: Path) -> None:
     """Replace the factors of experts by stacks."""
-    factors = load_file(file)
+    factors = load(file.read_bytes())  # not load_file, which maps what is written below
     for name, part in factor_parts({name: tuple(factor.shape) for name, factor in factors.items()}).items():
-        factor = factors.pop(name)
-        stack = factors.setdefault(part.stack, factor.new_zeros(part.shape))
-        stack.view(part.blocks)[part.index].copy_(factor)
-    stacked = file.with_suffix(".stacked")  # the other factors are still read from the first
-    save_file(factors, stacked, {"format": "pt"})
-    stacked.replace(file)
+        if part.stack not in factors:
+            factors[part.stack] = factors[name].new_zeros(part.shape)
+        factors[part.stack].view(part.blocks)[part.index].copy_(factors.pop(name))
+    save_file(factors, file, {"format": "pt"})
 
 
 def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factors: Collection[str]) -> None:
@@ -213,8 +211,7 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
     In a model with experts, PEFT takes every gate, up or down projection among the modules for the experts' stacks. So
     shared experts and dense layers are named as parameters. The modules ``experts.*`` are for us, and for SGLang.
 
-    The experts' factors become stacks if ``base`` has its experts in stacks, or if only one of gate and up projection
-    has factors, because PEFT joins the two.
+    The experts' factors become stacks if ``base`` has stacks. PEFT stacks other factors itself if no kind is missing.
     """
     modules = set(module_ends(factors) if ALL_LINEAR in lora.targets else lora.targets)
     stacks, weights, kinds = set[str](), set[str](), set[str]()
@@ -240,7 +237,7 @@ def write_adapter_settings(directory: Path, lora: LoraConfig, base: Path, factor
         sizes |= {"rank_pattern": dict.fromkeys(joined, 2 * (lora.rank or 0))}
         sizes |= {"alpha_pattern": dict.fromkeys(joined, 2 * lora.alpha)}
     sizes["target_modules"] = sorted(modules)
-    if stacks and (parts or kinds not in ({"down_proj"}, _STACKS.keys())):
+    if stacks and (parts or kinds != _STACKS.keys()):
         _stack_experts(directory / ADAPTER_FILE)
     if has_tower(base):  # whose modules may have the same names
         named["exclude_modules"] = "(?!.*language_model).*"
