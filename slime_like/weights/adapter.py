@@ -82,12 +82,12 @@ def factor_shapes(settings: LoraConfig, weights: Mapping[str, Shape]) -> dict[st
 
 
 class FactorPart(NamedTuple):
-    """One expert's factor, as entry ``index`` of PEFT's tensor ``stack`` of this shape, viewed as ``blocks``."""
+    """One expert's factor, as entry ``place`` of PEFT's tensor ``stack`` of this shape, viewed as ``blocks``."""
 
     stack: str
     shape: Shape
     blocks: Shape
-    index: tuple[Any, ...]
+    place: tuple[Any, ...]
 
 
 def factor_parts(factors: Mapping[str, Shape]) -> dict[str, FactorPart]:
@@ -102,12 +102,11 @@ def factor_parts(factors: Mapping[str, Shape]) -> dict[str, FactorPart]:
         count, expert, (first, last) = experts[without_number(match[0])], int(match["number"]), factors[match[0]]
         kind, kinds = _JOINED.get(match["module"], 0), 1 + (match["module"] in _JOINED)
         inner = "base_layer." if kinds > 1 and f"{match['experts']}.down_proj.{match['factor']}" in experts else ""
-        blocks, shape = (count, kinds, first, last), (count * kinds * first, last)
-        index: tuple[Any, ...] = (expert, kind)
-        if "lora_B" in match["factor"]:
-            blocks, shape = (kinds, first, kinds, last, count), (kinds * first, kinds * last * count)
-            index = (kind, slice(None), kind, slice(None), expert)
-        parts[match[0]] = FactorPart(f"{match['experts']}.{inner}{match['factor']}", shape, blocks, index)
+        is_a = "lora_A" in match["factor"]
+        shape = (count * kinds * first, last) if is_a else (kinds * first, kinds * last * count)
+        blocks: Shape = (count, kinds, first, last) if is_a else (kinds, first, kinds, last, count)
+        place = (expert, kind) if is_a else (kind, slice(None), kind, slice(None), expert)
+        parts[match[0]] = FactorPart(f"{match['experts']}.{inner}{match['factor']}", shape, blocks, place)
     return parts
 
 

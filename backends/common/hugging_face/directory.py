@@ -200,7 +200,7 @@ def _stack_experts(file: Path) -> None:
     for name, part in factor_parts({name: tuple(factor.shape) for name, factor in factors.items()}).items():
         if part.stack not in factors:
             factors[part.stack] = factors[name].new_zeros(part.shape)
-        factors[part.stack].view(part.blocks)[part.index].copy_(factors.pop(name))
+        factors[part.stack].view(part.blocks)[part.place].copy_(factors.pop(name))
     save_file(factors, file, {"format": "pt"})
 
 

@@ -221,8 +221,8 @@ class Adapter(HfCheckpoint):
         for name, part in factor_parts(expected).items():
             if part.stack in stacks:
                 blocks = stacks[part.stack][...].view(part.blocks)  # the file's memory, read on access
-                self._slices[name], kind = blocks[part.index], part.index[0]
-                if ".lora_B." in name and part.blocks[0] > 1 and blocks[kind, :, 1 - kind, :, part.index[-1]].any():
+                self._slices[name], kind = blocks[part.place], part.place[0]
+                if ".lora_B." in name and part.blocks[0] > 1 and blocks[kind, :, 1 - kind, :, part.place[-1]].any():
                     problem = (
                         f"gate and up projections in {part.stack} share inner rows, but have separate factors here"
                     )

@@ -123,11 +123,11 @@ def test_what_peft_saves_is_read_back(tmp_path: Path, rejects: Rejects) -> None:
     """Unless gate and up projections of experts share inner rows, as they do after training there."""
     exported = Exported(tmp_path, STACKED, ALL)
     model = PeftModel.from_pretrained(exported.transformers(), exported.adapter, is_trainable=True)
-    model.save_pretrained(tmp_path / "same")
+    model.save_pretrained(str(tmp_path / "same"))
     check_factors(exported, tmp_path / "same")
     for name, parameter in model.named_parameters():
         if "experts.base_layer.lora_B" in name:
             parameter.data += 1.0
-    model.save_pretrained(tmp_path / "trained")
+    model.save_pretrained(str(tmp_path / "trained"))
     with rejects(CheckpointError, "factors-shared"):
         exported.read(tmp_path / "trained")
