@@ -221,11 +221,9 @@ class Adapter(HfCheckpoint):
         for name, part in factor_parts(expected).items():
             if part.stack in stacks:
                 blocks = stacks[part.stack][...].view(part.blocks)  # the file's memory, read on access
-                self._slices[name], kind = blocks[part.place], part.place[0]
-                if ".lora_B." in name and part.blocks[0] > 1 and blocks[kind, :, 1 - kind, :, part.place[-1]].any():
-                    problem = (
-                        f"gate and up projections in {part.stack} share inner rows, but have separate factors here"
-                    )
+                self._slices[name], (kind, *_, last) = blocks[part.place], part.place
+                if ".lora_B." in name and last == 0 and part.blocks[0] > 1 and blocks[kind, :, 1 - kind].any():
+                    problem = f"gate and up projections in {part.stack} share inner rows, which are separate here"
                     remedy = "merge the adapter into its base with PEFT, and train new factors"
                     raise CheckpointError(problem, code="factors-shared", who=str(directory), remedy=remedy)
 
