@@ -178,7 +178,7 @@ class TrainerBase(TrainerBackend):
             self.state.load_hugging_face(model.path)
         if checkpoint is not None:
             self.state.load_weights(checkpoint)
-        elif model.lora.path is not None:
+        elif model.lora.is_set and model.lora.path is not None:
             self.state.load_adapter(model, model.lora.path, self.device)
         elif model.lora.is_set:
             self.state.fill_factors(Initial)
