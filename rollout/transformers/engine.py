@@ -69,7 +69,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     async def generate(self, request: GenerationRequest) -> list[Generation]:
         async with self._promising(request) as scheduler:
             samples = [self._sample(request, index) for index in range(request.num_samples)]
-            result = scheduler.submit(request.request_id, samples)
+            result = scheduler.submit(request.request_id, samples, request.batch)
             try:
                 return await asyncio.wrap_future(result)
             finally:

@@ -17,7 +17,7 @@ from rollout.transformers.decoding import DecodeBatch
 from rollout.transformers.routers import Routers
 from rollout.transformers.samples import Sample
 from slime_like.errors import EngineError
-from slime_like.interfaces import Generation, PauseMode
+from slime_like.interfaces import Generation, PauseMode, RequestBatch
 
 _BURST_GAP_S, _BURST_S = 0.002, 0.02
 """How long an idle thread waits for another request, and for all of them. Less than a step."""
@@ -29,6 +29,7 @@ class _PendingRequest:
 
     request_id: str
     samples: list[Sample]
+    batch: RequestBatch | None = None
     result: Future[list[Generation]] = field(default_factory=Future)
 
     @property
@@ -65,6 +66,7 @@ class DecodeScheduler:
         self._error: EngineError | None = None
         # Only the decode thread uses the attributes below.
         self._version = 0
+        self._arriving: dict[str, dict[int, _PendingRequest]] = {}  # incomplete batches by name; requests by place
         self._waiting: list[_PendingRequest] = []
         self._running: list[_PendingRequest] = []
         self._batch = DecodeBatch(model, routers)
@@ -78,9 +80,12 @@ class DecodeScheduler:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self._error is None
 
-    def submit(self, request_id: str, samples: list[Sample]) -> Future[list[Generation]]:
-        request = _PendingRequest(request_id, samples)
-        self._put(lambda: self._waiting.append(request), request.result)
+    def submit(
+        self, request_id: str, samples: list[Sample], batch: RequestBatch | None = None
+    ) -> Future[list[Generation]]:
+        """Queue a request, behind the rest of its batch once all of it is there."""
+        request = _PendingRequest(request_id, samples, batch)
+        self._put(lambda: self._arrive(request), request.result)
         return request.result
 
     def abort(self, request_id: str) -> None:
@@ -148,17 +153,36 @@ class DecodeScheduler:
             self._running.append(request)
             self._batch.add(request.samples)
 
+    def _arrive(self, request: _PendingRequest) -> None:
+        """Queue a request. A batch is queued when it is complete, in the order in which it was sent.
+
+        So its rows are the same whenever its requests arrive. Their own timeouts bound the wait.
+        """
+        if (batch := request.batch) is None:
+            self._waiting.append(request)
+            return
+        arrived = self._arriving.setdefault(batch.name, {})
+        arrived[batch.place] = request
+        if len(arrived) == batch.size:
+            del self._arriving[batch.name]
+            self._waiting += (arrived[place] for place in sorted(arrived))
+
     def _settle(self) -> None:
         """Return finished requests, and report that a pause is reached."""
         self._batch.drop_finished()
         self._waiting = _without_done(self._waiting)
         self._running = _without_done(self._running)
+        for batch in self._arriving.values():
+            _without_done(list(batch.values()))  # a canceled request still counts
         for waiter in self._pause_waiters:
             _settle_future(waiter)
         self._pause_waiters = []
 
+    def _pending(self) -> list[_PendingRequest]:
+        return [*self._running, *self._waiting, *(one for batch in self._arriving.values() for one in batch.values())]
+
     def _end(self, request_id: str | None) -> None:
-        for request in (*self._waiting, *self._running):
+        for request in self._pending():
             if request_id in (None, request.request_id):
                 request.end()
 
@@ -181,7 +205,7 @@ class DecodeScheduler:
     def _fail_all(self, error: EngineError) -> None:
         self._error = error
         self._inbox.drain()
-        futures: list[Future[Any]] = [request.result for request in (*self._waiting, *self._running)]
+        futures: list[Future[Any]] = [request.result for request in self._pending()]
         for future in (*futures, *self._pause_waiters):
             _settle_future(future, error=error)
 

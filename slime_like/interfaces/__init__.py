@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slime_like.interfaces.engine import Generation as Generation
     from slime_like.interfaces.engine import GenerationRequest as GenerationRequest
     from slime_like.interfaces.engine import PauseMode as PauseMode
+    from slime_like.interfaces.engine import RequestBatch as RequestBatch
     from slime_like.interfaces.engine import RolloutEngine as RolloutEngine
     from slime_like.interfaces.engine import SamplingParams as SamplingParams
     from slime_like.interfaces.engine import Segment as Segment

@@ -70,6 +70,23 @@ class ConversationTask:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestBatch:
+    """Requests that are sent to an engine together.
+
+    An engine that waits for all of them computes the same numbers whenever and in whatever order they arrive.
+
+    Attributes:
+        name: unique in the engine.
+        size: number of requests.
+        place: the request's place among them, from 0.
+    """
+
+    name: str
+    size: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A prompt and how to sample ``num_samples`` generations from it.
 
@@ -83,6 +100,7 @@ class GenerationRequest:
         task: turns every sample into a conversation if ``rollout.environment`` or ``rollout.agent`` is set. Engines
             ignore it, because they receive one request per turn.
         greedy: one more response, at temperature 0, after the others. Engines receive it as a request of its own.
+        batch: the requests that this one is sent with. ``None`` if it comes alone, like a turn of a conversation.
     """
 
     request_id: str
@@ -93,6 +111,7 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     task: ConversationTask | None = None
     greedy: bool = False
+    batch: RequestBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)

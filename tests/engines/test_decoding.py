@@ -1,6 +1,8 @@
 """Tokens decoded in batches with our cache, compared with transformers' forward pass without a cache."""
 
 import random
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.transformers.attention import GROUPED_SDPA, register
 from rollout.transformers.decoding import DecodeBatch
 from rollout.transformers.samples import Sample
+from rollout.transformers.scheduler import DecodeScheduler
 from slime_like.examples.tiny_model import tiny_config
-from slime_like.interfaces import SamplingParams
+from slime_like.interfaces import RequestBatch, SamplingParams
 from tests.support.acceptance import some_in_acceptance
 
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -109,6 +112,30 @@ def test_draws_are_independent_of_the_batch() -> None:
         _run(model, {0: [sample]})
     drawn = [[s.token_ids for samples in run.values() for s in samples] for run in (together, apart)]
     assert drawn[0] == drawn[1]
+
+
+def test_the_numbers_of_a_batch_do_not_depend_on_when_its_requests_arrive() -> None:
+    """Bit for bit, in float32, with more samples than fit at once. A canceled request delays nobody."""
+    model, count = _model("qwen3"), 16
+    prompts = [sample.prompt for samples in _arrivals(seed=3).values() for sample in samples][:count]
+
+    def logprobs(order: Sequence[int], gap_s: float, canceled: int | None = None) -> list[list[float]]:
+        scheduler, found = DecodeScheduler(model, max_batch_size=24), {}
+        for at in order:
+            samples = [_sample(prompts[at], 5 + at, seed=2 * at + number) for number in range(2)]
+            found[at] = scheduler.submit(f"r{at}", samples, RequestBatch("step", count, at))
+            if at == canceled:
+                scheduler.abort(f"r{at}")
+                assert found.pop(at).result(timeout=20)[0].finish_reason == "abort"
+            time.sleep(gap_s)
+        generations = [one for at in sorted(found) for one in found[at].result(timeout=20)]
+        assert scheduler.stop(timeout_s=20)
+        return [one.logprobs.tolist() for one in generations]
+
+    together = logprobs(range(count), gap_s=0.0)
+    assert logprobs(range(count), gap_s=0.004) == together
+    assert logprobs([*range(9, count), *range(9)], gap_s=0.0) == together
+    assert len(logprobs(range(count), gap_s=0.0, canceled=7)) == 2 * (count - 1)
 
 
 def test_finished_rows_free_their_columns() -> None:

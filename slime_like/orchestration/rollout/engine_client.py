@@ -5,11 +5,11 @@ If an engine dies, its requests wait for another one (``supervisor.py``).
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from slime_like.errors import EngineError
-from slime_like.interfaces import Generation, GenerationRequest
+from slime_like.interfaces import Generation, GenerationRequest, RequestBatch
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.ray_calls import one
 from slime_like.orchestration.rollout.supervisor import EngineStart, EngineSupervisor, NoEngineLeft
@@ -124,11 +124,17 @@ class EngineClient:
         waiting = [call for call in calls if call.engine is None]
         if len(waiting) == len(calls):
             self._last_answer = time.monotonic()
+        batches: dict[EngineStart, list[EngineCall]] = {}
         for call in waiting:
             engine = self._supervisor.acquire(call.tokens)
             if engine is None:
-                return
-            call.engine, call.answer = engine, engine.actor.generate.remote(call.request)
+                break
+            batches.setdefault(engine, []).append(call)
+        for engine, batch in batches.items():
+            name = batch[0].request.request_id
+            for place, call in enumerate(batch):
+                request = replace(call.request, batch=RequestBatch(name, len(batch), place))
+                call.engine, call.answer = engine, engine.actor.generate.remote(request)
 
     def _end_silence(self, sent: Sequence[Call]) -> list[Call]:
         """Lose unhealthy engines. Return their calls.

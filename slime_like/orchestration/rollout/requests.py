@@ -9,7 +9,15 @@ import torch
 from slime_like.config import AlgorithmConfig, EvaluationConfig, ModelConfig, RolloutConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError
-from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams, Segment
+from slime_like.interfaces import (
+    ConversationTask,
+    Generation,
+    GenerationRequest,
+    PromptInput,
+    RequestBatch,
+    SamplingParams,
+    Segment,
+)
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 
@@ -76,8 +84,12 @@ def parts_of(request: GenerationRequest) -> list[GenerationRequest]:
     if not request.greedy:
         return [request]
     sampling = replace(request.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, training=False)
-    last = replace(request, request_id=f"{request.request_id}-greedy", sampling=sampling, num_samples=1, greedy=False)
-    return [replace(request, greedy=False), last]
+    name, batch = f"{request.request_id}-greedy", request.batch
+    last = replace(request, request_id=name, sampling=sampling, num_samples=1)
+    return [
+        replace(part, greedy=False, batch=batch and RequestBatch(batch.name, 2 * batch.size, 2 * batch.place + at))
+        for at, part in enumerate((request, last))
+    ]
 
 
 def routes_per_token(algorithm: AlgorithmConfig, model: ModelConfig) -> tuple[int, int] | None:

@@ -46,6 +46,7 @@ def turn_request(
         seed=seed,
         prompt_logprobs=False,
         task=None,
+        batch=None,
     )
 
 

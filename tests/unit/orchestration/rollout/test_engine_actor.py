@@ -11,7 +11,7 @@ import pytest
 
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces import ConversationTask, GenerationRequest, PromptInput, SamplingParams
+from slime_like.interfaces import ConversationTask, GenerationRequest, PromptInput, RequestBatch, SamplingParams
 from slime_like.interfaces.engine import WHOLE, EngineHealth, EnginePart
 from slime_like.orchestration.rollout import engine_actor
 from slime_like.orchestration.rollout.engine_actor import EngineActor, PartOptions
@@ -119,6 +119,7 @@ def test_a_greedy_response_follows_the_samples(actor_of: Callable[[list[Further]
         actor._conversations = SimpleNamespace(run=run)
         sampling = SamplingParams(temperature=0.7, top_p=0.5, top_k=8, min_p=0.1, max_new_tokens=9, stop=("x",))
         request = GenerationRequest("train-3", PromptInput([1]), sampling, num_samples=2, seed=5, greedy=True)
+        request = replace(request, batch=RequestBatch("train-2", 3, 1))
         for task in (None, ConversationTask("42")):
             asked.clear()
             found = await actor.generate(replace(request, task=task))
@@ -126,5 +127,6 @@ def test_a_greedy_response_follows_the_samples(actor_of: Callable[[list[Further]
             greedy = SamplingParams(temperature=0.0, max_new_tokens=9, stop=("x",), training=False)
             assert [each.sampling for each in asked] == [sampling, greedy]
             assert [each.task for each in asked] == [task, task] and not any(each.greedy for each in asked)
+            assert [each.batch for each in asked] == [RequestBatch("train-2", 6, place) for place in (2, 3)]
 
     asyncio.run(scenario())

@@ -9,7 +9,7 @@ import pytest
 
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, RewardError, SlimeLikeError
-from slime_like.interfaces import Generation, GenerationRequest, PromptInput, SamplingParams
+from slime_like.interfaces import Generation, GenerationRequest, PromptInput, RequestBatch, SamplingParams
 from slime_like.orchestration.rollout import engine_client
 from slime_like.orchestration.rollout.engine_client import EngineCall, EngineClient
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor, NoEngineLeft
@@ -41,10 +41,12 @@ class Engine:
 
     Attributes:
         calls: calls by the name of their request, in order.
+        batches: the batch of each.
     """
 
     def __init__(self, answers_all: bool = False) -> None:
         self.calls: dict[str, Call] = {}
+        self.batches: list[RequestBatch | None] = []
         self.alive = True
         self.generate = SimpleNamespace(remote=self._generate)
         self._answers_all = answers_all
@@ -59,6 +61,7 @@ class Engine:
 
     def _generate(self, request: GenerationRequest) -> Call:
         call = self.calls[request.request_id] = Call(self, request.request_id)
+        self.batches.append(request.batch)
         call.is_ready = self._answers_all and self.alive
         return call
 
@@ -171,6 +174,7 @@ def test_requests_wait_for_room_and_answers_make_room() -> None:
     engines[1].ends("b", "f")
     assert client.answered() == ["b", "f"] and len(client) == 5
     assert client.answered() == [] and engines[1].has == ["d", "g"]
+    assert engines[1].batches == [*(RequestBatch("b", 3, place) for place in range(3)), RequestBatch("g", 1, 0)]
     for engine in engines:
         engine.ends(*engine.has)
     assert sorted(client.answered()) == ["a", "c", "d", "e", "g"] and len(client) == 0
