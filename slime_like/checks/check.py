@@ -4,6 +4,7 @@ Sections reject combinations of fields themselves (``Section.conflicts``). Needs
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from slime_like.checks import (
     agent,
@@ -23,7 +24,7 @@ from slime_like.checks import (
 )
 from slime_like.checks.definition import Check, Needs, training_needs
 from slime_like.checks.model_directories import find_dimensions
-from slime_like.config.base import CONFLICT
+from slime_like.config.base import CONFLICT, UnknownValue
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import EvaluationConfig, ModelConfig
 from slime_like.errors import ConfigError, Problem, field_of
@@ -149,7 +150,10 @@ CHECKS: Sequence[Check] = (
 def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
     """Return every problem. ``needs`` defaults to the needs of training."""
     needs = training_needs(config) if needs is None else needs
-    return _run(needs, config, find_dimensions(config.model.path, "model.path")[0])
+    dimensions = None
+    with suppress(UnknownValue):
+        dimensions = find_dimensions(config.model.path, "model.path")[0]
+    return _run(needs, config, dimensions)
 
 
 def require_valid(config: RunConfig, needs: Needs | None = None) -> None:
@@ -174,7 +178,9 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs)
 def _run(needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
     problems = []
     for one in CHECKS:
-        if one.needs <= needs:
+        if not one.needs <= needs:
+            continue
+        with suppress(UnknownValue):
             sized = () if dimensions is None else one.sized(config, dimensions)
             texts = dict.fromkeys((*one.run(config), *sized))  # several teachers may have the same problem
             problems += [Problem(one.code, text, field_of(text)) for text in texts]

@@ -1,11 +1,11 @@
 """Base class of the configuration sections."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any, Self, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,6 +15,16 @@ CONFLICT = "fields-conflict"
 
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4000
 _WORDS = {"true": True, "false": False}
+
+
+class UnknownValue(Exception):
+    """A field was read that has no valid value. Its own problem is reported already."""
+
+
+def known(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts until one depends on a field without a valid value."""
+    with suppress(UnknownValue):
+        yield from texts
 
 
 def split_optional(annotation: Any) -> tuple[Any, bool]:
@@ -59,6 +69,14 @@ def _path(value: Any) -> Any:
     return path.absolute()  # processes in other directories find it
 
 
+def _differs(value: Any, default: Any) -> bool:
+    """Compare two values. A field of a section that has no valid value does not count."""
+    if not (isinstance(value, Section) and isinstance(default, Section)):
+        return bool(value != default)
+    fields = any(_differs(each, vars(default).get(key)) for key, each in vars(value).items())
+    return fields or value.model_extra != default.model_extra
+
+
 class Section(BaseModel):
     """Immutable section that rejects unknown keys and silent conversions.
 
@@ -98,7 +116,7 @@ class Section(BaseModel):
     def all_changed(self) -> list[str]:
         """The fields that differ from their defaults, by name. A run's config.yaml contains defaults, too."""
         defaults = type(self).model_construct()
-        return [key for key, value in sorted(self) if value != getattr(defaults, key)]
+        return [key for key, value in sorted(self) if _differs(value, getattr(defaults, key))]
 
     @property
     def changed(self) -> str:
@@ -114,7 +132,14 @@ class Section(BaseModel):
         for name, value in self:
             if isinstance(value, Section):
                 yield from (f"{name}.{text}" for text in value.all_conflicts())
-        yield from self.conflicts()
+        yield from known(self.conflicts())
+
+    if not TYPE_CHECKING:  # so that mypy still knows the fields
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:  # ``config.reading.partial`` removed it
+                raise UnknownValue(name)
+            return super().__getattr__(name)
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Self:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.base import Section
+from slime_like.config.base import Section, known
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
@@ -200,9 +200,9 @@ class RunConfig(Section):
         return found | ({"updates": self.total_updates} if settings.depends_on_length else {})
 
     def conflicts(self) -> Iterator[str]:
-        yield from self._trainer_conflicts()
+        yield from known(self._trainer_conflicts())
         if self.algorithm.needs_critic:
-            yield from self.critic.conflicts_of_use(self.trainer, self.steps, self.model)
+            yield from known(self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
         elif changed := self.critic.changed:
             use = "algorithm.loss=sft has no critic" if self.supervised else "only algorithm.advantage=gae has a critic"
             yield f"critic.{changed} is set, but {use}; remove it"
@@ -212,8 +212,8 @@ class RunConfig(Section):
                 yield "algorithm.loss=sft has no sampled responses to distil; set distillation.coef to 0"
             return
         yield from self.distillation.conflicts_with_sources([source.name for source in self.data.mixture])
-        yield from self._sampling_conflicts()
-        yield from self._placement_conflicts()
+        yield from known(self._sampling_conflicts())
+        yield from known(self._placement_conflicts())
         if self.rollout.stream:
             yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:

@@ -111,7 +111,7 @@ class TrainerConfig(Section):
         if self.backend == FSDP:
             yield from self._fsdp_conflicts()
         elif self.backend == "megatron":
-            if self.fsdp != FsdpConfig():
+            if self.fsdp.changed:
                 yield "fsdp is set, but trainer.backend=megatron does not use it; set trainer.backend=fsdp"
             if self.optimizer.offload and not self.optimizer.distributed:
                 # Megatron's other optimizers replace the parameters, so the host optimizer would update old copies.

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, Problem
 
 _MODELS = r"(model(\.lora)?|reference|distillation|critic)\.path|distillation\.teachers\..+"
 _FIELD = re.compile(_MODELS + r"|data\.train|data\.mixture\.files|evaluation\.files")
@@ -50,5 +50,6 @@ def _local(given: str, field: str, pins: dict[tuple[str, str], str]) -> str:
         return given
     except (OSError, ValueError) as error:
         problem = f"is not a path, and the hub does not provide it ({str(error).strip().splitlines()[0]})"
-        raise ConfigError(f"{field}={given}: {problem}; give a path or another id", code="hub-refuses") from error
+        text = f"{field}={given}: {problem}; give a path or another id"
+        raise ConfigError([Problem("hub-refuses", text, field)]) from error
     return str(Path(place, found[4] or ""))

@@ -5,6 +5,7 @@ OmegaConf merges the file with the flags and resolves ``${other.field}``; pydant
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from slime_like.config.base import CONFLICT
+from slime_like.config.base import CONFLICT, UnknownValue
 from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.hub import with_snapshots
+from slime_like.config.reading.partial import faulty_fields, partial
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
@@ -42,7 +44,7 @@ def load_config(
         overrides: flags as on a command line: ``--rollout.engine sglang``, ``rollout.engine=sglang``,
             ``--data.train a.jsonl b.jsonl``, ``--rollout.engine_args.key value``. The last one wins; mappings merge.
         run_dir: the run directory if neither names one.
-        more: finds further problems of a configuration that is rejected only for conflicts between its fields.
+        more: finds further problems of a rejected configuration. To read a field that is at fault ends it.
 
     Raises:
         ConfigError: with every problem found, each naming field, value and remedy.
@@ -60,17 +62,27 @@ def load_config(
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
-        config = RunConfig.model_validate(given := with_snapshots(data))
+        config = RunConfig.model_validate(data := with_snapshots(data))
+    except ConfigError as error:
+        problems += error.problems
     except ValidationError as error:
-        found = describe(error.errors())
-        if {problem.code for problem in found} == {CONFLICT}:  # of some sections; the others may have more
-            config = RunConfig.model_validate(given, context={"collects": CONFLICT})
-            found = [Problem(CONFLICT, text, field_of(text)) for text in config.all_conflicts()]
-            found += () if filling else more(config)  # ``auto`` has no size yet
-        problems += [problem for problem in found if problem.field not in undecided]
+        problems += [problem for problem in describe(error.errors()) if problem.field not in undecided]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(_with_others(problems, partial(data, [*faulty_fields(problems), *filling]), more))
     return fill(config, filling) if filling else config
+
+
+def _with_others(
+    problems: list[Problem], rest: RunConfig | None, more: Callable[[RunConfig], Iterable[Problem]]
+) -> list[Problem]:
+    """Return the problems, and those that do not depend on their fields: conflicts of all sections, and ``more``."""
+    if rest is None:
+        return problems
+    conflicts = [Problem(CONFLICT, text, field_of(text)) for text in rest.all_conflicts()]
+    found = [*(problem for problem in problems if problem.code != CONFLICT), *conflicts]
+    with suppress(UnknownValue):
+        found += more(rest)
+    return found
 
 
 def _take_auto(data: Any, keys: Sequence[str]) -> bool:
@@ -105,25 +117,37 @@ def is_assignment(argument: str) -> bool:
 
 def _read(path: Path) -> DictConfig:
     try:
-        read = OmegaConf.create(_not_too_deep(path.read_text(encoding="utf-8")))
+        read = OmegaConf.create(_usable(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "give the path of a YAML configuration file"
         raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}", code="file-unreadable") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not valid YAML ({_reason(error)}); correct it", code="yaml-syntax") from error
+        raise ConfigError(f"{path}: is not usable YAML ({_reason(error)}); correct it", code="yaml-syntax") from error
     if not isinstance(read, DictConfig) or not read:
         raise ConfigError(f"{path}: has no settings; give `key: value` lines", code="file-content")
     return read
 
 
-def _not_too_deep(text: str) -> str:
-    """Return the text, or raise ``ValueError`` if it is nested so deep that libyaml could overflow the stack."""
-    depth = 0
+def _usable(text: str) -> str:
+    """Return the text. Raises ``ValueError`` if it is nested so deep that libyaml could overflow the stack.
+
+    Also raises for ``{name:gspo}``, which YAML reads as one key without a value.
+    """
+    inside: list[yaml.CollectionStartEvent] = []
+    before = ""
     for event in yaml.parse(text, yaml.CSafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
+        if isinstance(event, yaml.CollectionStartEvent):
+            inside.append(event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            inside.pop()
+        if len(inside) > _DEEPEST:
             raise ValueError(f"more than {_DEEPEST} levels")
+        plain = event.value if isinstance(event, yaml.ScalarEvent) and event.implicit[0] else None
+        if plain == "" and ":" in before and inside and inside[-1].flow_style:
+            where = f"line {event.start_mark.line + 1}: "
+            raise ValueError(f"{where}{before} has no space after its colon; write {before.replace(':', ': ', 1)}")
+        before = plain or ""
     return text
 
 
@@ -197,9 +221,9 @@ def _setting(name: str, values: list[str]) -> DictConfig:
         OmegaConf.update(one, name, values[0])
         return one
     try:
-        return OmegaConf.from_dotlist([f"{name}={_not_too_deep(values[0])}"])
+        return OmegaConf.from_dotlist([f"{name}={_usable(values[0])}"])
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ValueError(f"{values[0]!r} is not valid YAML ({_reason(error)}); correct it") from error
+        raise ValueError(f"{values[0]!r} is not usable YAML ({_reason(error)}); correct it") from error
 
 
 def _escaped(value: Any) -> Any:
