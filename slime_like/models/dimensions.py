@@ -27,7 +27,7 @@ VALUE_HEAD = "score.weight"
 """Name of a value model's head, as in transformers' models for classification."""
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_CLASSIFIER = re.compile("For(Sequence|Token)Classification$")
+_CLASSIFIER = re.compile("(Text)?For(Sequence|Token)Classification$")  # Gemma3TextFor... of Gemma3ForCausalLM
 
 
 @dataclass(frozen=True, slots=True)

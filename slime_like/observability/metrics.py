@@ -12,6 +12,7 @@ from slime_like.observability.json_lines import open_for_append, read_lines, wri
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID = "wandb_id"
 
 
 class MetricLogger:
@@ -129,11 +130,15 @@ def _markdown_code(cell: tuple[str, Any]) -> str:
 
 
 class WandbTracker:
-    """Tracker that logs to one Weights & Biases run, named like the run directory."""
+    """Tracker that logs to one Weights & Biases run, named like the run directory.
+
+    The directory keeps the run's id, so later starts continue it. W&B ignores steps that it has already.
+    """
 
     def __init__(self, config: LoggingConfig, run_dir: Path) -> None:
         import wandb
 
+        kept = run_dir / WANDB_ID
         self._wandb: Any = wandb
         self._run: Any = wandb.init(
             project=config.wandb_project,
@@ -142,7 +147,10 @@ class WandbTracker:
             tags=config.wandb_tags or None,
             name=run_dir.name,
             dir=str(run_dir),
+            id=kept.read_text(encoding="utf-8") if kept.exists() else None,
+            resume="allow",
         )
+        kept.write_text(self._run.id, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

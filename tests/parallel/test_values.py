@@ -35,6 +35,8 @@ LAYOUTS: dict[str, tuple[str, Settings]] = {
     "ep2": ("qwen3_moe", {"data": 2, "expert": 2}),
     "latent-tp2-sp": ("deepseek_v3", {"tensor": 2, "sequence": True}),
     "fsdp": ("qwen2", {"backend": "fsdp"}),
+    "gemma3": ("gemma3_text", {}),
+    "fsdp-hybrid": ("qwen3_5_text", {"backend": "fsdp"}),
     "fsdp-dp2-cp2": ("qwen3_moe", {"backend": "fsdp", "data": 2, "context": 2}),
 }
 IN_ACCEPTANCE = ("pp2-tied", "dp2", "fsdp")

@@ -62,9 +62,11 @@ def load_config(
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
-        config = RunConfig.model_validate(data := with_snapshots(data))
+        data = with_snapshots(data)
     except ConfigError as error:
         problems += error.problems
+    try:
+        config = RunConfig.model_validate(data)
     except ValidationError as error:
         problems += [problem for problem in describe(error.errors()) if problem.field not in undecided]
     if problems:
@@ -130,9 +132,11 @@ def _read(path: Path) -> DictConfig:
 
 
 def _usable(text: str) -> str:
-    """Return the text. Raises ``ValueError`` if it is nested so deep that libyaml could overflow the stack.
+    """Return the text.
 
-    Also raises for ``{name:gspo}``, which YAML reads as one key without a value.
+    Raises:
+        ValueError: it is nested so deep that libyaml could overflow the stack.
+        YAMLError: it contains ``{name:gspo}``, which YAML reads as one key without a value.
     """
     inside: list[yaml.CollectionStartEvent] = []
     before = ""
@@ -145,8 +149,8 @@ def _usable(text: str) -> str:
             raise ValueError(f"more than {_DEEPEST} levels")
         plain = event.value if isinstance(event, yaml.ScalarEvent) and event.implicit[0] else None
         if plain == "" and ":" in before and inside and inside[-1].flow_style:
-            where = f"line {event.start_mark.line + 1}: "
-            raise ValueError(f"{where}{before} has no space after its colon; write {before.replace(':', ': ', 1)}")
+            problem = f"{before} has no space after its colon; write {before.replace(':', ': ', 1)}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[arg-type]
         before = plain or ""
     return text
 

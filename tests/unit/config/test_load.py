@@ -8,11 +8,13 @@ import huggingface_hub
 import pytest
 import yaml
 
+from slime_like.checks.check import check
 from slime_like.config import RewardFunction, RunConfig
 from slime_like.config.reading.fields import all_fields
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.config.reading.problems import did_you_mean
 from slime_like.errors import ConfigError, Problem
+from slime_like.examples.tiny_model import make_tiny_model
 from tests.support.rejections import Rejects
 
 MINIMAL = {"run_dir": "/runs/x", "model": {"path": "/models/x"}}
@@ -213,6 +215,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("", "--steps 1 2", "flag-value", "steps"),
     ("", "stray --steps 1", "flag-missing", ""),
     ("", "--rollout.environment.options.opening ']'", "flag-value", "rollout.environment.options.opening"),
+    ("", "--reward.functions '[{name:math_verify}]'", "flag-value", "reward.functions"),
+    ("", "--rollout.engine_args '{a: 1, b:2}'", "flag-value", "rollout.engine_args"),
+    ("reward: {functions: [{name:math_verify}]}", "", "yaml-syntax", ""),
     ("steps: 3\nsteps: 4", "", "yaml-syntax", ""),
     ("a: b: c", "", "yaml-syntax", ""),
     ("a: !!python/object:os.system {}", "", "yaml-syntax", ""),
@@ -311,6 +316,41 @@ def test_conflicts_of_all_sections_are_reported_at_once_with_further_problems(tm
         with rejects(ConfigError, "fields-conflict" if found == fields else "config") as caught:
             load_config(write(tmp_path, HEAD + text), more=more)
         assert [problem.field for problem in caught.value.problems] == found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make_tiny_model(directory := tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (
+            "--trainer.optimizer.lr abc --rollout.temperature 0 --algorithm.loss ppo_clipp",
+            ["algorithm.loss", "rollout.temperature", "trainer.optimizer.lr"],
+        ),
+        ("--rollout.engin x --rollout.engine_args.vllm.a 1", ["rollout.engin"]),
+        ("--algorithm.importance.corection truncate --rollout.max_staleness 1", ["algorithm.importance.corection"]),
+        ("--trainer.parallel.data auto --steps 0 --algorithm.loss x", ["algorithm.loss", "steps"]),
+        ("--tensor 2 --reward.function []", ["reward.function", "tensor"]),
+        ("--trainer.fsdp.accumulatee 1 --accumulate 1", ["accumulate", "trainer.fsdp.accumulatee"]),
+        ("--rollout 5 --model.path '' --algorithm.advantage x", ["algorithm.advantage", "model.path", "rollout"]),
+        ("--critic.path acme/unknown --seed x", ["critic.path", "seed"]),
+        ("--reward.functions '[{name: a, weight:2}]' --steps 0", ["reward.functions", "steps"]),
+    ],
+)
+def test_faults_of_fields_hide_no_other_faults_and_cause_none(
+    tmp_path: Path, model: Path, downloads: list[tuple[Any, ...]], flags: str, fields: list[str]
+) -> None:
+    """All checks run, but none that reads a field at fault."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    given = ["--run_dir", "r", "--model.path", str(model), "--data.train", "a.jsonl"]
+    given += ["--reward.functions", "[{name: math_verify}]", *shlex.split(flags)]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, given, more=check)
+    assert sorted(problem.field for problem in caught.value.problems) == fields
 
 
 def test_a_critic_has_its_learning_rate_next_to_other_settings(tmp_path: Path) -> None:

@@ -172,5 +172,8 @@ def test_wandb_receives_the_settings_of_the_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     given: dict[str, Any] = {"project": "p", "entity": "team", "group": "g", "tags": ("a", "b")}
     settings = {f"wandb_{name}": value for name, value in given.items()}
-    MetricLogger(LoggingConfig(tensorboard=False, wandb=True, **settings), tmp_path / "mine").close()
-    wandb.init.assert_called_once_with(**given, name="mine", dir=str(tmp_path / "mine"))
+    wandb.init.return_value.id = "a1b2"
+    for known in (None, "a1b2"):  # a later start continues the run
+        MetricLogger(LoggingConfig(tensorboard=False, wandb=True, **settings), tmp_path / "mine").close()
+        own = {"name": "mine", "dir": str(tmp_path / "mine"), "id": known, "resume": "allow"}
+        wandb.init.assert_called_with(**given, **own)
