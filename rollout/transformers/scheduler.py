@@ -7,7 +7,6 @@ while the model runs, and every command takes effect at a token boundary.
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -18,9 +17,6 @@ from rollout.transformers.routers import Routers
 from rollout.transformers.samples import Sample
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, PauseMode, RequestBatch
-
-_BURST_GAP_S, _BURST_S = 0.002, 0.02
-"""How long an idle thread waits for another request, and for all of them. Less than a step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,27 +38,12 @@ class _PendingRequest:
                 sample.finish_reason = "abort"
 
 
-class _Inbox(queue.SimpleQueue[Callable[[], None]]):
-    """Commands from other threads. The decode thread calls all methods except ``put``."""
-
-    def await_burst(self) -> None:
-        """Run commands until a burst of requests ends, so the requests are prefilled together."""
-        deadline = time.monotonic() + _BURST_S
-        with contextlib.suppress(queue.Empty):
-            while time.monotonic() < deadline:
-                self.get(timeout=_BURST_GAP_S)()
-
-    def drain(self) -> None:
-        while not self.empty():
-            self.get()()
-
-
 class DecodeScheduler:
     """Owner of the thread. Public methods may be called from any thread, and never wait for a step."""
 
     def __init__(self, model: Any, max_batch_size: int, routers: Routers | None = None) -> None:
         self._max_batch_size = max_batch_size
-        self._inbox = _Inbox()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._error: EngineError | None = None
         # Only the decode thread uses the attributes below.
         self._version = 0
@@ -80,9 +61,7 @@ class DecodeScheduler:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and self._error is None
 
-    def submit(
-        self, request_id: str, samples: list[Sample], batch: RequestBatch | None = None
-    ) -> Future[list[Generation]]:
+    def submit(self, request_id: str, samples: list[Sample], batch: RequestBatch | None) -> Future[list[Generation]]:
         """Queue a request, behind the rest of its batch once all of it is there."""
         request = _PendingRequest(request_id, samples, batch)
         self._put(lambda: self._arrive(request), request.result)
@@ -131,9 +110,7 @@ class DecodeScheduler:
         """Carry out the inbox's commands (wait for one if there is no work), then step the batch once."""
         if not self._has_work():
             self._inbox.get()()
-            if self._has_work():
-                self._inbox.await_burst()
-        self._inbox.drain()
+        self._drain()
         self._settle()
         if self._stopping or not self._has_work():
             return
@@ -141,6 +118,10 @@ class DecodeScheduler:
         if self._batch.samples:
             self._batch.step(self._version)
         self._settle()
+
+    def _drain(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
 
     def _has_work(self) -> bool:
         return not self._paused and bool(self._waiting or self._batch.samples)
@@ -204,7 +185,7 @@ class DecodeScheduler:
 
     def _fail_all(self, error: EngineError) -> None:
         self._error = error
-        self._inbox.drain()
+        self._drain()
         futures: list[Future[Any]] = [request.result for request in self._pending()]
         for future in (*futures, *self._pause_waiters):
             _settle_future(future, error=error)

@@ -4,7 +4,6 @@ Sections reject combinations of fields themselves (``Section.conflicts``). Needs
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from slime_like.checks import (
     agent,
@@ -24,7 +23,7 @@ from slime_like.checks import (
 )
 from slime_like.checks.definition import Check, Needs, training_needs
 from slime_like.checks.model_directories import find_dimensions
-from slime_like.config.base import CONFLICT, UnknownValue
+from slime_like.config.base import CONFLICT, known
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import EvaluationConfig, ModelConfig
 from slime_like.errors import ConfigError, Problem, field_of
@@ -150,9 +149,7 @@ CHECKS: Sequence[Check] = (
 def check(config: RunConfig, needs: Needs | None = None) -> list[Problem]:
     """Return every problem. ``needs`` defaults to the needs of training."""
     needs = training_needs(config) if needs is None else needs
-    dimensions = None
-    with suppress(UnknownValue):
-        dimensions = find_dimensions(config.model.path, "model.path")[0]
+    dimensions = next(known(lambda: find_dimensions(config.model.path, "model.path")[:1]), None)
     return _run(needs, config, dimensions)
 
 
@@ -178,10 +175,8 @@ def check_settings(config: RunConfig, dimensions: ModelDimensions, needs: Needs)
 def _run(needs: Needs, config: RunConfig, dimensions: ModelDimensions | None) -> list[Problem]:
     problems = []
     for one in CHECKS:
-        if not one.needs <= needs:
-            continue
-        with suppress(UnknownValue):
-            sized = () if dimensions is None else one.sized(config, dimensions)
-            texts = dict.fromkeys((*one.run(config), *sized))  # several teachers may have the same problem
+        if one.needs <= needs:
+            sized = () if dimensions is None else known(one.sized, config, dimensions)
+            texts = dict.fromkeys((*known(one.run, config), *sized))  # several teachers may have the same problem
             problems += [Problem(one.code, text, field_of(text)) for text in texts]
     return problems

@@ -8,7 +8,6 @@ from slime_like.commands.command import Command, given_path, option, output_prob
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reference import fields_help
 from slime_like.config.reading.load import load_config
-from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError
 from slime_like.system.memory import permanent_allocations
 from slime_like.system.words import counted
@@ -51,8 +50,10 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     from slime_like.checks.check import check, require_valid
 
     temporary = temporary_run_dir("eval")
-    config = load_config(arguments.config, flags, temporary, lambda given: check(_with_adapter(given), EVALUATION))
-    config = _with_adapter(config)
+    config = load_config(arguments.config, flags, temporary, lambda given: check(given, EVALUATION))
+    if config.model.lora.is_set:  # nothing sends merged weights
+        lora = config.model.lora.model_copy(update={"sync": "adapter"})
+        config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
     if arguments.output is not None:
         read = {
             "evaluation.files": config.evaluation.files,
@@ -79,14 +80,6 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
         write_responses(config.model, result, arguments.output)
         print(f"responses: {arguments.output}")
     return 0
-
-
-def _with_adapter(config: RunConfig) -> RunConfig:
-    """Return the configuration for engines that load factors, because nothing sends merged weights."""
-    if not config.model.lora.is_set:
-        return config
-    lora = config.model.lora.model_copy(update={"sync": "adapter"})
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
 
 
 TRAIN = Command(

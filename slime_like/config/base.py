@@ -1,13 +1,13 @@
 """Base class of the configuration sections."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 CONFLICT = "fields-conflict"
@@ -16,15 +16,17 @@ CONFLICT = "fields-conflict"
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4000
 _WORDS = {"true": True, "false": False}
 
+T = TypeVar("T")
+
 
 class UnknownValue(Exception):
     """A field was read that has no valid value. Its own problem is reported already."""
 
 
-def known(texts: Iterable[str]) -> Iterator[str]:
-    """Yield texts until one depends on a field without a valid value."""
+def known(problems: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
+    """Yield what the function returns, until it reads a field without a valid value."""
     with suppress(UnknownValue):
-        yield from texts
+        yield from problems(*arguments)
 
 
 def split_optional(annotation: Any) -> tuple[Any, bool]:
@@ -69,14 +71,6 @@ def _path(value: Any) -> Any:
     return path.absolute()  # processes in other directories find it
 
 
-def _differs(value: Any, default: Any) -> bool:
-    """Compare two values. A field of a section that has no valid value does not count."""
-    if not (isinstance(value, Section) and isinstance(default, Section)):
-        return bool(value != default)
-    fields = any(_differs(each, vars(default).get(key)) for key, each in vars(value).items())
-    return fields or value.model_extra != default.model_extra
-
-
 class Section(BaseModel):
     """Immutable section that rejects unknown keys and silent conversions.
 
@@ -116,7 +110,7 @@ class Section(BaseModel):
     def all_changed(self) -> list[str]:
         """The fields that differ from their defaults, by name. A run's config.yaml contains defaults, too."""
         defaults = type(self).model_construct()
-        return [key for key, value in sorted(self) if _differs(value, getattr(defaults, key))]
+        return [key for key, value in sorted(self) if value != getattr(defaults, key)]
 
     @property
     def changed(self) -> str:
@@ -132,12 +126,12 @@ class Section(BaseModel):
         for name, value in self:
             if isinstance(value, Section):
                 yield from (f"{name}.{text}" for text in value.all_conflicts())
-        yield from known(self.conflicts())
+        yield from known(self.conflicts)
 
     if not TYPE_CHECKING:  # so that mypy still knows the fields
 
         def __getattr__(self, name: str) -> Any:
-            if name in type(self).model_fields:  # ``config.reading.partial`` removed it
+            if name in type(self).model_fields:  # removed by ``without``
                 raise UnknownValue(name)
             return super().__getattr__(name)
 
@@ -153,3 +147,31 @@ class Section(BaseModel):
     def _empty(cls, data: Any) -> Any:
         """Treat ``rollout:`` with nothing below it as the section's defaults."""
         return {} if data is None else data
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _partial(cls, data: Any, handler: Callable[[Any], Self], info: ValidationInfo) -> Self:
+        """With a context, leave out the values of fields at fault. To read one then raises ``UnknownValue``.
+
+        An unknown key may be meant for any field of the section, so the section as a whole is at fault.
+        """
+        try:
+            return handler(data)
+        except ValidationError as error:
+            faulty = {str(detail["loc"][0]) if detail["loc"] else "" for detail in error.errors()}
+            given = {} if data is None else data
+            if info.context is None or not isinstance(given, dict) or not faulty <= cls.model_fields.keys():
+                raise
+        required = {key: field.annotation for key, field in cls.model_fields.items() if field.is_required()}
+        stand_ins = {key: {} if hasattr(of, "model_fields") else "-" for key, of in required.items() if key in faulty}
+        return handler({key: given[key] for key in given.keys() - faulty} | stand_ins).without(*faulty)
+
+    def without(self, *names: str) -> Self:
+        """Return a copy without values of these fields, which count as set. Below a field, names are dotted."""
+        copy = self.model_copy()
+        for key, _, rest in (name.replace("[", ".").partition(".") for name in names):
+            copy.model_fields_set.add(key)
+            below = vars(copy).pop(key, None)
+            if rest and isinstance(below, Section):
+                vars(copy)[key] = below.without(rest)
+        return copy

@@ -200,9 +200,9 @@ class RunConfig(Section):
         return found | ({"updates": self.total_updates} if settings.depends_on_length else {})
 
     def conflicts(self) -> Iterator[str]:
-        yield from known(self._trainer_conflicts())
+        yield from known(self._trainer_conflicts)
         if self.algorithm.needs_critic:
-            yield from known(self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
+            yield from known(lambda: self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
         elif changed := self.critic.changed:
             use = "algorithm.loss=sft has no critic" if self.supervised else "only algorithm.advantage=gae has a critic"
             yield f"critic.{changed} is set, but {use}; remove it"
@@ -212,8 +212,8 @@ class RunConfig(Section):
                 yield "algorithm.loss=sft has no sampled responses to distil; set distillation.coef to 0"
             return
         yield from self.distillation.conflicts_with_sources([source.name for source in self.data.mixture])
-        yield from known(self._sampling_conflicts())
-        yield from known(self._placement_conflicts())
+        yield from known(self._sampling_conflicts)
+        yield from known(self._placement_conflicts)
         if self.rollout.stream:
             yield from self._streaming_conflicts()
         if self.rollout.agent.is_set:

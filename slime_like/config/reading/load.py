@@ -5,7 +5,6 @@ OmegaConf merges the file with the flags and resolves ``${other.field}``; pydant
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from slime_like.config.base import CONFLICT, UnknownValue
+from slime_like.config.base import CONFLICT, known
 from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.config.reading.hub import with_snapshots
-from slime_like.config.reading.partial import faulty_fields, partial
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
@@ -70,21 +68,22 @@ def load_config(
     except ValidationError as error:
         problems += [problem for problem in describe(error.errors()) if problem.field not in undecided]
     if problems:
-        raise ConfigError(_with_others(problems, partial(data, [*faulty_fields(problems), *filling]), more))
+        raise ConfigError([*problems, *_others(problems, data, filling, more)])
     return fill(config, filling) if filling else config
 
 
-def _with_others(
-    problems: list[Problem], rest: RunConfig | None, more: Callable[[RunConfig], Iterable[Problem]]
-) -> list[Problem]:
-    """Return the problems, and those that do not depend on their fields: conflicts of all sections, and ``more``."""
-    if rest is None:
-        return problems
-    conflicts = [Problem(CONFLICT, text, field_of(text)) for text in rest.all_conflicts()]
-    found = [*(problem for problem in problems if problem.code != CONFLICT), *conflicts]
-    with suppress(UnknownValue):
-        found += more(rest)
-    return found
+def _others(
+    problems: list[Problem], data: Any, unknown: list[str], more: Callable[[RunConfig], Iterable[Problem]]
+) -> Iterator[Problem]:
+    """Yield the problems that do not depend on fields at fault: conflicts of all sections, and ``more``."""
+    try:
+        config = RunConfig.model_validate(data, context={"collects": CONFLICT})
+    except ValidationError:  # an unknown key of the root may be meant for any field
+        return
+    rest = config.without(*unknown, *(one.field for one in problems if one.field and one.code != CONFLICT))
+    texts = (text for text in rest.all_conflicts() if text not in map(str, problems))
+    yield from (Problem(CONFLICT, text, field_of(text)) for text in texts)
+    yield from known(more, rest)
 
 
 def _take_auto(data: Any, keys: Sequence[str]) -> bool:
@@ -132,11 +131,9 @@ def _read(path: Path) -> DictConfig:
 
 
 def _usable(text: str) -> str:
-    """Return the text.
+    """Return the text. Raises ``ValueError`` if it is nested so deep that libyaml could overflow the stack.
 
-    Raises:
-        ValueError: it is nested so deep that libyaml could overflow the stack.
-        YAMLError: it contains ``{name:gspo}``, which YAML reads as one key without a value.
+    Also raises ``YAMLError`` for ``{name:gspo}``, which YAML reads as one key without a value.
     """
     inside: list[yaml.CollectionStartEvent] = []
     before = ""

@@ -1,7 +1,7 @@
 """Validation errors as sentences: field, value and remedy."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -46,24 +46,20 @@ def describe(details: Sequence[ErrorDetails]) -> list[Problem]:
     return problems
 
 
-def did_you_mean(name: str) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ``did you mean X?``, or that the name is to be removed if no known name is near."""
-    near = " or ".join(near_names(name))
-    return f"did you mean {near}?" if near else "remove it (slime-like train --help lists every field)"
-
-
-def near_names(name: str) -> list[str]:
-    """Return the fields and sections for which an unknown name may be meant."""
     if meant := _ELSEWHERE.get(name.rpartition(".")[2]):
-        return [meant]
+        return f"did you mean {meant}?"
     name = name.replace("learning_rate", "lr")
-    known = [field for field in (*all_fields(), *sections()) if not name.startswith(f"{field}.")]
+    known = [field for field in known if not name.startswith(f"{field}.")]
     section, _, last = name.rpartition(".")
     if same := [field for field in known if section and field.startswith(section) and field.endswith(f".{last}")]:
-        return same[:1]
+        return f"did you mean {same[0]}?"
     leaf = get_close_matches(last, {field.rpartition(".")[2] for field in known}, n=1, cutoff=0.75)
-    near = get_close_matches(name, known, n=1, cutoff=0.75)
-    return near or [field for field in known if field.rpartition(".")[2] in leaf]
+    near = get_close_matches(name, known, n=1, cutoff=0.75) or [
+        field for field in known if field.rpartition(".")[2] in leaf
+    ]
+    return f"did you mean {' or '.join(near)}?" if near else "remove it (slime-like train --help lists every field)"
 
 
 def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
@@ -71,7 +67,7 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind == "missing":
         return "field-missing", f"{name} is missing; set it in the file" + (f" or with --{name}" if field else "")
     if kind in ("extra_forbidden", "invalid_key"):
-        return "field-unknown", f"{name} is unknown; {did_you_mean(name)}"
+        return "field-unknown", f"{name} is unknown; {did_you_mean(name, [*all_fields(), *sections()])}"
     code = _CODES.get(kind, "field-type")
     wrong = _SUBJECT.sub("", detail["msg"]).replace("should ", "must ", 1)
     if code == "field-type" and field is not None:

@@ -9,15 +9,7 @@ import torch
 from slime_like.config import AlgorithmConfig, EvaluationConfig, ModelConfig, RolloutConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import ConfigError, EngineError
-from slime_like.interfaces import (
-    ConversationTask,
-    Generation,
-    GenerationRequest,
-    PromptInput,
-    RequestBatch,
-    SamplingParams,
-    Segment,
-)
+from slime_like.interfaces import ConversationTask, Generation, GenerationRequest, PromptInput, SamplingParams, Segment
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import GroupedUnscoredTrajectories, UnscoredTrajectory
 
@@ -87,7 +79,7 @@ def parts_of(request: GenerationRequest) -> list[GenerationRequest]:
     name, batch = f"{request.request_id}-greedy", request.batch
     last = replace(request, request_id=name, sampling=sampling, num_samples=1)
     return [
-        replace(part, greedy=False, batch=batch and RequestBatch(batch.name, 2 * batch.size, 2 * batch.place + at))
+        replace(part, greedy=False, batch=batch and replace(batch, size=2 * batch.size, place=2 * batch.place + at))
         for at, part in enumerate((request, last))
     ]
 
