@@ -39,7 +39,7 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "visio
 
 _INNER = re.compile(r"(model\.language_model|language_model\.model|model)\.(?=(embed_tokens|layers|norm)\.)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_HEAD = re.compile(r"(language_model\.)?(?=lm_head\.)")
+_HEAD = re.compile(r"(language_model\.)?(?=(lm_head|score|v_head)\.)")
 
 _KEY_MAPPING = {
     r"^model\.language_model\.": "model.",

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[str, Settings]] = {
     "fsdp-hybrid": ("qwen3_5_text", {"backend": "fsdp"}),
     "fsdp-dp2-cp2": ("qwen3_moe", {"backend": "fsdp", "data": 2, "context": 2}),
 }
-IN_ACCEPTANCE = ("pp2-tied", "dp2", "fsdp")
+IN_ACCEPTANCE = ("pp2-tied", "dp2", "fsdp", "fsdp-hybrid")
 
 
 @pytest.fixture(scope="module")

@@ -201,11 +201,19 @@ def test_a_stored_value_head_is_read_unless_it_has_a_bias_or_several_classes(
         assert torch.equal(_as_values(file.parent), head)
 
 
-@pytest.mark.parametrize("kind", ["Sequence", "Token"])
+@pytest.mark.parametrize("name", [VALUE_HEAD, "v_head.summary.weight"])
+def test_a_value_head_next_to_a_tower_is_read(name: str, file: Path) -> None:
+    tensors = load_file(file)
+    save_file({**tensors, name: (head := torch.randn(1, len(tensors["model.norm.weight"])))}, file)
+    give_tower(file.parent, "qwen3_vl")
+    assert torch.equal(_as_values(file.parent), head)
+
+
+@pytest.mark.parametrize("kind", ["ForSequence", "ForToken", "TextForSequence"])
 def test_a_classifier_is_read_only_as_a_critic(kind: str, file: Path) -> None:
     config = file.parent / "config.json"
     plain, settings = ModelDimensions.from_checkpoint(file.parent, values=True), json.loads(config.read_text())
-    config.write_text(json.dumps(settings | {"architectures": [f"Qwen3For{kind}Classification"]}))
+    config.write_text(json.dumps(settings | {"architectures": [f"Qwen3{kind}Classification"]}))
     assert ModelDimensions.from_checkpoint(file.parent, values=True) == plain
     with pytest.raises(ConfigError, match="is not a causal language model"):
         ModelDimensions.from_checkpoint(file.parent)
