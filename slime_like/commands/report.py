@@ -33,6 +33,9 @@ def _audit(run_dir: Path) -> int:
         f"audit: {counted(audit.issued, 'group')} issued = {audit.trained} trained + {dropped} dropped"
         f"{f' ({reasons})' if reasons else ''} + {len(audit.in_flight)} in flight"
     )
+    if audit.failed:
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(audit.failed.items()))
+        print(f"audit: {counted(sum(audit.failed.values()), 'rollout')} failed ({outcomes})")
     for problem in audit.problems:
         print(f"audit: {problem}")
     print(f"audit: {counted(len(audit.problems), 'problem')}" if audit.problems else "audit: holds")

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from slime_like.config.base import Section, absolute_code
 from slime_like.config.part import Part
-from slime_like.plugins.objective import ALIASES, SEQUENCE_LOSSES, STEP_LOSSES
+from slime_like.plugins.objective import ALIASES, GROUP_ADVANTAGES, SEQUENCE_LOSSES, STEP_LOSSES
 
 _OF_SAMPLES = ("advantage", "whiten", "importance", "rejection", "off_policy_mask", "overlong", "old_logprobs")
 """Settings that training on demonstrations does not read."""
@@ -148,6 +148,11 @@ class AlgorithmConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a reference model is loaded and scores every batch."""
         return self.kl.coef > 0 or self.kl_reward.coef > 0
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the advantages of a group of one are 0."""
+        return self.advantage.name in GROUP_ADVANTAGES
 
     @property
     def needs_critic(self) -> bool:

@@ -33,6 +33,10 @@ Untrained = Literal["other_models", "side_chains", "discarded"]
 """Kinds of an agent's calls that can be excluded from training."""
 
 
+OnFailure = Literal["mask", "resample", "zero"]
+"""What becomes of a rollout that an environment, an agent or a reward failed on."""
+
+
 class EnvironmentConfig(Section):
     """Conversations with an environment, which answers the model's turns. Its observations carry no loss.
 
@@ -48,7 +52,8 @@ class EnvironmentConfig(Section):
     """Text between two turns, with {observation}; none: the template's role `tool` or `user`."""
     workers: int = Field(1, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
-    timeout_s: float = Field(10.0, gt=0, description="Timeout of one step. The sample then gets reward 0.")
+    timeout_s: float = Field(10.0, gt=0, description="Timeout of one step.")
+    on_failure: OnFailure = Field("mask", description="As `reward.on_failure`, for conversations without an outcome.")
     memory_mb: int = Field(1024, ge=128, description="Memory limit of a worker.")
 
     _absolute = field_validator("name")(absolute_code)
@@ -78,7 +83,8 @@ class AgentConfig(Section):
     (repeated, then continued)."""
     workers: int = Field(8, ge=1, description="Worker processes per engine.")
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
-    timeout_s: float = Field(600.0, gt=0, description="Timeout of one rollout. The sample then gets reward 0.")
+    timeout_s: float = Field(600.0, gt=0, description="Timeout of one rollout.")
+    on_failure: OnFailure = Field("mask", description="As `reward.on_failure`, for rollouts without an outcome.")
     memory_mb: int = Field(4096, ge=128, description="Resident memory limit of a worker with its children.")
 
     _absolute = field_validator("name")(absolute_code)
@@ -249,6 +255,11 @@ class RewardConfig(Section):
     start_timeout_s: float = Field(120.0, gt=0, description="Timeout of a worker's start.")
     timeout_s: float = Field(5.0, gt=0, description="Timeout of scoring one response or group.")
     memory_mb: int = Field(2048, ge=128, description="Memory limit of a worker.")
+    on_failure: OnFailure = "mask"
+    """A failed function's rollout. mask: not trained, and out of its group. resample: its prompt is sampled again, at
+    most twice, then mask. zero: reward 0."""
+    max_failed_fraction: float = Field(0.5, ge=0, le=1)
+    """The run ends if a larger fraction of a step's rollouts fails, whatever becomes of them. 1: never."""
 
     def conflicts(self) -> Iterator[str]:
         names, labels = [one.name for one in self.functions], [one.label for one in self.functions]

@@ -25,7 +25,7 @@ from slime_like.config.sections import (
     ReferenceConfig,
 )
 from slime_like.config.trainer import FSDP, TrainerConfig
-from slime_like.plugins.objective import BATCH_ADVANTAGES, GROUP_ADVANTAGES
+from slime_like.plugins.objective import BATCH_ADVANTAGES
 
 MAX_STEPS = 999_999
 """Names of checkpoints and saved rollouts have six digits, so they sort by step."""
@@ -227,7 +227,7 @@ class RunConfig(Section):
         for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
             if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
                 yield f"{field}.temperature={value}: vLLM allows at most {VLLM_MAX_TEMPERATURE}; lower it or use sglang"
-        compares = algorithm.advantage.name in GROUP_ADVANTAGES and not self.distillation.is_set
+        compares = algorithm.compares_samples and not self.distillation.is_set
         if rollout.samples_per_prompt == 1 and compares:
             yield (
                 f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "

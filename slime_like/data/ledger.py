@@ -23,9 +23,10 @@ FILE_NAME = "ledger.sqlite"
 _MODE = 0o600
 """Mode of the ledger and of SQLite's files next to it. Whoever can read them can lock them, and so end the run."""
 
-ISSUED, REISSUED, GENERATED, SCORED, TRAINED, DROPPED = (
-    "issued", "reissued", "generated", "scored", "trained", "dropped",
+ISSUED, REISSUED, GENERATED, SCORED, TRAINED, DROPPED, FAILED = (
+    "issued", "reissued", "generated", "scored", "trained", "dropped", "failed",
 )  # fmt: skip
+"""States of a group. ``FAILED`` is an event of one of its rollouts, and the reason says what became of it."""
 _ENDED = (TRAINED, DROPPED)
 _SOUND = re.compile(
     r"issued( reissued| generated| scored)*( dropped)?|"
@@ -51,7 +52,8 @@ _BUSY_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Summary of a run's events: numbers of groups, dropped groups by reason, and groups that have not ended.
+    """Summary of a run's events: numbers of groups, dropped groups by reason, groups that have not ended, and failed
+    rollouts by what became of them and why.
 
     ``problems`` has a sentence for every inconsistency. Without any, issued = trained + dropped + in flight.
     """
@@ -60,6 +62,7 @@ class Audit:
     trained: int
     dropped: dict[str, int]
     in_flight: tuple[int, ...]
+    failed: dict[str, int]
     problems: tuple[str, ...]
 
 
@@ -212,7 +215,7 @@ def _readable(path: Path, stack: ExitStack) -> sqlite3.Connection:
 
 _HISTORIES = f"""
 SELECT group_id, group_concat(state, ' '), max(reason) FILTER (WHERE state = '{DROPPED}')
-FROM events INDEXED BY events_of_group GROUP BY group_id ORDER BY group_id
+FROM events INDEXED BY events_of_group WHERE state != '{FAILED}' GROUP BY group_id ORDER BY group_id
 """
 """Histories of all groups. The index returns a group's states in the order of their numbers."""
 
@@ -241,4 +244,5 @@ def _audit(database: sqlite3.Connection) -> Audit:
             in_flight.append(group)
         elif end == DROPPED:
             dropped[reason or ""] += 1
-    return Audit(issued, ends[TRAINED], dict(dropped), tuple(in_flight), tuple(problems))
+    failed = dict(database.execute("SELECT reason, count(*) FROM events WHERE state = ? GROUP BY reason", [FAILED]))
+    return Audit(issued, ends[TRAINED], dict(dropped), tuple(in_flight), failed, tuple(problems))

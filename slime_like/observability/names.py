@@ -108,7 +108,10 @@ def reward_metrics(record: RewardRecord) -> dict[str, float]:
         "ref_actor_rewards/successes_mean": float(successes.mean()),
         REWARD: float(_totals(record).mean()),
         FAILURES: float(len(record.failures)),
+        "ref_actor_rewards/unscored_answers": float(record.unscored_answers),
     }
+    counts = {name: float(record.failures.count(name)) for name in ("masked", "resampled", "zeroed")}
+    metrics |= {f"ref_actor_rewards/failures_{name}": count for name, count in counts.items()}
     for name, reward, success in zip(record.func_names, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
         metrics[f"{_REWARD_OF}{name}_mean"] = float(reward)
         metrics[f"ref_actor_rewards/successes_func_{name}_mean"] = float(success)

@@ -22,8 +22,8 @@ class RewardRecord:
         func_names, weights: (F,) of the reward functions; the weights make the total reward.
         rewards, successes: (N, F), unweighted.
         group_ids: (N,) the prompt group of each response.
-        failures: one reason ("timeout", "crash", "memory", "cpu", "error") per response that got 0 because scoring
-            failed.
+        failures: "masked", "resampled" or "zeroed" for each rollout that failed. Only zeroed ones are among the N.
+        unscored_answers: number of responses with reward 0 because an included function could not cope with them.
     """
 
     func_names: Sequence[str]
@@ -32,6 +32,7 @@ class RewardRecord:
     successes: ArrayLike
     group_ids: Sequence[int]
     failures: Sequence[str] = ()
+    unscored_answers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +137,13 @@ class EvaluationRecord:
     """Metrics of one held-out file, or of all files together.
 
     Attributes:
-        accuracy: mean over responses of the first reward function's success; with several samples, mean@n.
+        accuracy: mean over scored responses of the first reward function's success; with several samples, mean@n.
+            NaN if none was scored.
         response_length_mean: mean tokens per response.
         truncated_fraction: fraction of responses that reached a token limit.
-        scoring_failures: responses that count as unsolved because a function or the environment failed.
-        pass_at: pass@k by k; empty with one sample per prompt.
+        scoring_failures: responses that count neither as solved nor as unsolved, because a function, the environment
+            or the agent failed.
+        pass_at: pass@k by k, over prompts with k scored samples; empty with one sample per prompt.
     """
 
     accuracy: float

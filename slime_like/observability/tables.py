@@ -29,14 +29,15 @@ Row = dict[str, Any]
 
 
 class HeldOutSample(NamedTuple):
-    """A response to a held-out prompt. ``prompt_id`` numbers the prompts of all data sets, always in the same order."""
+    """A response to a held-out prompt. ``prompt_id`` numbers the prompts of all data sets, always in the same order.
+    ``success`` is ``None`` if the response could not be scored."""
 
     dataset: str
     prompt_id: int
     prompt_tokens: list[int]
     response_tokens: list[int]
     answer: str
-    success: bool
+    success: bool | None
     finish_reason: str
 
 
@@ -64,7 +65,7 @@ def per_sample_rows(step: int, trajectories: Sequence[ScoredTrajectory], stats: 
     counts sampled tokens only. The two mean gaps are |difference of logprobs| over tokens that carry loss, in nats;
     ``None`` without such logprobs or tokens.
     "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or the reason why
-    scoring failed. With an environment, two more columns have the number of the model's turns and the conversation.
+    scoring failed, and what became of the rollout. With an environment, two more columns have the number of the model's turns and the conversation.
     If a sample has several training rows, "Rollout ID" is the same in all of them, and so are rewards and advantage.
 
     Args:

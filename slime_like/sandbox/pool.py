@@ -100,8 +100,8 @@ class WorkerPool:
     ) -> None:
         """Wait for a free worker, send it the items, and pass each answer to ``settle``, in order.
 
-        If a worker hangs or ends, the answer to its current item is ``{"reason": ...}``, and another worker takes the
-        remaining items. If something else stopped or killed the worker, and the kind repeats items, the current item is
+        If a worker hangs or ends, the answer to its current item is ``{"reason": ..., "function": ...}``, with
+        ``fault`` if the item is to blame, and another worker takes the remaining items. If something else stopped or killed the worker, and the kind repeats items, the current item is
         sent once more. ``timeout_s`` returns the time limit of the next item; by default, that of ``limits``. At 0, the
         remaining items get no answer. Raises the kind's error if workers no longer start, or the pool is closed.
         """
@@ -125,7 +125,9 @@ class WorkerPool:
                     continue
                 waiting.popleft()
                 limit = f"its processes exceeded {self._kind.section}.memory_mb={self._limits.memory_mb}"
-                settle({"reason": ended.reason} | ({"detail": limit} if ended.reason == "memory" else {}))
+                detail = {"detail": limit} if ended.reason == "memory" else {}
+                about = {"function": worker.running["function"]} if ended.by_signal else worker.running
+                settle({"reason": ended.reason, **detail, **about})
             except BaseException:  # the caller was cancelled, and the worker is still busy
                 self._replace(worker)
                 raise

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -49,9 +50,13 @@ class WorkerProcess:
     Args:
         module: module to run with ``python -m``, with this process's id as its argument; it calls ``serving.serve``.
         log: directory and role of a log (``open_log``) for its output; by default, the output is discarded.
+
+    Attributes:
+        running: ``function`` that it began last, and ``fault`` as in ``serving.untrusted``.
     """
 
     def __init__(self, module: str, log: tuple[Path, str] | None = None) -> None:
+        self.running: dict[str, str] = {}
         self._keeps_log = log is not None
         self._log = tempfile.TemporaryFile(buffering=0) if log is None else open_log(*log)  # noqa: SIM115 (closed in `end`)
         self._process = subprocess.Popen(
@@ -90,16 +95,19 @@ class WorkerProcess:
         self._writer.write(encode(message))
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next message. Raises ``WorkerEnded`` if the worker is stopped or has ended, or after a timeout."""
+        """Return the next answer. Raises ``WorkerEnded`` if the worker is stopped or has ended, or after a timeout."""
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
-                async with asyncio.timeout(min(timeout_s, _LOOK_S)):
+                async with asyncio.timeout(min(deadline - time.monotonic(), _LOOK_S)):
                     message = decode(await self._replies.readline())
-                break
             except TimeoutError:
-                timeout_s -= _LOOK_S
-                if (stopped := self._is_stopped()) or timeout_s <= 0:
+                if (stopped := self._is_stopped()) or deadline <= time.monotonic():
                     raise WorkerEnded("timeout", by_signal=stopped) from None
+                continue
+            if message is None or "running" not in message:
+                break
+            self.running = message["running"]
         if message is None:
             with suppress(subprocess.TimeoutExpired):  # it closed its output but is still alive
                 self._process.wait(_DEATH_TIMEOUT_S)

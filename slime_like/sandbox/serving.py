@@ -31,6 +31,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LONGEST = 1000
 _LONGEST_TRACEBACK = 10_000
 _WATCH_S = 0.5
+_pool: list[BinaryIO] = []
+"""The pipe to the pool, while this process serves."""
+_running: dict[str, str] = {}
+"""What the pool knows to be running."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -44,10 +48,14 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 class ItemFailed(Exception):
-    """An item without a result. ``answer`` has the reason."""
+    """An item without a result. ``answer`` has the reason, and ``fault`` if the item itself is to blame."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
         self.answer = answer
+
+
+class OwnFault(Exception):
+    """A failure that counts as an answer: what the model did is to blame, and no machinery."""
 
 
 def serve(
@@ -66,6 +74,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the pool decides what to do
     die_with_parent(int(sys.argv[1]))
     requests, replies = _take_over_pipes()
+    _pool.append(replies)
     setup = decode(requests.readline())
     if setup is None:
         return 0
@@ -92,17 +101,24 @@ def serve(
 
 
 @contextmanager
-def untrusted(name: str, code: CodeType | None) -> Iterator[None]:
-    """Turn what an item's code raises inside into ``ItemFailed``.
+def untrusted(name: str, code: CodeType | None, fault: str | None = None) -> Iterator[None]:
+    """Turn what an item's code raises inside into ``ItemFailed``. The pool learns what runs, in case it never returns.
 
     Args:
         name: what the user calls the code.
         code: code of a custom function or method; the detail names the line in its file.
+        fault: part of the item that is to blame if this code has no result; ``None`` if the code is, or its machine.
     """
+    about = {"function": name} | ({} if fault is None else {"fault": fault})
+    if _pool and about != _running:
+        _running.clear()
+        _running.update(about)
+        _send(_pool[0], {"running": about})
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise ItemFailed({**_reason(error, code), "function": name}) from error
+        own = {"fault": "program"} if isinstance(error, OwnFault) else {}
+        raise ItemFailed({**_reason(error, code), **about, **own}) from error
 
 
 def _reason(error: BaseException, code: CodeType | None) -> dict[str, Any]:

@@ -38,16 +38,19 @@ class NoOutcome(Exception):
     Attributes:
         reason: "timeout", "crash", "memory", "cpu" or "error".
         detail: error of the user's code, if it raised.
+        fault: as in ``serving.untrusted``; then the rollout is an answer with reward 0.
     """
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: str, detail: str = "", fault: str = "") -> None:
         self.reason = reason
         self.detail = detail
+        self.fault = fault
         super().__init__(f"{reason}: {detail}" if detail else reason)
 
     def as_failure(self, function: str) -> dict[str, str]:
         """Return the rollout's ``Conversation.failure``. ``function`` names the code."""
-        return {"reason": self.reason, "function": function, **({"detail": self.detail} if self.detail else {})}
+        found = {"reason": self.reason, "function": function, "detail": self.detail, "fault": self.fault}
+        return {name: text for name, text in found.items() if text}
 
 
 class SingleItems(WorkerPool):
@@ -73,7 +76,7 @@ class SingleItems(WorkerPool):
         exhausted = self._budget.exhausted("reason" not in answer)
         if "reason" not in answer:
             return answer
-        failed = NoOutcome(answer["reason"], answer.get("detail", ""))
+        failed = NoOutcome(answer["reason"], answer.get("detail", ""), answer.get("fault", ""))
         if not exhausted:
             raise failed
         setting = {"timeout": "timeout_s", "cpu": "timeout_s", "memory": "memory_mb"}.get(failed.reason)

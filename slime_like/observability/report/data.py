@@ -165,7 +165,7 @@ def _results(run: RunData) -> list[tuple[str, str]]:
 
 
 def _scoring_failures(run: RunData) -> str:
-    """Describe responses with reward 0 because a function or the environment failed; "" if there are none."""
+    """Describe responses without a reward because a function, environment or agent failed; "" if there are none."""
     parts = []
     for name, what, when in ((FAILURES, "response", "step"), (HELD_OUT_FAILURES, "held-out response", "evaluation")):
         failed = {step: round(number) for step, number in run.by_step(name).items() if number > 0}

@@ -1,5 +1,6 @@
 """Held-out accuracy, measured with the engines and reward workers of training."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,9 +61,11 @@ class Evaluator:
             answers = self._client.generate(requests, waiting.reach)
             groups = [to_group(prompt, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
             outcomes = self._scorer.outcomes(groups)
-        if failures := [outcome.metadata for outcome in outcomes if "reason" in outcome.metadata]:
+        if failures := [outcome.metadata for outcome in outcomes if outcome.failed]:
             what = f"scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
-            progress.note(f"evaluation: {what} ({failure_text(failures)}); they count as unsolved")
+            progress.note(
+                f"evaluation: {what} ({failure_text(failures)}); they count neither as solved nor as unsolved"
+            )
         remaining = iter(outcomes)
         samples = [[(rollout, next(remaining)) for rollout in rollouts_of(group.trajectories)] for group in groups]
         names = [name for name, dataset in self._datasets.items() for _ in dataset]
@@ -82,7 +85,7 @@ def _shown(dataset: str, sample: tuple[Rollout[UnscoredTrajectory], RewardOutcom
         last.prompt_tokens.tolist(),
         last.response_tokens.tolist(),
         last.answer,
-        outcome.successes[0] > 0,
+        None if outcome.failed else outcome.successes[0] > 0,
         rollout.finish_reason,
     )
 
@@ -116,13 +119,15 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
 
 
 def _figures(prompts: Sequence[Sequence[tuple[Rollout[UnscoredTrajectory], RewardOutcome]]]) -> EvaluationRecord:
-    successes = [[outcome.successes[0] > 0 for _, outcome in samples] for samples in prompts]
+    successes = [[outcome.successes[0] > 0 for _, outcome in each if not outcome.failed] for each in prompts]
+    scored = sum(map(len, successes))
+    passes = {k: [one for one in successes if len(one) >= k] for k in powers_up_to(len(prompts[0]))}
     responses = [rollout for samples in prompts for rollout, _ in samples]
     return EvaluationRecord(
-        accuracy=sum(map(sum, successes)) / len(responses),
-        pass_at={k: mean_pass_at_k(successes, k) for k in powers_up_to(len(prompts[0]))},
+        accuracy=sum(map(sum, successes)) / scored if scored else math.nan,
+        pass_at={k: mean_pass_at_k(each, k) for k, each in passes.items() if each},
         num_responses=len(responses),
         response_length_mean=sum(response.sampled_len for response in responses) / len(responses),
-        scoring_failures=sum("reason" in outcome.metadata for samples in prompts for _, outcome in samples),
+        scoring_failures=len(responses) - scored,
         truncated_fraction=sum(response.finish_reason == "length" for response in responses) / len(responses),
     )

@@ -2,23 +2,28 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from slime_like.config.rollout import RolloutConfig
-from slime_like.data.ledger import DROPPED, GENERATED, ISSUED, REISSUED, SCORED, Ledger
+from slime_like.data.ledger import DROPPED, FAILED, GENERATED, ISSUED, REISSUED, SCORED, Ledger
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import RewardError
 from slime_like.interfaces import GenerationRequest, PromptInput
 from slime_like.orchestration.rollout.engine_client import EngineCall
-from slime_like.orchestration.rollout.scoring import RewardedGroup
+from slime_like.orchestration.rollout.rows import rollouts_of
+from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, failure_text
 from slime_like.orchestration.rollout.staleness import StalenessGate
-from slime_like.trajectory import GroupedUnscoredTrajectories
+from slime_like.system.words import counted
+from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 
 GENERATE, REWARD, READY = "generate", "reward", "ready"
+
+_MAX_RESAMPLES = 2
+"""Number of times that a group is sampled again because rollouts failed."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -29,14 +34,52 @@ class GroupTask(EngineCall):
         answer: Ray's reference to its samples, its worker, or the pool that has scored it; ``None`` while it waits.
         version: earliest weight version that may sample its first token.
         stage: ``GENERATE``, ``REWARD``, a role whose workers score it, or ``READY``.
+        resamples: number of times that it was sampled again because rollouts failed.
         samples, rewarded: results of the stages ``GENERATE`` and ``REWARD``. Workers of roles add scores.
     """
 
     prompt: Prompt
     version: int
     stage: str = GENERATE
+    resamples: int = 0
     samples: GroupedUnscoredTrajectories = field(init=False, repr=False)
     rewarded: RewardedGroup = field(init=False, repr=False)
+
+
+@dataclass(slots=True)
+class FailedRollouts:
+    """Failed rollouts of the step whose batch is being formed.
+
+    Attributes:
+        step_rollouts: number of rollouts of a step.
+        max_fraction: ``reward.max_failed_fraction``.
+        untrained: rows of failed rollouts that are not trained, since they were last taken.
+        rollouts, failures: all rollouts since a batch was last formed, and metadata of those that failed.
+    """
+
+    step_rollouts: int
+    max_fraction: float
+    untrained: list[ScoredTrajectory] = field(default_factory=list)
+    rollouts: int = 0
+    failures: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def add(self, rollouts: int, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Add a group's rollouts. Raises ``RewardError`` if too many of at least a step's rollouts have failed."""
+        self.rollouts += rollouts
+        self.failures += failures
+        failed = len(self.failures)
+        if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
+            raise RewardError(
+                f"{failed} of {counted(self.rollouts, 'rollout')} for one step failed ({failure_text(self.failures)}), "
+                f"more than reward.max_failed_fraction={self.max_fraction:g}",
+                code="too-many-failures",
+                remedy="correct what failed, or raise the fraction",
+            )
+
+    def formed(self) -> None:
+        """Begin to count for the next step, unless its rollouts are counted along with this one's: sampling ahead."""
+        if self.rollouts >= self.step_rollouts:
+            self.rollouts, self.failures = 0, []
 
 
 class GroupStore:
@@ -44,6 +87,7 @@ class GroupStore:
 
     Args:
         steps: number of steps of the run.
+        max_failed_fraction: see ``RewardConfig``.
         requests: builds the requests for prompts.
 
     Attributes:
@@ -55,6 +99,7 @@ class GroupStore:
         self,
         rollout: RolloutConfig,
         steps: int,
+        max_failed_fraction: float,
         prompts: PromptSource,
         ledger: Ledger,
         requests: Callable[[Sequence[Prompt]], list[GenerationRequest]],
@@ -68,6 +113,8 @@ class GroupStore:
         self._interrupted: deque[Prompt] = deque()
         self._tasks: dict[int, GroupTask] = {}  # by group id, in order of arrival at their stage
         self._dropped = 0
+        step_rollouts = rollout.prompts_per_step * rollout.samples_per_prompt
+        self._failed = FailedRollouts(step_rollouts, max_failed_fraction)
 
     # ------------------------------------------------------------------------------------------------------- position
     def serve(self, version: int) -> None:
@@ -121,6 +168,36 @@ class GroupStore:
         self.move(tasks, REWARD)
         self.ledger.add(_ids(tasks), GENERATED, version=self.gate.version)
 
+    def rewarded(self, task: GroupTask, rewarded: RewardedGroup) -> None:
+        """Give a task its rewards, or sample it again: with the same request, so that a run that was disturbed trains
+        what it would have trained.
+
+        Raises:
+            RewardError: more than ``reward.max_failed_fraction`` of a step's rollouts failed.
+        """
+        again = rewarded.resamples and task.resamples < _MAX_RESAMPLES
+        lost = [rollout.last.reward_metadata for rollout in rollouts_of(rewarded.failed)]
+        for row in rewarded.failed:
+            row.reward_metadata[OUTCOME] = RESAMPLED if again else MASKED
+        failures = [*lost, *rewarded.zeroed]
+        with self.changed:
+            for each in failures:
+                self.ledger.add([task.prompt.group_id], FAILED, reason=f"{each[OUTCOME]}: {each['reason']}")
+            self._failed.untrained += rewarded.failed
+            self._failed.add(task.request.num_samples + task.request.greedy, failures)
+            if again:
+                self.move([task], GENERATE)
+                task.version, task.resamples = self.gate.version, task.resamples + 1
+                self.ledger.add([task.prompt.group_id], REISSUED, version=task.version, reason="failed")
+            else:
+                task.rewarded, task.samples = rewarded, rewarded.group
+
+    def take_failed(self) -> list[ScoredTrajectory]:
+        """Return the rows of failed rollouts that are not trained, since the last call."""
+        with self.changed:
+            taken, self._failed.untrained = self._failed.untrained, []
+            return taken
+
     def add_ready(self, tasks: Sequence[GroupTask]) -> None:
         """Pass on tasks that can be trained on."""
         if not tasks:
@@ -130,8 +207,8 @@ class GroupStore:
             self.move(tasks, READY)
             self.changed.notify_all()
 
-    def drop_without_spread(self, tasks: Sequence[GroupTask]) -> None:
-        """Drop groups whose samples all have the same reward. Others are issued in their place.
+    def drop(self, tasks: Sequence[GroupTask], reason: str) -> None:
+        """Drop groups that cannot be trained. Others are issued in their place.
 
         Raises:
             RewardError: more than ``rollout.max_drops_per_step`` groups were dropped for one step.
@@ -142,12 +219,12 @@ class GroupStore:
             self.ledger.add(group_ids := _ids(tasks), SCORED)
             for group_id in group_ids:
                 del self._tasks[group_id]
-                self.ledger.add([group_id], DROPPED, reason="zero spread")
+                self.ledger.add([group_id], DROPPED, reason=reason)
                 self._dropped += 1
                 if self._dropped > self._max_drops:
                     raise RewardError(
-                        f"{self._dropped} groups for one step were dropped because all their samples had the same "
-                        f"reward, more than rollout.max_drops_per_step={self._max_drops}",
+                        f"{self._dropped} groups for one step were dropped, the last one because of {reason}, more "
+                        f"than rollout.max_drops_per_step={self._max_drops}",
                         code="too-many-drops",
                         remedy="choose prompts that are neither always nor never solved, or set "
                         "rollout.drop_zero_spread=false",
@@ -177,6 +254,7 @@ class GroupStore:
             self.gate.take(count)
             if self.gate.formed > formed:
                 self._dropped = 0
+                self._failed.formed()
             return [self._tasks.pop(group_id).rewarded for group_id in sorted(_ids(oldest_first[:count]))]
 
     # ---------------------------------------------------------------------------------------------------------- state

@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime_like.config import RunConfig
-from slime_like.config.rollout import AGENT, ENVIRONMENT
+from slime_like.config.rollout import AGENT, ENVIRONMENT, OnFailure
 from slime_like.interfaces import Conversation, Scores
 from slime_like.orchestration.rollout.advantages import Advantages
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
@@ -18,16 +18,24 @@ from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome, RewardPoo
 from slime_like.sandbox.rewards.response_parts import without_opening
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory, UnscoredTrajectory
 
+OUTCOME, MASKED, RESAMPLED, ZEROED = "outcome", "masked", "resampled", "zeroed"
+"""Key in the metadata of failed rollouts, and what became of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RewardedGroup:
     """A group with its rewards. Its advantages may depend on the rest of the batch.
+
+    Rollouts that failed are not in it, unless ``on_failure`` is "zero". If fewer are left than the advantage estimator
+    compares, or the greedy one failed, the group is empty.
 
     Attributes:
         rewards, successes: (N, F) float32 for N rollouts, one column per reward function.
         totals: (N,) float32 rewards that advantages are computed from.
         metadata: metadata of each row.
         scores: scores of each row by workers, as far as they have scored it.
+        failed: rows of the rollouts that are not in the group, with metadata.
+        resamples: whether the group is to be sampled again.
     """
 
     group: GroupedUnscoredTrajectories
@@ -36,6 +44,14 @@ class RewardedGroup:
     totals: Tensor
     metadata: list[dict[str, Any]]
     scores: list[Scores]
+    failed: Sequence[ScoredTrajectory] = ()
+    resamples: bool = False
+
+    @property
+    def zeroed(self) -> list[Mapping[str, Any]]:
+        """Metadata of each rollout that failed and has reward 0."""
+        found = {row.rollout_id: each for row, each in zip(self.group.trajectories, self.metadata, strict=True)}
+        return [each for each in found.values() if each.get(OUTCOME) == ZEROED]
 
 
 class Scorer:
@@ -55,12 +71,20 @@ class Scorer:
         self._form = turn_form(config.data, config.rollout.agent, tokenizer)
         self._stops = stops
         self._names = [function.label for function in config.reward.functions]
+        self._fewest = 2 if config.algorithm.compares_samples and not config.distillation.is_set else 1
+        rollout, reward = config.rollout, config.reward
+        conversations = rollout.agent if rollout.agent.is_set else rollout.environment
+        is_weighted = any(function.weight for function in reward.functions)  # otherwise no failure changes a reward
+        self._on_failure: tuple[OnFailure, OnFailure] = (
+            (reward.on_failure, conversations.on_failure) if is_weighted else ("zero", "zero")
+        )
         self._lock = threading.Lock()
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         """Score every rollout with all reward functions, in order, a group's greedy one last. They get the model's last
-        turn."""
-        rollouts = [one for group in groups for one in rollouts_of([*group.trajectories, *group.greedy])]
+        turn. Conversations that failed have no reward, and no function gets them."""
+        every = [one for group in groups for one in rollouts_of([*group.trajectories, *group.greedy])]
+        rollouts = [one for one in every if one.last.conversation is None or one.last.conversation.failure is None]
         responses = self._form.judged(_judged_tokens(rollout, self._stops) for rollout in rollouts)
         prompt_tokens = [group.prompt_tokens for group in groups]
         texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
@@ -71,16 +95,13 @@ class Scorer:
             for prompt, row in [prompts[rollout.group_id]]
         ]
         with self._lock:
-            outcomes = self._pool.score(items, [rollout.group_id for rollout in rollouts])
-        return [
-            self._with_environment(outcome, rollout.last.conversation)
-            for outcome, rollout in zip(outcomes, rollouts, strict=True)
-        ]
+            outcomes = iter(self._pool.score(items, [rollout.group_id for rollout in rollouts]))
+        return [self._with_environment(outcomes, rollout.last.conversation) for rollout in every]
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:
         """Compute rewards and successes of all rollouts."""
         outcomes = iter(self.outcomes(groups) if groups else ())
-        return [self._rewarded(group, rollouts_of(group.trajectories), outcomes) for group in groups]
+        return [self._rewarded(group, outcomes) for group in groups]
 
     def scored(self, groups: Sequence[RewardedGroup], step: int) -> list[ScoredTrajectory]:
         """Return the trajectories of a step's whole batch with advantages, in group order.
@@ -109,32 +130,54 @@ class Scorer:
             for place in [places[trajectory.rollout_id]]
         ]
 
-    def _rewarded(
-        self,
-        group: GroupedUnscoredTrajectories,
-        rollouts: Sequence[Rollout[UnscoredTrajectory]],
-        outcomes: Iterator[RewardOutcome],
-    ) -> RewardedGroup:
+    def _rewarded(self, group: GroupedUnscoredTrajectories, outcomes: Iterator[RewardOutcome]) -> RewardedGroup:
         """Build the group with the next outcomes, one per rollout, and one of a greedy rollout."""
-        found = [next(outcomes) for _ in rollouts]
-        rewards = torch.tensor([outcome.rewards for outcome in found], dtype=torch.float32)
-        successes = torch.tensor([outcome.successes for outcome in found], dtype=torch.float32)
-        totals = self._advantages.totals(rewards, [rollout.length for rollout in rollouts])
-        for greedy in rollouts_of(group.greedy):
-            its = torch.tensor([next(outcomes).rewards], dtype=torch.float32)
-            for row in group.trajectories:
+        rollouts, apart = rollouts_of(group.trajectories), rollouts_of(group.greedy)
+        found = {rollout.last.rollout_id: next(outcomes) for rollout in [*rollouts, *apart]}
+        failed = [rollout for rollout in [*rollouts, *apart] if found[rollout.last.rollout_id].failed]
+        lost = {one.last.rollout_id: one for one in failed if self._on_failure_of(one) != "zero"}
+        kept = [rollout for rollout in rollouts if rollout.last.rollout_id not in lost]
+        if lost and (len(kept) < self._fewest or not lost.keys().isdisjoint(one.last.rollout_id for one in apart)):
+            kept = []
+        rows, of_kept = [row for rollout in kept for row in rollout.rows], [found[one.last.rollout_id] for one in kept]
+        shape = len(kept), len(self._names)
+        rewards = torch.tensor([outcome.rewards for outcome in of_kept], dtype=torch.float32).reshape(shape)
+        successes = torch.tensor([outcome.successes for outcome in of_kept], dtype=torch.float32).reshape(shape)
+        totals = self._advantages.totals(rewards, [rollout.length for rollout in kept])
+        for greedy in apart:
+            its = torch.tensor([found[greedy.last.rollout_id].rewards], dtype=torch.float32)
+            for row in rows:
                 row.greedy_reward = float(self._advantages.totals(its, [greedy.length]))
-        of_rollout = {rollout.last.rollout_id: outcome for rollout, outcome in zip(rollouts, found, strict=True)}
-        metadata = [self._metadata(of_rollout[row.rollout_id], row) for row in group.trajectories]
-        return RewardedGroup(group, rewards, successes, totals, metadata, [{} for _ in metadata])
+        return RewardedGroup(
+            replace(group, trajectories=rows, total_tokens=sum(row.total_len for row in rows)),
+            rewards,
+            successes,
+            totals,
+            [self._metadata(found[row.rollout_id], row) for row in rows],
+            [{} for _ in rows],
+            [self._unrewarded(found[name], row) for name, one in lost.items() for row in one.rows],
+            any(self._on_failure_of(rollout) == "resample" for rollout in lost.values()),
+        )
 
-    def _with_environment(self, outcome: RewardOutcome, conversation: Conversation | None) -> RewardOutcome:
-        """Insert the reward of the environment or agent. A failed conversation gets only zeros."""
-        if conversation is None:
-            return outcome
-        if conversation.failure is not None:
+    def _on_failure_of(self, rollout: Rollout[UnscoredTrajectory]) -> OnFailure:
+        conversation = rollout.last.conversation
+        return self._on_failure[conversation is not None and conversation.failure is not None]
+
+    def _unrewarded(self, outcome: RewardOutcome, row: UnscoredTrajectory) -> ScoredTrajectory:
+        """Return a row that is not trained."""
+        zeros, metadata = torch.zeros(len(self._names)), self._metadata(outcome, row)
+        scores = {"rewards": zeros, "successes": zeros, "advantages": torch.tensor(0.0)}
+        return ScoredTrajectory.of(row, **scores, reward_metadata=metadata)
+
+    def _with_environment(self, outcomes: Iterator[RewardOutcome], conversation: Conversation | None) -> RewardOutcome:
+        """Return the next outcome with the reward of the environment or agent. A failed conversation takes none, and
+        gets only zeros."""
+        if conversation is not None and conversation.failure is not None:
             zeros = (0.0,) * len(self._names)
             return RewardOutcome(zeros, zeros, dict(conversation.failure))
+        outcome = next(outcomes)
+        if conversation is None:
+            return outcome
         at = next((index for index, name in enumerate(self._names) if name in (ENVIRONMENT, AGENT)), None)
         if at is None:
             return outcome
@@ -147,7 +190,7 @@ class Scorer:
         return RewardOutcome(rewards, successes, outcome.metadata)
 
     def _metadata(self, outcome: RewardOutcome, row: UnscoredTrajectory) -> dict[str, Any]:
-        metadata = {"func_names": self._names, **outcome.metadata}
+        metadata = {"func_names": self._names, **outcome.metadata, **({OUTCOME: ZEROED} if outcome.failed else {})}
         if row.conversation is not None:
             steps = [dict(step) for step in row.conversation.metadata]
             turns = [list(turn) for turn in row.conversation.turns]

@@ -57,7 +57,7 @@ class RolloutSource(ABC):
             label="train",
             greedy="greedy" in configured_estimator(config.algorithm.advantage.name).needs,
         )
-        self.store = GroupStore(rollout, config.steps, prompts, ledger, requests)
+        self.store = GroupStore(rollout, config.steps, config.reward.max_failed_fraction, prompts, ledger, requests)
         self.config = config
         self._client = client
         self._scorer = scorer
@@ -119,7 +119,7 @@ class RolloutSource(ABC):
 
     def _reward(self, tasks: Sequence[GroupTask]) -> None:
         for task, rewarded in zip(tasks, self._scorer.rewards([task.samples for task in tasks]), strict=True):
-            task.rewarded = rewarded
+            self.store.rewarded(task, rewarded)
 
     def _accept(self, idle_s: float) -> None:
         """Pass on all rewarded groups: to the workers of roles, if there are any, then to training. Groups without a
@@ -129,8 +129,10 @@ class RolloutSource(ABC):
             idle_s: longest wait for the workers if nothing is at the engines.
         """
         rewarded = self.store.at(REWARD)
-        ready = [task for task in rewarded if self._is_useful(task.rewarded)]
-        self.store.drop_without_spread([task for task in rewarded if not self._is_useful(task.rewarded)])
+        whole = [task for task in rewarded if task.rewarded.group.trajectories]
+        ready = [task for task in whole if self._is_useful(task.rewarded)]
+        self.store.drop([task for task in rewarded if task not in whole], "failures")
+        self.store.drop([task for task in whole if task not in ready], "zero spread")
         for pool in self.pools:
             own = [task for task in ready if pool.source in (None, task.prompt.source)]
             self.store.move(own, pool.role)

@@ -13,7 +13,7 @@ from slime_like.observability.phases import PhaseTimes
 from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
-from slime_like.orchestration.rollout.scoring import by_reason, failure_text
+from slime_like.orchestration.rollout.scoring import OUTCOME, ZEROED, by_reason, failure_text
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
@@ -88,7 +88,7 @@ class StepRecorder:
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
         if is_sampled:
-            self._show_samples(step, trained)
+            self._show_samples(step, trained, figures.failed)
             self._warn_of_flat_rewards(step, trained.trajectories)
 
     def note(self, *sentences: str | None) -> None:
@@ -107,6 +107,7 @@ class StepRecorder:
         """Return the reward functions' results and the figures of sampling."""
         functions, rollouts = self._run.config.reward.functions, rollouts_of(trajectories)
         metadata = [rollout.last.reward_metadata for rollout in rollouts]
+        metadata += [row.reward_metadata for row in {row.rollout_id: row for row in figures.failed}.values()]
         self.note(self._failures.add(step, metadata))
         if self._watches_programs and (failed := program_failures(step, metadata)):
             self._watches_programs = False
@@ -117,7 +118,8 @@ class StepRecorder:
             rewards=torch.stack([rollout.last.rewards for rollout in rollouts]),
             successes=torch.stack([rollout.last.successes for rollout in rollouts]),
             group_ids=[rollout.group_id for rollout in rollouts],
-            failures=[entry["reason"] for entry in metadata if "reason" in entry],
+            failures=[entry[OUTCOME] for entry in metadata if OUTCOME in entry],
+            unscored_answers=sum("reason" in entry and OUTCOME not in entry for entry in metadata),
         )
         record = RolloutRecord(
             finish_reasons=[rollout.finish_reason for rollout in rollouts],
@@ -130,12 +132,12 @@ class StepRecorder:
         )
         return rewards, record
 
-    def _show_samples(self, step: int, trained: TrainedStep) -> None:
+    def _show_samples(self, step: int, trained: TrainedStep, failed: Sequence[ScoredTrajectory]) -> None:
         run, debug = self._run, self._run.config.debug
         is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
         if debug.samples_per_step > 0 and is_due and trained.updates:
             ranks, limit = run.trainers.ranks, debug.samples_per_step
-            tables = debug_tables(step, trained.trajectories, ranks, trained.updates[-1], run.decode, limit)
+            tables = debug_tables(step, trained.trajectories, ranks, trained.updates[-1], run.decode, limit, failed)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
 
@@ -156,7 +158,7 @@ class ScoringFailures:
     """
 
     def __init__(self) -> None:
-        self._reasons: list[str] = []
+        self._all: list[Mapping[str, Any]] = []
         self._kinds = set[tuple[str, ...]]()
         self._failed_steps = 0
         self._responses = 0
@@ -167,7 +169,7 @@ class ScoringFailures:
         self._responses += len(metadata)
         if not failed:
             return None
-        self._reasons += [entry["reason"] for entry in failed]
+        self._all += [{name: entry[name] for name in ("reason", OUTCOME) if name in entry} for entry in failed]
         self._failed_steps += 1
         failed.sort(key=lambda entry: _kind(entry) in self._kinds)  # the note quotes the first one
         new = {_kind(entry) for entry in failed} - self._kinds
@@ -177,15 +179,21 @@ class ScoringFailures:
             return None
         return (
             f"step {step}, reward: scoring failed for {len(failed)} of {counted(len(metadata), 'response')} "
-            f"({failure_text(failed)}); they got reward 0"
+            f"({failure_text(failed)}); {by_outcome(failed)}"
         )
 
     def at_end(self) -> str | None:
         """Return a note about all recorded steps if any had a failure."""
-        if not self._reasons:
+        if not self._all:
             return None
-        share = f"{len(self._reasons)} of {counted(self._responses, 'response')}"
-        return f"all steps: scoring failed for {share} ({by_reason(self._reasons)}); they got reward 0"
+        share, reasons = f"{len(self._all)} of {counted(self._responses, 'response')}", [e["reason"] for e in self._all]
+        return f"all steps: scoring failed for {share} ({by_reason(reasons)}); {by_outcome(self._all)}"
+
+
+def by_outcome(failed: Sequence[Mapping[str, Any]]) -> str:
+    """Count responses without a reward by what became of them: "2 masked, 1 zeroed"."""
+    found = Counter(entry.get(OUTCOME, ZEROED) for entry in failed)  # an answer's reward is 0, too
+    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items()))
 
 
 def program_failures(step: int, metadata: Sequence[Mapping[str, Any]]) -> str | None:
@@ -205,15 +213,22 @@ def _kind(failure: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def debug_tables(
-    step: int, trajectories: Sequence[ScoredTrajectory], ranks: RankCalls, stats: GRPOStats, decode: Decode, limit: int
+    step: int,
+    trajectories: Sequence[ScoredTrajectory],
+    ranks: RankCalls,
+    stats: GRPOStats,
+    decode: Decode,
+    limit: int,
+    failed: Sequence[ScoredTrajectory] = (),
 ) -> dict[str, list[Row]]:
-    """Build tables of ``limit`` samples with all their rows, from as many prompts as possible.
+    """Build tables of ``limit`` samples with all their rows, from as many prompts as possible. As many rows of failed
+    rollouts come first.
 
     Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
     frozen: dict[str, Any] = frozen_scores(ranks, chosen, "old_logprobs", "ref_logprobs")
-    samples = [replace(row, **frozen[row.sequence_id]) for row in chosen]
+    samples = [*failed[:limit], *(replace(row, **frozen[row.sequence_id]) for row in chosen)]
     tables = {
         SAMPLE_TABLE: per_sample_rows(step, samples, stats, decode),
         TOKEN_TABLE: per_token_rows(step, samples, decode),

@@ -23,6 +23,7 @@ class RolloutFigures:
     Attributes:
         queued_groups: number of groups on their way through the engines.
         ready_groups: number of groups waiting for training.
+        failed: rows of the step's failed rollouts that are not trained.
     """
 
     queued_groups: int = 0
@@ -31,6 +32,7 @@ class RolloutFigures:
     sync: SyncReport | None = None
     scoring: Mapping[str, ScoringRecord] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    failed: Sequence[ScoredTrajectory] = ()
 
 
 class RolloutSide:
@@ -120,4 +122,5 @@ class EngineSide(RolloutSide):
             sync=self._report,
             scoring={pool.role: pool.take_work(step_s) for pool in self.source.pools},
             notes=notes,
+            failed=self.source.store.take_failed(),
         )

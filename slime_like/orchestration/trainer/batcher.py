@@ -78,7 +78,7 @@ class ExperienceBatcher:
         """Pack all trajectories of a step into minibatches of whole groups, perhaps each source's apart.
 
         Raises:
-            DataError: a minibatch has fewer sequences than replicas, or a sequence is over the token budget.
+            DataError: there are fewer groups than minibatches, or a sequence is over the token budget.
         """
         replicas: list[list[list[PackedTrajectory]]] = [[] for _ in range(self._replicas)]
         denominators = []
@@ -137,26 +137,16 @@ class ExperienceBatcher:
         gone = {index for replica in sent for members in replica for index in members}
         return self._packed(waiting, sent), [t for index, t in enumerate(waiting) if index not in gone]
 
-    def pack_all(
-        self, sequences: Sequence[ScoredTrajectory], replicas_served: bool = False, by_source: bool = False
-    ) -> Window:
-        """Pack all sequences in one window, balanced over replicas.
+    def pack_all(self, sequences: Sequence[ScoredTrajectory], by_source: bool = False) -> Window:
+        """Pack all sequences in one window, balanced over replicas. Replicas without a sequence get fillers.
 
         Args:
-            sequences: at least one per replica.
-            replicas_served: whether every replica already has sequences of this optimizer step, so fewer are allowed.
+            sequences: at least one; failures may leave fewer than there are replicas.
             by_source: whether each micro-batch has only one source, and all replicas have equal counts of each.
 
         Raises:
-            DataError: there are fewer sequences than replicas, or a sequence is over the token budget.
+            DataError: a sequence is over the token budget.
         """
-        if len(sequences) < self._replicas and not replicas_served:
-            raise DataError(
-                f"a minibatch of {counted(len(sequences), 'sequence')} is too small for {self._replicas} data-parallel "
-                "replicas",
-                code="too-few-sequences",
-                remedy="raise rollout.prompts_per_step, or lower algorithm.minibatches or trainer.parallel.data",
-            )
         budget, costs = self._trainer.target_tokens_per_batch, self._costs
         parts, window = defaultdict[str | None, list[ScoredTrajectory]](list), Window([] for _ in range(self._replicas))
         for sequence in sequences:
@@ -200,7 +190,6 @@ class WindowStream:
     def __init__(self, batcher: ExperienceBatcher) -> None:
         self._batcher = batcher
         self._waiting: list[ScoredTrajectory] = []
-        self._has_given = False
         self.trajectories: list[ScoredTrajectory] = []
         self.tokens = PackTokens()
 
@@ -225,14 +214,11 @@ class WindowStream:
         """Return (last window, denominator of the whole step). Never empty: the newest groups never fill a window.
 
         Raises:
-            DataError: there are fewer sequences than data-parallel replicas.
-            ValueError: nothing in the step carries loss.
+            SlimeLikeError: nothing in the step carries loss.
         """
-        window = self._batcher.pack_all(self._waiting, replicas_served=self._has_given)
-        return self._given(window), self._batcher.denominator(self.trajectories)
+        return self._given(self._batcher.pack_all(self._waiting)), self._batcher.denominator(self.trajectories)
 
     def _given(self, window: Window) -> Window:
-        self._has_given = True
         self.tokens += PackTokens.of(pack for replica in window for pack in replica)
         return window
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.interfaces.agent import AgentResult, AgentTask
-from slime_like.sandbox.serving import die_with_parent
+from slime_like.sandbox.serving import OwnFault, die_with_parent
 from slime_like.system.processes import end_descendants
 
 _CHUNK, _KEPT_LINES, _KEPT_CHARACTERS = 4096, 12, 800
@@ -21,8 +21,8 @@ PLACES = ("base_url", "key", "model", "prompt", "task_file", "result_file")
 _PLACE = re.compile("{(" + "|".join(PLACES) + ")}")
 
 
-class CommandFailed(Exception):
-    """The program failed, or left no result."""
+class CommandFailed(OwnFault):
+    """The program failed, or left no usable result."""
 
 
 def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
@@ -34,8 +34,8 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
     """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
 
     ``directory`` is new, for the program's files, its working directory and its home directory. Without
-    ``needs_result``, a missing result has reward 0. Raises ``CommandFailed`` if it cannot be started, or it wrote no
-    usable result.
+    ``needs_result``, a missing result has reward 0. Raises ``CommandFailed`` if it wrote no usable result, and
+    ``OSError`` if it cannot be started, or a signal ended it before it wrote a result.
     """
     task_file, result_file = directory / "task.json", directory / "result.json"
     given = asdict(task)
@@ -46,6 +46,8 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
     code, output = _run(filled(command, values), task, directory)
     if result_file.exists():
         result = _result(result_file)
+    elif code < 0:
+        raise ChildProcessError(f"signal {-code} ended it: {output}")
     elif needs_result:
         raise CommandFailed(f"exit code {code}: {output}" if code else "it wrote no result file")
     else:
@@ -77,7 +79,7 @@ def _run(argv: list[str], task: AgentTask, directory: Path) -> tuple[int, str]:
             preexec_fn=lambda: die_with_parent(parent),
         )
     except OSError as error:
-        raise CommandFailed(f"{argv[0]} cannot be started: {error}") from error
+        raise OSError(f"{argv[0]} cannot be started: {error}") from error
     try:
         code = process.wait()  # the pool bounds it
     finally:

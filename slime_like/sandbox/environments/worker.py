@@ -39,7 +39,7 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     judges_cut_turns = "truncated" in inspect.signature(environment.step).parameters
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        with untrusted(name, code):
+        with untrusted(name, code, "response" if name in REGISTERED else None):
             state = environment.reset(Task(**item["task"])) if item["first"] else item["state"]
             if item["response"] is None:
                 return {"state": state}

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
-from slime_like.sandbox.rewards.registry import LOCAL, SERVICES
+from slime_like.sandbox.rewards.registry import SERVICES
 
 _SHOWN_CHARS = 60
 _SUSPICIOUS_ITEMS = 8
@@ -18,21 +18,23 @@ _MAX_TIMEOUTS = 100
 _SHORTENED = 0.1
 
 
+def is_failure(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a response or rollout with this metadata has no reward, for a reason other than what it says."""
+    return "reason" in metadata and "fault" not in metadata
+
+
 class RewardFailures:
     """Failures over all calls of a pool.
 
     Attributes:
-        has_answered: whether any item got a reward.
-        has_foreign: whether any function is custom, or a service.
+        has_answered: whether any item got a reward, or was to blame for having none.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self.has_answered = False
         self._functions = [function.name for function in config.computed]
         self._timeout_s = config.timeout_s
-        # If included functions time out, the responses are at fault: a policy may write eight huge powers in a row.
-        self.has_foreign = any(name not in LOCAL for name in self._functions)
-        self._broken = ("error", "crash", "timeout") if self.has_foreign else ("error",)
+        self._survives = config.max_failed_fraction == 1
         self._failed = {"prompts": 0, "groups": 0}
 
     def record(
@@ -44,11 +46,12 @@ class RewardFailures:
     ) -> None:
         """Record the answers of one call about ``count`` prompts or groups. ``last`` is its last prompt and answer.
 
-        Raises ``RewardError`` if too many in a row failed on all responses: that is a bug, not a reward of 0.
+        Raises ``RewardError`` if too many in a row failed on all responses: that is a bug, or an outage that the run is
+        not to survive.
         """
-        failed = bool(answers) and all(answer.get("reason") in self._broken for answer in answers)
+        failed = bool(answers) and all(map(is_failure, answers))
         self._failed[what] = self._failed[what] + count if failed else 0
-        if self._failed[what] >= _SUSPICIOUS_PROMPTS:
+        if self._failed[what] >= _SUSPICIOUS_PROMPTS and not (self._survives and self.has_answered):
             prompt, truth = (repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...") for text in last)
             where = f"most recently (prompt {prompt} and answer {truth})"
             self._reject(answers[-1], f"failed on all responses to {self._failed[what]} {what} in a row, {where}")
@@ -57,24 +60,22 @@ class RewardFailures:
         """Record one answer. ``hung`` collects the prompts of a batch's timeouts, and ``None`` for other answers.
 
         Raises ``RewardError`` if the first eight answers of a batch are all timeouts, unless a single prompt may be at
-        fault because the functions have answered before.
+        fault, or the run is to survive an outage, because the functions have answered before.
         """
-        hung.append(prompt if answer.get("reason") == "timeout" else None)
-        all_hung = self.has_foreign and len(hung) == _SUSPICIOUS_ITEMS and None not in hung
-        if all_hung and (len(set(hung)) > 1 or not self.has_answered):
+        hung.append(prompt if is_failure(answer) and answer["reason"] == "timeout" else None)
+        all_hung = len(hung) == _SUSPICIOUS_ITEMS and None not in hung
+        if all_hung and not (self.has_answered and (self._survives or len(set(hung)) == 1)):
             self._reject(answer, f"failed on each of the first {_SUSPICIOUS_ITEMS} responses of a batch, most recently")
-        self.has_answered |= "reason" not in answer
+        self.has_answered |= not is_failure(answer)
 
     def _reject(self, answer: Mapping[str, Any], what: str) -> None:
         name, reason = answer.get("function"), answer["reason"]
-        why, remedy = answer.get("detail"), "correct the function or the answers in the data"
-        if name in SERVICES:
-            remedy = "check the service, or reward.functions"
-        elif why is None and reason == "timeout":
+        why, remedy = answer.get("detail", "the end of its worker"), "correct the function or the answers in the data"
+        if "detail" not in answer and reason == "timeout":
             why = f"no answer within reward.timeout_s={self._timeout_s:g} s"
             remedy = "raise that, or correct the function"
-        elif why is None:
-            why = "the end of its worker"
+        if name in SERVICES:
+            remedy = "check the service, or reward.functions"
         who = f"reward function {name}" if name else f"reward.functions ({', '.join(self._functions)})"
         raise RewardError(
             f"{who} {what} with {why}",
@@ -101,6 +102,7 @@ class TimeBudget:
         self._max = _MAX_TIMEOUTS * workers
         self._responses = responses
         self._seen = self._timeouts = 0
+        self._about: dict[str, Any] = {}
 
     @property
     def timeout_s(self) -> float:
@@ -111,15 +113,19 @@ class TimeBudget:
 
     @property
     def refusal(self) -> dict[str, Any]:
-        return {"reason": "budget", "detail": f"not scored: {self._timeouts} responses of this step timed out before"}
+        detail = f"not scored: {self._timeouts} responses of this step timed out before"
+        return {"reason": "budget", "detail": detail, **self._about}
 
     def record(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Count one response's answer and return it. A timeout after less than ``timeout_s`` gets a detail."""
         bound = self.timeout_s
         self._seen += 1
-        self._timeouts += answer.get("reason") in ("timeout", "cpu")
+        if answer.get("reason") in ("timeout", "cpu"):  # a later refusal blames what all of them had in common
+            about = {name: answer[name] for name in ("function", "fault") if name in answer}
+            self._about = dict(about.items() & self._about.items()) if self._timeouts else about
+            self._timeouts += 1
         if self._seen == self._responses:
             self._seen = self._timeouts = 0
-        if answer == {"reason": "timeout"} and 0 < bound < self._timeout_s:
+        if answer.get("reason") == "timeout" and "detail" not in answer and 0 < bound < self._timeout_s:
             return {**answer, "detail": f"no answer within {bound:g} s, after {self._full} timeouts in this step"}
         return answer

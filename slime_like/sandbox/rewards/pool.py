@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
-from slime_like.sandbox.rewards.failures import RewardFailures, TimeBudget
-from slime_like.sandbox.rewards.registry import QUICK, ROW
+from slime_like.sandbox.rewards.failures import RewardFailures, TimeBudget, is_failure
+from slime_like.sandbox.rewards.registry import LOCAL, QUICK, ROW
 
 _CHUNK_ITEMS = 64
 
@@ -45,12 +45,17 @@ class RewardOutcome:
         successes: one per computed function, 1.0 or 0.0.
         metadata: what each function reported. If scoring failed, ``reason`` is "timeout", "crash", "memory", "cpu",
             "error" or "budget" (too many responses of the step timed out before this one), with ``function`` and
-            ``detail`` if they are known.
+            ``detail`` if they are known. With ``fault``, the response is to blame, and its reward is 0.
     """
 
     rewards: tuple[float, ...]
     successes: tuple[float, ...]
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the response has no reward, and is not to blame."""
+        return is_failure(self.metadata)
 
 
 class LoopThread:
@@ -146,7 +151,7 @@ class RewardPool:
 
     def _score(self, items: Sequence[RewardItem], members: Sequence[Sequence[int]]) -> list[RewardOutcome]:
         of_groups = frozenset(self._workers.about["of_groups"])  # only the workers import the functions
-        by_prompt = self._failures.has_foreign  # included functions ignore the prompt
+        by_prompt = not LOCAL.issuperset(self._functions)  # included functions ignore the prompt
         keys = [(item.response, item.answer, item.prompt if by_prompt else "", item.row) for item in items]
         equal = _members(keys, len(items)) if len(of_groups) < len(self._functions) else []
         whole = members if of_groups else []

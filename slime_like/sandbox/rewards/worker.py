@@ -11,6 +11,7 @@ from slime_like.interfaces.reward import GROUP_MARK, RewardResult, as_result
 from slime_like.plugins.traceback import code_of, named_place
 from slime_like.sandbox.rewards.registry import (
     EASY_ANSWERS,
+    LOCAL,
     REGISTERED,
     ROW,
     WARMED,
@@ -38,12 +39,28 @@ class _Function:
             raise ConfigError([f"{field}.name={name} ({place}) cannot be used: {error}"]) from error
         self.of_groups = getattr(self._call, GROUP_MARK, False) is True
         self._takes_row = takes_row(self._call, options)
+        self._fault = "response" if name in LOCAL else None
         self._code = None if name in REGISTERED else code_of(self._call)
 
     def results(self, item: dict[str, Any]) -> list[RewardResult]:
-        """Return one result for a response, or one for each response of a group."""
+        """Return one result for a response, or one for each response of a group.
+
+        An included function that fails on an easy response, too, fails because of the row, or cannot run here.
+        """
+        try:
+            return self._results(item)
+        except ItemFailed as failed:
+            if "fault" in failed.answer:
+                easy = _WARM_UP["response"]
+                try:
+                    self._results(item | {"response": easy, "responses": [easy] * len(item.get("responses", ()))})
+                except ItemFailed:
+                    del failed.answer["fault"]
+            raise
+
+    def _results(self, item: dict[str, Any]) -> list[RewardResult]:
         responses = item["responses"] if self.of_groups else item["response"]
-        with untrusted(self.name, self._code):
+        with untrusted(self.name, self._code, self._fault):
             row = {ROW: json.loads(item[ROW])} if self._takes_row else {}
             found = self._call(item["prompt"], responses, item["answer"], **self._options, **row)
             if not self.of_groups:
@@ -57,7 +74,7 @@ class _Function:
         if self.name not in WARMED:
             return
         try:
-            self.results({**_WARM_UP, "answer": EASY_ANSWERS[self.name]})
+            self._results({**_WARM_UP, "answer": EASY_ANSWERS[self.name]})
         except ItemFailed as failed:
             why = failed.answer.get("detail") or failed.answer["reason"]
             raise ConfigError([f"{self._field}.name={self.name}: cannot be used on this machine: {why}"]) from failed
