@@ -57,7 +57,7 @@ class AgentResult:
 class Agent(Protocol):
     """Function called once per rollout, in a worker process, with ``rollout.agent.options`` as keyword arguments.
 
-    An exception ends only that rollout, which then gets reward 0. When a rollout ends, so do the processes that it
+    An exception ends only that rollout (``rollout.agent.on_failure``). When a rollout ends, so do the processes that it
     started. Those that the module started stay.
     """
 

@@ -49,7 +49,7 @@ class Environment(Protocol):
     that is sampled again starts over. Keep anything that can't be serialized (a running program, a browser) in a
     service, and the service's address in the state.
 
-    An exception in ``step`` ends only that conversation, which then gets reward 0.
+    An exception in ``step`` ends only that conversation (``rollout.environment.on_failure``).
     """
 
     def reset(self, task: Task) -> Any:

@@ -79,7 +79,7 @@ def group_reward(function: GroupFunction) -> GroupFunction:
 
     Its signature is ``reward(prompt: str, responses: Sequence[str], answer: str, **options) -> list``. It returns one
     result per response, in order, of any kind that ``as_result`` accepts. If it raises, or takes longer than
-    ``reward.timeout_s``, the whole group gets reward 0.
+    ``reward.timeout_s``, all rollouts of the group have failed.
     """
     setattr(function, GROUP_MARK, True)
     return function

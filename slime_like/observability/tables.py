@@ -65,7 +65,8 @@ def per_sample_rows(step: int, trajectories: Sequence[ScoredTrajectory], stats: 
     counts sampled tokens only. The two mean gaps are |difference of logprobs| over tokens that carry loss, in nats;
     ``None`` without such logprobs or tokens.
     "Reward Metadata" is JSON text: metadata of reward functions and of an environment's steps, or the reason why
-    scoring failed, and what became of the rollout. With an environment, two more columns have the number of the model's turns and the conversation.
+    scoring failed, and what became of the rollout. With an environment, two more columns have the number of the model's
+    turns and the conversation.
     If a sample has several training rows, "Rollout ID" is the same in all of them, and so are rewards and advantage.
 
     Args:

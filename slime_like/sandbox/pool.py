@@ -100,10 +100,11 @@ class WorkerPool:
     ) -> None:
         """Wait for a free worker, send it the items, and pass each answer to ``settle``, in order.
 
-        If a worker hangs or ends, the answer to its current item is ``{"reason": ..., "function": ...}``, with
-        ``fault`` if the item is to blame, and another worker takes the remaining items. If something else stopped or killed the worker, and the kind repeats items, the current item is
-        sent once more. ``timeout_s`` returns the time limit of the next item; by default, that of ``limits``. At 0, the
-        remaining items get no answer. Raises the kind's error if workers no longer start, or the pool is closed.
+        If a worker hangs or ends, the answer to its current item has ``reason``, ``function``, and ``fault`` if the
+        item is to blame, and another worker takes the remaining items. If something else stopped or killed the worker,
+        and the kind repeats items, the current item is sent once more. ``timeout_s`` returns the time limit of the next
+        item; by default, that of ``limits``. At 0, the remaining items get no answer. Raises the kind's error if
+        workers no longer start, or the pool is closed.
         """
         waiting, again, bound = deque(items), False, timeout_s or (lambda: self._limits.timeout_s)
         while waiting:
@@ -126,7 +127,7 @@ class WorkerPool:
                 waiting.popleft()
                 limit = f"its processes exceeded {self._kind.section}.memory_mb={self._limits.memory_mb}"
                 detail = {"detail": limit} if ended.reason == "memory" else {}
-                about = {"function": worker.running["function"]} if ended.by_signal else worker.running
+                about = {name: each for name, each in worker.running.items() if name != "fault" or not ended.by_signal}
                 settle({"reason": ended.reason, **detail, **about})
             except BaseException:  # the caller was cancelled, and the worker is still busy
                 self._replace(worker)

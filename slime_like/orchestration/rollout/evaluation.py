@@ -63,9 +63,7 @@ class Evaluator:
             outcomes = self._scorer.outcomes(groups)
         if failures := [outcome.metadata for outcome in outcomes if outcome.failed]:
             what = f"scoring failed for {len(failures)} of {counted(len(outcomes), 'response')}"
-            progress.note(
-                f"evaluation: {what} ({failure_text(failures)}); they count neither as solved nor as unsolved"
-            )
+            progress.note(f"evaluation: {what} ({failure_text(failures)}); they are neither right nor wrong")
         remaining = iter(outcomes)
         samples = [[(rollout, next(remaining)) for rollout in rollouts_of(group.trajectories)] for group in groups]
         names = [name for name, dataset in self._datasets.items() for _ in dataset]

@@ -14,7 +14,6 @@ from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import RewardError
 from slime_like.interfaces import GenerationRequest, PromptInput
 from slime_like.orchestration.rollout.engine_client import EngineCall
-from slime_like.orchestration.rollout.rows import rollouts_of
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, failure_text
 from slime_like.orchestration.rollout.staleness import StalenessGate
 from slime_like.system.words import counted
@@ -53,8 +52,9 @@ class FailedRollouts:
     Attributes:
         step_rollouts: number of rollouts of a step.
         max_fraction: ``reward.max_failed_fraction``.
-        untrained: rows of failed rollouts that are not trained, since they were last taken.
-        rollouts, failures: all rollouts since a batch was last formed, and metadata of those that failed.
+        untrained: failed rollouts that are not trained, by their last row, since they were last taken.
+        rollouts, failures: all rollouts since a batch was last formed, without those to be sampled again, and metadata
+            of those that failed.
     """
 
     step_rollouts: int
@@ -63,10 +63,8 @@ class FailedRollouts:
     rollouts: int = 0
     failures: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def add(self, rollouts: int, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Add a group's rollouts. Raises ``RewardError`` if too many of at least a step's rollouts have failed."""
-        self.rollouts += rollouts
-        self.failures += failures
+    def check(self) -> None:
+        """Raise ``RewardError`` if too many have failed, of at least as many as a step has."""
         failed = len(self.failures)
         if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
             raise RewardError(
@@ -170,30 +168,31 @@ class GroupStore:
 
     def rewarded(self, task: GroupTask, rewarded: RewardedGroup) -> None:
         """Give a task its rewards, or sample it again: with the same request, so that a run that was disturbed trains
-        what it would have trained.
-
-        Raises:
-            RewardError: more than ``reward.max_failed_fraction`` of a step's rollouts failed.
-        """
+        what it would have trained."""
         again = rewarded.resamples and task.resamples < _MAX_RESAMPLES
-        lost = [rollout.last.reward_metadata for rollout in rollouts_of(rewarded.failed)]
         for row in rewarded.failed:
             row.reward_metadata[OUTCOME] = RESAMPLED if again else MASKED
-        failures = [*lost, *rewarded.zeroed]
+        failures = [*(row.reward_metadata for row in rewarded.failed), *rewarded.zeroed]
         with self.changed:
             for each in failures:
                 self.ledger.add([task.prompt.group_id], FAILED, reason=f"{each[OUTCOME]}: {each['reason']}")
             self._failed.untrained += rewarded.failed
-            self._failed.add(task.request.num_samples + task.request.greedy, failures)
             if again:
                 self.move([task], GENERATE)
                 task.version, task.resamples = self.gate.version, task.resamples + 1
                 self.ledger.add([task.prompt.group_id], REISSUED, version=task.version, reason="failed")
             else:
                 task.rewarded, task.samples = rewarded, rewarded.group
+                self._failed.rollouts += task.request.num_samples + task.request.greedy
+                self._failed.failures += failures
+
+    def check_failures(self) -> None:
+        """Raise ``RewardError`` if more than ``reward.max_failed_fraction`` of a step's rollouts failed."""
+        with self.changed:
+            self._failed.check()
 
     def take_failed(self) -> list[ScoredTrajectory]:
-        """Return the rows of failed rollouts that are not trained, since the last call."""
+        """Return the failed rollouts that are not trained, by their last row, since the last call."""
         with self.changed:
             taken, self._failed.untrained = self._failed.untrained, []
             return taken

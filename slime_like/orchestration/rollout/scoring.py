@@ -34,7 +34,7 @@ class RewardedGroup:
         totals: (N,) float32 rewards that advantages are computed from.
         metadata: metadata of each row.
         scores: scores of each row by workers, as far as they have scored it.
-        failed: rows of the rollouts that are not in the group, with metadata.
+        failed: last row of each rollout that is not in the group, with metadata.
         resamples: whether the group is to be sampled again.
     """
 
@@ -155,7 +155,7 @@ class Scorer:
             totals,
             [self._metadata(found[row.rollout_id], row) for row in rows],
             [{} for _ in rows],
-            [self._unrewarded(found[name], row) for name, one in lost.items() for row in one.rows],
+            [self._unrewarded(found[name], rollout.last) for name, rollout in lost.items()],
             any(self._on_failure_of(rollout) == "resample" for rollout in lost.values()),
         )
 

@@ -123,11 +123,12 @@ class RolloutSource(ABC):
 
     def _accept(self, idle_s: float) -> None:
         """Pass on all rewarded groups: to the workers of roles, if there are any, then to training. Groups without a
-        training signal are dropped.
+        training signal are dropped. Raises ``RewardError`` if too many rollouts have failed.
 
         Args:
             idle_s: longest wait for the workers if nothing is at the engines.
         """
+        self.store.check_failures()
         rewarded = self.store.at(REWARD)
         whole = [task for task in rewarded if task.rewarded.group.trajectories]
         ready = [task for task in whole if self._is_useful(task.rewarded)]

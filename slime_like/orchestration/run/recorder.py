@@ -107,7 +107,7 @@ class StepRecorder:
         """Return the reward functions' results and the figures of sampling."""
         functions, rollouts = self._run.config.reward.functions, rollouts_of(trajectories)
         metadata = [rollout.last.reward_metadata for rollout in rollouts]
-        metadata += [row.reward_metadata for row in {row.rollout_id: row for row in figures.failed}.values()]
+        metadata += [row.reward_metadata for row in figures.failed]
         self.note(self._failures.add(step, metadata))
         if self._watches_programs and (failed := program_failures(step, metadata)):
             self._watches_programs = False
@@ -221,7 +221,7 @@ def debug_tables(
     limit: int,
     failed: Sequence[ScoredTrajectory] = (),
 ) -> dict[str, list[Row]]:
-    """Build tables of ``limit`` samples with all their rows, from as many prompts as possible. As many rows of failed
+    """Build tables of ``limit`` samples with all their rows, from as many prompts as possible. As many failed
     rollouts come first.
 
     Policy and reference logprobs are frozen at the step's start.

@@ -23,7 +23,7 @@ class RolloutFigures:
     Attributes:
         queued_groups: number of groups on their way through the engines.
         ready_groups: number of groups waiting for training.
-        failed: rows of the step's failed rollouts that are not trained.
+        failed: the step's failed rollouts that are not trained, by their last row.
     """
 
     queued_groups: int = 0

@@ -257,7 +257,7 @@ def _of_items(answers: Sequence[Answer], members: Sequence[Sequence[int]], count
 def _outcome(kinds: Sequence[bool], answers: tuple[Answer, Answer]) -> RewardOutcome:
     """Merge the results of functions of single responses (kind 0) and of whole groups (kind 1), in order."""
     zeros = (0.0,) * len(kinds)
-    failed = next((answer for answer in answers if "reason" in answer), None)
+    failed = next((answer for answer in sorted(answers, key=is_failure, reverse=True) if "reason" in answer), None)
     if failed is not None:
         return RewardOutcome(zeros, zeros, {key: value for key, value in failed.items() if key != "traceback"})
     rewards, successes = ([iter(answer[key]) for answer in answers] for key in ("rewards", "successes"))

@@ -63,6 +63,8 @@ RL_FIGURES = {
     "ref_actor_rewards/successes_mean": 0.5,
     "ref_actor_rewards/total_reward_mean": 1.2,  # (1 + 0 + 1 + 1 + 3) / 5
     "ref_actor_rewards/scoring_failures": 0.0,
+    **dict.fromkeys((f"ref_actor_rewards/failures_{outcome}" for outcome in ("masked", "resampled", "zeroed")), 0.0),
+    "ref_actor_rewards/unscored_answers": 0.0,
     "ref_actor_rewards/rewards_func_math_verify_mean": 0.6,
     "ref_actor_rewards/successes_func_math_verify_mean": 0.6,
     "ref_actor_rewards/rewards_func_length_mean": 1.2,

@@ -231,7 +231,7 @@ def test_rewards_of_calls_are_credited_in_the_order_of_the_calls(advantage: str)
         logprobs = np.where(made.loss_mask, -0.1 * (made.token_ids - ord("@")), 0)
         return replace(made, logprobs=logprobs.astype(np.float32))
 
-    turns, failed = ((0, 1), (2, 4)), {"reason": "error", "function": "agent", "detail": ""}
+    turns, failed = ((0, 1), (2, 4)), {"reason": "error", "function": "agent", "fault": "program"}
     other = generation(timed("p", "KxL"), conversation=Conversation(((0, 1), (2, 3)), 1.5, rewards=(0.5, 0.0)))
     failing = generation(timed("p", "M"), conversation=Conversation(((0, 1),), failure=failed, rewards=(7.0,)))
     rows = Conversation(turns, 3.5, rewards=(2.0, 1.0, 0.0), calls=(1, 0, 2))
@@ -300,12 +300,12 @@ def test_figures_of_a_step_count_rollouts() -> None:
     )
     rows, recorder = scored(config()), StepRecorder(run)
     for row in rows[4:6]:
-        row.reward_metadata["reason"] = "error"
+        row.reward_metadata |= {"reason": "error", "outcome": "zeroed"}
     rewards, rollout = recorder.sampled(3, rows, phase_times(), run.rollout.figures(1.0))
     (note,) = notes
     assert "failed for 1 of 7 responses" in note
     assert np.asarray(rewards.rewards)[:, 0].tolist() == REWARDS + REWARDS[1:]
-    assert rewards.failures == ["error"] and rewards.group_ids == [7] * 4 + [9] * 3
+    assert rewards.failures == ["zeroed"] and rewards.group_ids == [7] * 4 + [9] * 3
     assert rollout.finish_reasons == ["stop", "length", "length", "stop", "length", "length", "stop"]
     assert rollout.rows == [3, 1, 2, 1, 1, 2, 1] and rollout.turns == [4, 2, 2, 2, 2]
     assert rollout.staleness == [2, 2, 2, 2, 2, 1, 1]
@@ -343,8 +343,8 @@ def test_evaluation_counts_rollouts() -> None:
     scorer, progress = Scorer(settings, cast(Any, Pool()), Tokenizer()), SimpleNamespace(note=lambda sentence: None)
     progress.waiting = lambda *given: nullcontext(SimpleNamespace(reach=None))
     found = Evaluator(settings, cast(Any, engines), scorer, {"a": prompts}).run(1, cast(Any, progress)).overall
-    assert (found.num_responses, found.scoring_failures, found.accuracy) == (8, 4, 1 / 8)
-    assert found.pass_at == {2: pytest.approx(0.5 / 2), 4: 0.5}
+    assert (found.num_responses, found.scoring_failures, found.accuracy) == (8, 4, 1 / 4)
+    assert found.pass_at == {2: pytest.approx(0.5), 4: 1.0}  # of the group that was scored
     assert found.response_length_mean == sum(LENGTHS) / 4 and found.truncated_fraction == 0.5
 
 

@@ -117,11 +117,11 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def settings(run_dir: Path, **rollout: Any) -> RunConfig:
+def settings(run_dir: Path, reward: dict[str, Any] | None = None, **rollout: Any) -> RunConfig:
     sizes = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
     return RunConfig(
         run_dir=run_dir, model={"path": run_dir / "model"}, steps=STEPS, rollout=sizes | rollout,
-        algorithm={"importance": {"correction": "truncate"}},
+        algorithm={"importance": {"correction": "truncate"}}, reward=reward or {},
     )  # fmt: skip
 
 
@@ -130,6 +130,7 @@ def source(
     client: ShuffledClient,
     pools: Sequence[RolePool] = (),
     scorer: CoinScorer | None = None,
+    reward: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> tuple[RolloutSource, list[int]]:
     revived: list[int] = []
@@ -139,7 +140,7 @@ def source(
             revived.append(client.version)
         client.dead = False
 
-    config = settings(run_dir, **rollout)
+    config = settings(run_dir, reward, **rollout)
     made = source_class(config.rollout)(
         config, Prompts(), client, scorer or CoinScorer(), Turns(),  # type: ignore[arg-type]
         Ledger.begin(run_dir), SimpleNamespace(revive=revive), pools,  # type: ignore[arg-type]
@@ -313,7 +314,7 @@ def test_the_samples_of_the_next_batch_are_counted(run_dir: Path) -> None:
     store.add_ready([tasks[2]])
     assert store.sampled() == 2
     assert len(store.take()) == 1 and store.sampled() == 2
-    store.drop_without_spread([tasks[0]])
+    store.drop([tasks[0]], "zero spread")
     assert store.sampled() == 1
     store.generated([tasks[1], *tasks[3:7]])
     assert store.sampled() == PROMPTS

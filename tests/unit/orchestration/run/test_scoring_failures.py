@@ -46,8 +46,8 @@ def test_the_end_counts_every_step() -> None:
     failures = ScoringFailures()
     assert failures.add(1, step_of()) is None and failures.at_end() is None
     for step in range(2, 9):
-        failures.add(step, step_of(TIMEOUT, error("ValueError: x")))
-    said = "all steps: scoring failed for 14 of 512 responses (7 by error, 7 by timeout); they got reward 0"
+        failures.add(step, step_of(TIMEOUT | {"outcome": "masked"}, error("ValueError: x")))
+    said = "all steps: scoring failed for 14 of 512 responses (7 by error, 7 by timeout); 7 masked, 7 zeroed"
     assert failures.at_end() == said
 
 

@@ -71,8 +71,10 @@ def test_minibatches_hold_whole_groups(rejects: Rejects) -> None:
     assert not groups[0] & groups[1] and not groups[1] & groups[2]
     with rejects(DataError, "too-few-groups"):
         split_by_group(batch_of(1, 2), 2)
-    with rejects(DataError, "too-few-sequences"):
-        batcher_of(config(), 3).batch(batch_of(1, 2))
+    fillers = [
+        [pack.is_filler for pack in replica[0]] for replica in batcher_of(config(), 3).batch(batch_of(1, 2)).replicas
+    ]
+    assert fillers == [[False], [False], [True]]  # failures may leave fewer sequences than replicas
 
 
 def test_balance_by_flops(tmp_path: Path) -> None:
@@ -247,7 +249,7 @@ def test_held_groups_are_in_the_next_or_last_window() -> None:
     assert [pack.sequence_ids for pack in held.finish()[0][0]] == [pack.sequence_ids for pack in whole]
 
 
-def test_every_replica_needs_a_sequence_in_some_window(rejects: Rejects) -> None:
+def test_a_replica_without_a_sequence_gets_a_filler() -> None:
     stream = WindowStream(batcher(2))
     assert stream.add([trajectory(0, i, 5, 30) for i in range(2)]) is None
     assert stream.add([trajectory(1, 0, 5, 30)]) is not None
@@ -255,8 +257,7 @@ def test_every_replica_needs_a_sequence_in_some_window(rejects: Rejects) -> None
     assert [[pack.is_filler for pack in replica] for replica in last] == [[False], [True]]
     stream = WindowStream(batcher(2))
     assert stream.add([trajectory(0, 0, 5, 30)]) is None
-    with rejects(DataError, "too-few-sequences"):
-        stream.finish()
+    assert [[pack.is_filler for pack in replica] for replica in stream.finish()[0]] == [[False], [True]]
 
 
 def test_an_arriving_sequence_over_the_budget_is_rejected(rejects: Rejects) -> None:
