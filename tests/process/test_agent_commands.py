@@ -28,6 +28,8 @@ with open(sys.argv[0] + ".pids", "a") as pids:
     pids.write(f"{child.pid}\\n")
 if word == "again":
     sys.exit("went wrong")
+if word == "killed":
+    os.kill(os.getpid(), 9)
 if word != "nothing":
     result = {"reward": 0.5, "success": True, "metadata": {"said": word}}
     json.dump(result if word == "ok" else [], open(result_file, "w"))
@@ -38,19 +40,21 @@ def test_a_command_is_an_agent(tmp_path: Path) -> None:
     """A program gets its task in a file and writes its result to another. The worker's log has its output."""
     (tmp_path / "agent.py").write_text(COMMAND)
     command = ["python", str(tmp_path / "agent.py"), "{base_url}", "{key}", "{task_file}", "{result_file}"]
-    words = ("ok", "again", "nothing", "odd")
+    words = ("ok", "again", "nothing", "odd", "killed")
     (tmp_path / "logs").mkdir()
     engine = Engine(*([word] for word in words))
-    good, *bad = rollouts(engine, request(4), (tmp_path / "logs", "agent"), name=None, command=command)
+    good, *bad = rollouts(engine, request(5), (tmp_path / "logs", "agent"), name=None, command=command)
     assert (failure(good), talk_of(good).reward, talk_of(good).success) == (None, 0.5, True)
-    assert [failure(generation) for generation in bad] == ["error"] * 3
+    assert [failure(generation) for generation in bad] == ["error"] * 4
     details = [detail(generation) for generation in bad]
     assert details[0] == "CommandFailed: exit code 1: the program heard again | went wrong"
     assert details[1] == "CommandFailed: it wrote no result file"
+    # A program that ends by itself has answered.
+    assert [(talk_of(generation).failure or {}).get("fault") for generation in bad] == ["program"] * 3 + [None]
     printed = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
     assert all(f"the program heard {word}" in printed for word in words)
     left = list(map(int, (tmp_path / "agent.py.pids").read_text().split()))
-    assert len(left) == 4 and not any(map(is_alive, left))
+    assert len(left) == 5 and not any(map(is_alive, left))
 
 
 def test_the_example_program_solves_a_task() -> None:

@@ -187,10 +187,11 @@ def test_a_call_may_give_template_variables_and_stop_strings() -> None:
 def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
     generations = rollouts(Engine(["more"], ["fork"], ["raise"]), request(3))
     found, scored = rewarded(config(), generations)
-    assert found.rewards[:, 1].tolist() == [1.0, 1.0, 0.0]
-    assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2", "7-2"]
+    assert found.rewards[:, 1].tolist() == [1.0, 1.0]
+    assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2"]
+    assert [(row.sequence_id, row.reward_metadata["reason"]) for row in found.failed] == [("7-2", "error")]
     advantages = [float(row.advantages.unique()) for row in scored]
-    assert advantages[1] == advantages[2] == advantages[3] > advantages[4]
+    assert advantages[1] == advantages[2] == advantages[3]
 
 
 def test_calls_have_rewards_in_the_order_of_answers() -> None:

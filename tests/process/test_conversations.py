@@ -227,9 +227,10 @@ def test_rewards_see_the_last_turn_and_the_environment_has_a_column() -> None:
     first = found.group.trajectories[0]
     assert first.sampled_len == len(ids("bye now")) + 1 + len(ids("bye")) + 1 < first.response_len
     assert first.loss_mask.tolist() == [value != 0 for value in first.logprobs.tolist()]
-    assert found.rewards.tolist() == [[1.0, 0.5], [0.0, 0.0], [1.0, 0.25]]
-    assert found.totals.tolist() == [2.0, 0.0, 1.5]
-    assert found.metadata[1]["reason"] == "error" and "no such thing" in found.metadata[1]["detail"]
+    assert found.rewards.tolist() == [[1.0, 0.5], [1.0, 0.25]]
+    assert found.totals.tolist() == [2.0, 1.5]
+    (failed,) = found.failed
+    assert failed.reward_metadata["reason"] == "error" and "no such thing" in failed.reward_metadata["detail"]
     assert scored[0].reward_metadata["conversation"]["turns"] == [[0, 8], [18, 22]]
     assert scored[0].loss_mask.tolist() == first.loss_mask.tolist()
 

@@ -48,6 +48,8 @@ def act(prompt, response, answer, *, log=None):
         os.kill(os.getpid(), signal.SIGSEGV)
     if response == "memory":
         bytearray(10 ** 12)
+    if response == "nan":
+        return float("nan")
     if response == "raise":
         raise LookupError("no such thing")
     if response in ("nested", "deep"):
@@ -273,9 +275,53 @@ def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPa
         rest = pool.score(items(*towers[2:], "46", "45"))
         assert pool.score(items("46"))[0].rewards == (1.0,)
     assert [outcome.rewards for outcome in first] == [(1.0,), (0.0,), (1.0,), (0.0,)]
-    assert [first[1].metadata, first[3].metadata["reason"]] == [{"reason": "timeout"}, "timeout"]
-    assert [outcome.metadata["reason"] for outcome in rest] == ["budget"] * 4
+    fault = {"function": "math_verify", "fault": "response"}
+    assert [first[1].metadata, first[3].metadata["reason"]] == [{"reason": "timeout", **fault}, "timeout"]
+    assert all({**outcome.metadata, "detail": ""} == {"reason": "budget", "detail": "", **fault} for outcome in rest)
     assert {outcome.rewards for outcome in rest} == {(0.0,)}
+
+
+ANSWER, FAULT, FAILURE = "an answer", "an answer that could not be scored", "a failure"
+LOOP, PASS = "```python\nwhile True: pass\n```", "```python\nx = 1\n```"
+KINDS = {
+    "math_verify": [("45", "46", ANSWER), (HOSTILE["power tower"], "46", FAULT), ("46", "no ground truth ((", FAILURE)],
+    "code": [
+        (PASS, "assert x == 2", ANSWER),
+        (LOOP, "assert True", ANSWER),
+        ("```python\nx = [0] * 10**10\n```", "assert True", ANSWER),
+        (PASS, "def test(): pass", FAILURE),
+    ],
+    "http": [("plain", "", ANSWER), *((word, "", FAILURE) for word in ("busy", "text", "none", "slow"))],
+    "unreachable": [("plain", "", FAILURE)],
+    "user_rewards:act": [("x", "", ANSWER), *((word, "", FAILURE) for word in ("nan", "raise", "exit", "hang"))],
+    # The first of two functions is included, and hangs on what the model wrote. The second hangs by itself.
+    "format": [("x", "", ANSWER), ("a" * 50, "", FAULT), ("hang", "", FAILURE)],
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_failure_is_not_an_answer(user_module: Write, url: str, name: str) -> None:
+    """A policy must not escape a bad reward by what it writes, nor be punished for an outage."""
+    user_module("user_rewards", USER_MODULE)
+    functions = {
+        "code": [RewardFunction(name="code", options={"timeout_s": 0.5, "memory_mb": 256})],
+        "http": [RewardFunction(name="http", options={"url": url, "timeout_s": 0.5})],
+        "unreachable": [RewardFunction(name="http", options={"url": "http://127.0.0.1:9", "timeout_s": 0.3})],
+        "format": [
+            RewardFunction(name="format", options={"pattern": "(a+)+b"}),
+            RewardFunction(name="user_rewards:act"),
+        ],
+    }.get(name, [RewardFunction(name=name)])
+    wanted = KINDS[name]
+    with closing(RewardPool(RewardConfig(functions=functions, timeout_s=3.0, memory_mb=512))) as pool:
+        outcomes = pool.score([RewardItem(f"p{n}", response, truth) for n, (response, truth, _) in enumerate(wanted)])
+    found = [
+        FAILURE if outcome.failed else FAULT if outcome.metadata.get("fault") == "response" else ANSWER
+        for outcome in outcomes
+    ]
+    assert found == [kind for *_, kind in wanted]
+    named = [{"reason", "function"} <= outcome.metadata.keys() for outcome in outcomes]
+    assert named == [kind != ANSWER for kind in found]
 
 
 def test_workers_import_neither_torch_nor_the_configuration_and_their_memory_is_limited(math_pool: RewardPool) -> None:
@@ -318,7 +364,7 @@ def test_a_sample_is_scored_again_if_its_worker_is_stopped_or_killed(user_module
         os.kill(pool.process_ids[0], signal.SIGSTOP)
         outcomes = pool.score(items("first", "once", "always", "last"))
     assert [outcome.rewards for outcome in outcomes] == [(1.0,), (1.0,), (0.0,), (1.0,)]
-    assert outcomes[2].metadata == {"reason": "crash"}
+    assert outcomes[2].metadata == {"reason": "crash", "function": "killed:f"}
     tries = (tmp_path / "tries").read_text()
     assert [tries.count(text) for text in ("first", "once", "always", "last")] == [1, 2, 2, 1]
 

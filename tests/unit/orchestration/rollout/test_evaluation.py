@@ -93,7 +93,8 @@ def test_each_file_and_all_of_them(tmp_path: Path) -> None:
     assert evaluator([tmp_path / "a.jsonl"]).run(0, SILENT).datasets == {}  # one file needs no name
     assert [sample.prompt_id for sample in result.samples] == [0, 1, 2, 3]
     every = evaluator(files).run(3, SILENT, keep_all=True).samples
-    assert len(every) == 32 and sum(sample.success for sample in every) == 6
+    assert len(every) == 32 and [sample.success for sample in every].count(True) == 6
+    assert [sample.success for sample in every].count(None) == 2  # neither right nor wrong
     assert [sample.dataset for sample in every] == ["a"] * 8 + ["b"] * 24
     assert all(sample.dataset == sample.answer for sample in every)  # the answer is the name of the file
 

@@ -18,3 +18,12 @@ def test_a_step_of_hostile_answers(shorten: bool, bounds: list[float]) -> None:
         )
     assert found == bounds + [0.0] * 312
     assert budget.timeout_s == 5.0
+
+
+@pytest.mark.parametrize(("other", "fault"), [("format", {"fault": "response"}), ("judge", {})])
+def test_responses_that_are_not_scored_are_what_the_ones_before_were(other: str, fault: dict[str, str]) -> None:
+    budget = TimeBudget(5.0, workers=1, responses=512, shorten=True)
+    for number in range(100):
+        late = number == 50 and other == "judge"
+        budget.record(HUNG | ({"function": "judge"} if late else {"function": "math_verify", "fault": "response"}))
+    assert {name: text for name, text in budget.refusal.items() if name == "fault"} == fault
