@@ -3,12 +3,20 @@
 import json
 import signal
 import socket
+import threading
+from collections import Counter, defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from slime_like.data.dump import dump_path, load_trajectories, save_trajectories
+from slime_like.data.ledger import audit_run
 from slime_like.examples.tiny_model import make_tiny_model
 from tests.conftest import Tiny
+from tests.end_to_end.test_train import steps_of
 from tests.faults.quick import quick
 from tests.support.processes import Command, Finished, run, succeed
 
@@ -88,11 +96,113 @@ def test_a_taken_port_is_named(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
-    """The response loses its sample, and is reported."""
+    """The response is not trained, and is reported."""
     functions = f"[{{name: 'tests.faults.rewards:hangs_once', options: {{marker: {tmp_path}/hung}}}}]"
     flags = ["--reward.functions", functions, "--reward.timeout_s", "1", "--steps", "1"]
     finished = succeed(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
     for when in ("step 1, reward", "all steps"):
-        assert f"{when}: scoring failed for 1 of 32 responses (1 by timeout); they got reward 0" in finished.stderr
+        assert f"{when}: scoring failed for 1 of 32 responses (1 by timeout); 1 masked" in finished.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert row["ref_actor_rewards/scoring_failures"] == 1
+    assert row["ref_actor_rewards/scoring_failures"] == row["ref_actor_rewards/failures_masked"] == 1
+    assert audit_run(tmp_path / "run").failed == {"masked: timeout": 1}
+    table = tmp_path / "run" / "tables" / "per_sample_debug_table.jsonl"
+    metadata = [json.loads(line)["Reward Metadata"] or "{}" for line in table.read_text().splitlines()]
+    (failed,) = [each for each in map(json.loads, metadata) if "outcome" in each]
+    assert failed == {"reason": "timeout", "function": "tests.faults.rewards:hangs_once", "outcome": "masked"}
+
+
+class Judge(ThreadingHTTPServer):
+    """Service that rewards a response by its letters. While step 2 is sampled, it is ``down`` for half of them: it
+    closes the connection, or answers a response's first request with status 503."""
+
+    def __init__(self, run_dir: Path, down: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.metrics, self.down = run_dir / "metrics.jsonl", down
+        self.refused = Counter[tuple[str, str]]()
+
+    @property
+    def options(self) -> str:
+        return f"{{url: 'http://127.0.0.1:{self.server_port}/', timeout_s: 0.3}}"
+
+    def refuses(self, prompt: str, response: str) -> bool:
+        steps = len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
+        again = self.down == "once" and (prompt, response) in self.refused
+        if steps != 1 or sum(map(ord, response)) % 2 or again:
+            return False
+        self.refused[prompt, response] += 1
+        return True
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Judge
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        refuses = self.server.refuses(body["prompt"], body["response"])
+        if refuses and self.server.down == "unreachable":
+            return
+        self.send_response(503 if refuses else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"reward": reward_of(body["response"])}).encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def reward_of(response: str) -> float:
+    return sum(map(ord, response)) % 7 / 7
+
+
+def outage(tiny: Tiny, tmp_path: Path, down: str, on_failure: str) -> tuple[Judge, list[str]]:
+    """Run three steps with an outage in the second. Return the judge, and the flags of the run."""
+    run_dir = tmp_path / "run"
+    with Judge(run_dir, down) as judge:
+        thread = threading.Thread(target=judge.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        flags = quick(
+            tiny, run_dir, "--steps", "3", "--reward.functions", f"[{{name: http, options: {judge.options}}}]",
+            "--reward.on_failure", on_failure, "--reward.max_failed_fraction", "1", "--reward.workers", "4",
+            "--debug.save_rollouts", str(tmp_path / "rollouts"),
+        )  # fmt: skip
+        succeed(flags, tmp_path / "log")
+        judge.shutdown()
+    return judge, flags
+
+
+@pytest.mark.acceptance
+def test_a_run_through_an_outage_equals_one_without_its_samples(tiny: Tiny, tmp_path: Path) -> None:
+    """Weights are equal, bit for bit. The other run trains on what was scored, with advantages computed here."""
+    judge, flags = outage(tiny, tmp_path, "unreachable", "mask")
+    audit, rows = audit_run(tmp_path / "run"), steps_of(tmp_path / "run")
+    masked = [row["ref_actor_rewards/failures_masked"] for row in rows]
+    assert masked[0] == masked[2] == 0 < masked[1] and len(judge.refused) > 0
+    assert audit.failed == {"masked: timeout": masked[1]} and not audit.problems and audit.trained == 3 * 8
+    for step in range(1, 4):
+        trajectories = load_trajectories(dump_path(tmp_path / "rollouts", step))
+        groups = defaultdict[int, list[float]](list)
+        for row in trajectories:
+            groups[row.group_id].append(float(row.rewards))
+        for row in trajectories:
+            rewards = torch.tensor(groups[row.group_id], dtype=torch.float64)
+            spread = rewards.std() if float(rewards.max() - rewards.min()) > 1e-6 else torch.tensor(torch.inf)
+            expected = ((float(row.rewards) - rewards.mean()) / spread).float().expand(row.response_len)
+            assert torch.equal(row.advantages, expected)
+            row.advantages, row.token_weight = expected, 1.0
+        assert len(groups) == 8 and (len(trajectories) == 32) == (step != 2)
+        save_trajectories(dump_path(tmp_path / "without", step), trajectories)
+    kept = ["--run_dir", str(tmp_path / "other"), "--debug.load_rollouts", str(tmp_path / "without")]
+    succeed([*flags, *kept, "--debug.save_rollouts", "none", "--data.train", "none"], tmp_path / "other-log")
+    one, other = (load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("run", "other"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    losses = [[row["train_actor_training/loss"] for row in steps_of(tmp_path / name)] for name in ("run", "other")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.acceptance
+def test_resampled_groups_are_trained_once(tiny: Tiny, tmp_path: Path) -> None:
+    judge, _ = outage(tiny, tmp_path, "once", "resample")
+    audit = audit_run(tmp_path / "run")
+    assert not audit.problems and audit.trained == 3 * 8 and not audit.dropped
+    assert audit.failed.keys() == {"resampled: error"} and audit.failed["resampled: error"] >= len(judge.refused) > 0
+    trained = [row for step in range(1, 4) for row in load_trajectories(dump_path(tmp_path / "rollouts", step))]
+    assert sorted(row.sequence_id for row in trained) == sorted(f"{group}-{n}" for group in range(24) for n in range(4))
+    assert [row["ref_actor_rewards/failures_resampled"] for row in steps_of(tmp_path / "run")][1] > 0

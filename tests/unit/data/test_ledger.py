@@ -11,6 +11,7 @@ import pytest
 from slime_like.commands.main import main
 from slime_like.data.ledger import (
     DROPPED,
+    FAILED,
     FILE_NAME,
     GENERATED,
     ISSUED,
@@ -118,9 +119,12 @@ def test_the_command(ledger: Ledger, tmp_path: Path, capsys: pytest.CaptureFixtu
     whole_way(ledger, 0, 1)
     ledger.add([2, 3], ISSUED, version=1)
     ledger.add([2], DROPPED, reason="oversampled")
+    for outcome in ("masked: timeout", "resampled: error", "zeroed: error", "masked: timeout"):
+        ledger.add([1], FAILED, reason=outcome)
     assert main(["report", "--audit", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "audit: 4 groups issued = 2 trained + 1 dropped (1 oversampled) + 1 in flight",
+        "audit: 4 rollouts failed (2 masked: timeout, 1 resampled: error, 1 zeroed: error)",
         "audit: holds",
     ]
     ledger.add([0], TRAINED, step=2)
