@@ -63,17 +63,6 @@ class FailedRollouts:
     rollouts: int = 0
     failures: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Raise ``RewardError`` if too many have failed, of at least as many as a step has."""
-        failed = len(self.failures)
-        if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
-            raise RewardError(
-                f"{failed} of {counted(self.rollouts, 'rollout')} for one step failed ({failure_text(self.failures)}), "
-                f"more than reward.max_failed_fraction={self.max_fraction:g}",
-                code="too-many-failures",
-                remedy="correct what failed, or raise the fraction",
-            )
-
     def formed(self) -> None:
         """Begin to count for the next step, unless its rollouts are counted along with this one's: sampling ahead."""
         if self.rollouts >= self.step_rollouts:
@@ -187,9 +176,16 @@ class GroupStore:
                 self._failed.failures += failures
 
     def check_failures(self) -> None:
-        """Raise ``RewardError`` if more than ``reward.max_failed_fraction`` of a step's rollouts failed."""
+        """Raise ``RewardError`` if too many rollouts have failed, of at least as many as a step has."""
         with self.changed:
-            self._failed.check()
+            found, failed = self._failed, len(self._failed.failures)
+            if found.rollouts >= found.step_rollouts and failed > found.max_fraction * found.rollouts:
+                raise RewardError(
+                    f"{failed} of {counted(found.rollouts, 'rollout')} for one step failed "
+                    f"({failure_text(found.failures)}), more than reward.max_failed_fraction={found.max_fraction:g}",
+                    code="too-many-failures",
+                    remedy="correct what failed, or raise the fraction",
+                )
 
     def take_failed(self) -> list[ScoredTrajectory]:
         """Return the failed rollouts that are not trained, by their last row, since the last call."""
