@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime_like.errors import ConfigError
+from slime_like.sandbox.rewards import math_answer
 from slime_like.sandbox.rewards.worker import _prepare
 from slime_like.sandbox.serving import Handler, ItemFailed
 from tests.support.rejections import Rejects
@@ -117,3 +118,23 @@ def test_a_wrong_result_names_the_function(prepare: Any, tmp_path: Path, source:
     answer = caught.value.answer
     assert (answer["reason"], answer["function"]) == ("error", "own_rewards:f")
     assert f"({tmp_path}/own_rewards.py:" in answer["detail"]
+    assert "fault" not in answer
+
+
+@pytest.mark.parametrize(("answer", "fault"), [("46", "response"), ("(" * 30, None)])
+def test_an_included_function_fails_because_of_the_response_or_of_the_row(
+    monkeypatch: pytest.MonkeyPatch, answer: str, fault: str | None
+) -> None:
+    """It fails on an easy response, too, if the row is to blame."""
+    checked = math_answer._why_wrong
+
+    def hostile(response: str, *given: Any) -> str | None:
+        if response == "hostile":
+            raise RecursionError
+        return checked(response, *given)
+
+    monkeypatch.setattr(math_answer, "_why_wrong", hostile)
+    handle, _ = _prepare({"functions": [{"field": "reward.functions.0", "name": "math_verify", "options": {}}]})
+    with pytest.raises(ItemFailed) as caught:
+        handle({"prompt": "", "response": "hostile", "answer": answer, "row": None})
+    assert (caught.value.answer["reason"], caught.value.answer.get("fault")) == ("error", fault)
