@@ -43,8 +43,8 @@ def gpg(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     Args:
         eps: largest spread of a group's rewards that counts as none.
     """
-    informative = (~groups.flat(rewards, eps)).sum()
-    return mean_only(rewards, groups, eps=eps) * (rewards.numel() / informative.clamp_min(1))
+    informative = int((~groups.flat(rewards, eps)).sum())
+    return mean_only(rewards, groups, eps=eps) * (rewards.numel() / max(1, informative))
 
 
 @estimator("batch", needs=("functions", "weights"))

@@ -45,14 +45,15 @@ def rloo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
 def opo(rewards: Tensor, groups: Groups, tokens: Tensor, *, eps: float = 1e-6) -> Tensor:
     """``r - sum(l r) / sum(l)`` over the group, with lengths l in tokens (OPO, arXiv:2505.23585).
 
-    The baseline of least variance if a token's score has the same norm everywhere.
+    The baseline of least variance if a token's score has the same norm everywhere. 0 if the group has no tokens.
 
     Args:
         eps: largest spread of a group's rewards that counts as none.
     """
     lengths = tokens.to(rewards.dtype)
-    baseline = groups.mean(lengths * rewards) / groups.mean(lengths)
-    return (rewards - baseline).masked_fill(groups.flat(rewards, eps), 0.0)
+    length = groups.mean(lengths)
+    baseline = groups.mean(lengths * rewards) / length
+    return (rewards - baseline).masked_fill(groups.flat(rewards, eps) | (length == 0), 0.0)
 
 
 @estimator("group")

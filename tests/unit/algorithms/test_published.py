@@ -108,6 +108,8 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     found = compute_advantages(torch.tensor(REWARDS), GROUPS, "opo", given={"tokens": torch.tensor(tokens)})
     assert found.tolist() == pytest.approx(of_groups(formula), abs=1e-7)
     assert found.tolist()[-2:] == [0.0, 0.0]
+    without = {"tokens": torch.tensor([4, 1, 0, 0])}  # no sample of the second group carries loss
+    assert compute_advantages(torch.tensor([1.0, 0.0] * 2), [0, 0, 1, 1], "opo", given=without)[2:].tolist() == [0, 0]
 
 
 def test_pass_at_k_credits_only_a_single_best_sample() -> None:
@@ -123,6 +125,8 @@ def test_gpg_makes_up_for_groups_without_spread() -> None:
     centred = of_groups(lambda rewards, _: [r - statistics.mean(rewards) for r in rewards])
     found = compute_advantages(torch.tensor(REWARDS), GROUPS, "gpg").tolist()
     assert found == pytest.approx([8 / 6 * each for each in centred])
+    precise = compute_advantages(torch.tensor(REWARDS).double(), GROUPS, "gpg")
+    assert precise.tolist() == pytest.approx([8 / 6 * each for each in centred], rel=1e-14)
     assert compute_advantages(torch.ones(4), [0, 0, 1, 1], "gpg").tolist() == [0.0] * 4
 
 
