@@ -16,7 +16,8 @@ class GRPOStats(TensorsAsArrays):
     Attributes:
         loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.
         policy_loss, kl_loss: policy-gradient part of ``loss``; KL part before its coefficient.
-        ratios, clipfrac: mean of pi_current / pi_old over loss-carrying tokens; fraction that was clipped.
+        ratios, clipfrac: mean of pi_current / pi_old over loss-carrying tokens; fraction of tokens whose
+            gradient a clip removed or bounded.
         approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without one.
         entropy: mean over loss-carrying tokens, in nats.
         old_gap_max: largest |current - old| logprob. The first micro-step proves with it that both mean the same.
@@ -26,7 +27,7 @@ class GRPOStats(TensorsAsArrays):
         importance_ess: effective sample size of the importance weights, as a fraction of the loss-carrying tokens:
             ``(sum w)^2 / (n sum w^2)``; 0 without weights.
         engine_chi_square: chi-square divergence of a token's policies, ``E[(pi_old / pi_engine)^2] - 1``, estimated on
-            the samples.
+            the samples. The estimate may be negative.
         perplexity, engine_perplexity: exponential of the mean ``-log pi_old`` and ``-log pi_engine``.
         rejected_fraction: fraction of tokens that ``algorithm.rejection`` took out.
         bounded_fraction: fraction of loss-carrying tokens with a bounded logprob or log ratio.

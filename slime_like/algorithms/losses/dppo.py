@@ -34,9 +34,9 @@ class _DPPO(RatioLoss):
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
         old, advantages = required(inputs, "old_logprobs"), required(inputs, "advantages")
         ratio, current = token_ratio(inputs).detach(), inputs.logprobs.detach()
-        divergence, up = self.divergence(old, current), advantages > 0
+        divergence, up, down = self.divergence(old, current), advantages > 0, advantages < 0
         far = torch.where(up, divergence > self.high, divergence > self.low)
-        excluded = far & torch.where(up, current > old, current < old)
+        excluded = far & ((up & (current > old)) | (down & (current < old)))
         weight = ratio.clamp_max(self.ratio_cap).masked_fill(excluded, 0.0)
         return PolicyTerms(-weight * advantages * inputs.logprobs, ratio, excluded | (ratio > self.ratio_cap))
 

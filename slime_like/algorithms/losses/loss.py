@@ -226,7 +226,8 @@ def _figures(
         sums.ratio = _token_sum(token_ratio(inputs), inputs)
     sums.bounded = _token_sum(_bounded(inputs), inputs)
     if terms.clipped is not None:
-        sums.clipped = _token_sum(terms.clipped, inputs)
+        clipped = terms.clipped if inputs.advantages is None else terms.clipped & (inputs.advantages != 0)
+        sums.clipped = _token_sum(clipped, inputs)  # without an advantage, there is no gradient to remove
     if correction is not None:
         weights, changed = correction
         sums.importance_weight = _token_sum(weights, inputs)
@@ -254,7 +255,7 @@ def _gaps(sums: LossSums, inputs: LossInputs) -> None:
     sums.surprisal = _token_sum(-old, inputs)
     if inputs.behaviour_logprobs is not None:
         sums.engine_surprisal = _token_sum(-inputs.behaviour_logprobs, inputs)
-        sums.squared_engine_ratio = _token_sum(bounded_exp(2 * log_ratio(old, inputs.behaviour_logprobs)), inputs)
+        sums.squared_engine_ratio = _token_sum(bounded_exp(log_ratio(old, inputs.behaviour_logprobs)).square(), inputs)
         gap = (inputs.behaviour_logprobs - old).abs()
         sums.engine_gap = _token_sum(gap, inputs)
         sums.engine_gap_max = _token_max(gap, inputs)

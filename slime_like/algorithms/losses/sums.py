@@ -121,7 +121,7 @@ class LossSums(Sums):
             importance_weight=self.importance_weight / tokens,
             importance_clipfrac=self.importance_clipped / tokens,
             importance_ess=self.importance_weight.square() / (tokens * self.squared_weight.clamp_min(_TINY)),
-            engine_chi_square=(self.squared_engine_ratio / tokens - 1).clamp_min(0.0),
+            engine_chi_square=torch.where(self.squared_engine_ratio > 0, self.squared_engine_ratio / tokens - 1, 0.0),
             perplexity=(self.surprisal / tokens).exp(),
             engine_perplexity=(self.engine_surprisal / tokens).exp(),
             rejected_fraction=self.rejected / (self.num_tokens + self.rejected).clamp_min(1),

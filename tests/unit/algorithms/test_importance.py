@@ -152,6 +152,14 @@ def test_figures_of_a_correction() -> None:
     ratios = [math.exp(x) for x in log_ratios("token")]
     assert stats.importance_weight.item() == pytest.approx(statistics.mean(min(r, 1.1) for r in ratios))
     assert stats.importance_clipfrac.item() == pytest.approx(statistics.mean(r > 1.1 for r in ratios))
+    for shift in (0.0, -0.5, 15.0):  # an estimate below 0, and a ratio whose square is beyond the bound of ratios
+        inputs = make_inputs()
+        moved = replace(inputs, behaviour_logprobs=inputs.behaviour_logprobs - shift)
+        found = build_loss(config)(moved).sums.to_stats(1.0, 0.0, 0.0).engine_chi_square.item()
+        squares = [math.exp(2 * (x + shift)) for x in log_ratios("token")]
+        assert found == pytest.approx(statistics.mean(squares) - 1) and (shift >= 0 or found < 0)
+    without = replace(make_inputs(), behaviour_logprobs=None)
+    assert build_loss(AlgorithmConfig())(without).sums.to_stats(1.0, 0.0, 0.0).engine_chi_square == 0
 
 
 def test_off_policy_sequence_mask() -> None:

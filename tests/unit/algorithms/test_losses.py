@@ -196,6 +196,14 @@ def test_figures_of_each_loss(settings, clipped) -> None:  # type: ignore[no-unt
     assert [stats.ratios, stats.entropy, stats.clipfrac, stats.engine_gap_mean] == [0.0] * 4
 
 
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl"])
+def test_a_clip_counts_where_it_takes_a_gradient(name: str) -> None:
+    inputs = make_inputs(distance=2.0)
+    loss = build_loss(AlgorithmConfig(loss=name))
+    assert loss(inputs).sums.clipped > 0
+    assert loss(replace(inputs, advantages=torch.zeros_like(inputs.advantages))).sums.clipped == 0
+
+
 # ------------------------------------------------------------------------------------------------------------ KL
 EXACT = [
     ({"estimator": "k2"}, True, True),
