@@ -59,7 +59,7 @@ class ImportanceConfig(Section):
     low: float = Field(0.5, ge=0, description="Lower bound on ratios, except for `truncate`.")
     high: float = Field(2.0, gt=0, description="Upper bound on ratios.")
     veto: float | None = Field(None, gt=0, description="Sequences that contain a ratio below this get weight 0.")
-    normalize: bool = Field(False, description="Divide advantages by the batch's mean weight.")
+    normalize: bool = Field(False, description="Divide weights by the batch's mean weight.")
 
     _absolute = field_validator("correction")(absolute_code)
 

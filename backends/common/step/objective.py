@@ -49,6 +49,7 @@ class Objective:
                 advantages=pack.advantages,
                 divergence=divergence[0] if divergence else None,
                 set_apart=pack.set_apart,
+                mean_weights=pack.mean_weights,
                 loss_mask=pack.loss_mask,
                 token_weights=pack.token_weights,
                 response_lens=pack.response_lens,

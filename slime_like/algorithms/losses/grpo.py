@@ -125,7 +125,7 @@ class GRPOLoss:
         inputs = LossInputs(logprobs.flatten(), mask.flatten(), cast_weights, entropy.flatten(), **flat)
         inputs.response_lens = lengths
         if self.config.importance.normalize and self.config.importance.correction != "none":
-            inputs.advantages = self._normalised_advantages(inputs, weights)
+            inputs.mean_weights = self._mean_weights(inputs, weights)
         output = self.loss(inputs)
         stats = output.sums.to_stats(denominator, 0.0, 0.0)
         means = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
@@ -133,10 +133,10 @@ class GRPOLoss:
 
     __call__ = forward
 
-    def _normalised_advantages(self, inputs: LossInputs, weights: Tensor) -> Tensor:
+    def _mean_weights(self, inputs: LossInputs, weights: Tensor) -> Tensor:
         old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
         made, _ = configured_weights(self.config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens)
-        return required(inputs, "advantages") / mean_weight(made, inputs.loss_mask, weights)
+        return torch.full_like(made, mean_weight(made, inputs.loss_mask, weights))
 
     def _reduce(
         self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | Tensor | None

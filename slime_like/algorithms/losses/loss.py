@@ -161,6 +161,8 @@ class Loss:
     def _corrected(self, per_token: Tensor, correction: tuple[Tensor, Tensor] | None, inputs: LossInputs) -> Tensor:
         if correction is not None:
             per_token = per_token * correction[0]
+        if inputs.mean_weights is not None:
+            per_token = per_token / inputs.mean_weights
         threshold = self._config.off_policy_mask
         if threshold is None:
             return per_token

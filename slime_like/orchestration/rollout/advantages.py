@@ -321,9 +321,7 @@ def require_group_scope(name: str) -> None:
 
 
 def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Sequence[ScoredTrajectory]) -> None:
-    """Divide advantages on the trainers by the batch's mean importance weight. The batch must be loaded and scored.
-
-    All built-in policy terms are proportional to positive factors of advantages, so this normalizes the weights.
+    """Have trainers divide importance weights by the batch's mean. The batch must be loaded and scored.
 
     Raises:
         TrainerError: a custom correction failed.
@@ -339,4 +337,5 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
         weights, _ = configured_weights(algorithm.importance, old, behaviour, mask, lengths)
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
-    ranks.call("scaling advantages", RankTraining.divide_advantages, mean)
+    given = {row.sequence_id: mean for row in rows}
+    ranks.call("receiving the mean weight", RankTraining.set_tokens, "mean_weights", given)

@@ -75,8 +75,8 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock)
 
 
 def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> dict[str, float]:
-    """Change advantages by what scores show: subtract the KL to the reference from rewards, add a teacher's, and divide
-    by the mean importance weight, as far as they are set. Return the metrics of KLs. A coefficient may adapt."""
+    """Change advantages by what scores show: subtract the KL to the reference from rewards, and add a teacher's. Find
+    the mean importance weight and tokens to set apart. Return the metrics of KLs. A coefficient may adapt."""
     config, ranks, coefficient = run.config, run.trainers.ranks, run.kl_reward.value
     if config.supervised:
         return {}

@@ -69,12 +69,6 @@ class RankTraining:
             dtype = RESPONSE_FIELDS[field].dtype
             setattr(pack, field, torch.from_numpy(values).to(dtype).to(pack.response_lens.device))
 
-    def divide_advantages(self, divisor: float) -> None:
-        """Divide the advantages of all loaded packs."""
-        for pack in self.packs:
-            if pack.advantages is not None:
-                pack.advantages = (pack.advantages.double() / divisor).float()
-
     def train_minibatch(self, index: int, denominator: float) -> Any:
         """Run one optimizer step on minibatch ``index`` of the loaded batch, and return the ``StepStats``."""
         self.accumulate_minibatch(index, denominator)

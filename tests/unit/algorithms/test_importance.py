@@ -98,7 +98,7 @@ def test_the_mean_weight_counts_tokens_like_the_loss() -> None:
     assert mean_weight(torch.zeros(4), mask, torch.ones(4)) == 1.0
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "policy_gradient"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "policy_gradient", "dro"])
 def test_normalised_weights_average_one(name: str) -> None:
     """The policy loss of a batch of logits is divided by the mean weight; the KL term is not."""
     g = torch.Generator().manual_seed(1)
