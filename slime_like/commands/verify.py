@@ -35,14 +35,20 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         baseline = parse_layout(options.baseline)
         layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
         config = _config(model, flags, synthetic=options.batch is None)
-        from slime_like.verification.verify import print_table, verify_layouts  # imports torch and Ray
+        from slime_like.verification.verify import Row, print_table, verify_layouts  # imports torch and Ray
 
         temporary = not has_flag(flags, "run_dir")
         batch = _batch(options.batch, model)
         required = options.layouts is not None
-        rows = verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
         steps = f"{counted(len(batch), 'sequence')}, {counted(config.steps, 'optimizer step')}"
-        print_table(f"Differences from {baseline.name} ({config.model.dtype}, {steps})", rows)
+        rows: list[Row] = []
+        try:
+            rows += verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
+        finally:  # an interrupt keeps the rows so far
+            if rows:
+                print_table(f"Differences from {baseline.name} ({config.model.dtype}, {steps})", rows)
+            if rows and (missing := [layout.name for layout in layouts[len(rows) - 1 :]]):
+                print(f"not compared: {', '.join(missing)}")
         if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
             print(ROUTED_NOTE)
         return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS

@@ -1,7 +1,7 @@
 """Comparison of every parallel layout that fits the machine with one rank, on the same batch."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.system.console import Console
+from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import with_frozen_logprobs
@@ -87,15 +88,15 @@ def verify_layouts(
     *,
     required: bool,
     temporary: bool,
-) -> list[Row]:
+) -> Iterator[Row]:
     """Compare per-token logprobs, gradients, ``config.steps`` optimizer steps, and weights after them.
 
     Args:
         required: treat a layout that does not fit as an error, not as a skipped row.
         temporary: create ``config.run_dir``, and remove it after success.
 
-    Returns:
-        One row per layout, the baseline first.
+    Yields:
+        One row per layout, the baseline first, as soon as it is known.
 
     Raises:
         SlimeLikeError: the baseline failed, or a required layout does not fit. Every process has ended by then.
@@ -118,13 +119,12 @@ def verify_layouts(
         progress.note(f"{baseline.name}: the baseline of the other layouts")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         measured = Baseline(config, baseline, batch, Path(weights))
-        rows = [Row(baseline.name, baseline.parallel.world_size, measured.parity)]
+        yield Row(baseline.name, baseline.parallel.world_size, measured.parity)
         progress.update(1, {})
         for done, layout in enumerate(layouts, start=2):
             progress.note(f"{layout.name}: {counted(layout.parallel.world_size, 'rank')}")
-            rows.append(measured.row(layout, reasons[layout.name]))
+            yield measured.row(layout, reasons[layout.name])
             progress.update(done, {})
-        return rows
 
 
 def model_misfit(layout: Layout, dimensions: ModelDimensions, sequences: int) -> str | None:
@@ -209,6 +209,7 @@ class Baseline:
         try:
             return Row(layout.name, ranks, self._compare(layout))
         except TrainerError as error:
+            raise_if_interrupted()  # Ctrl-C reaches the ranks, too
             return Row(layout.name, ranks, failed=str(error))
 
     def _compare(self, layout: Layout) -> Parity:

@@ -1,15 +1,19 @@
-"""Checks of ``slime-like verify layouts`` before anything starts."""
+"""``slime-like verify layouts``: checks before anything starts, and interrupts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from slime_like.commands.main import main
 from slime_like.commands.root import run
 from slime_like.commands.verify import _config
 from slime_like.config import RunConfig
-from slime_like.errors import SlimeLikeError
+from slime_like.errors import INTERRUPTED, SlimeLikeError
+from slime_like.verification import verify
+from slime_like.verification.comparison import Parity
 from slime_like.verification.layouts import parse_layout
-from slime_like.verification.verify import device_misfit, setting_misfit
+from slime_like.verification.verify import Row, device_misfit, setting_misfit
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
@@ -69,3 +73,18 @@ def test_attention_that_a_layout_names_must_be_installed(tmp_path: Path, monkeyp
     reason = setting_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
     assert reason is not None and "needs the package ring_flash_attn, which is not installed" in reason
     assert setting_misfit(parse_layout("cp2-allgather").applied_to(config)) is None
+
+
+def test_an_interrupt_keeps_the_finished_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*given: object, **settings: object) -> Iterator[Row]:
+        yield Row("single", 1, Parity())
+        yield Row("tp2", 2, Parity(differences=["token 3 is wrong"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "verify_layouts", interrupted)
+    assert main(["verify", "layouts", "--layouts", "tp2", "cp2", "dp2"]) == INTERRUPTED
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("│")] == ["single", "tp2"]
+    assert lines[-2:] == ["tp2: token 3 is wrong", "not compared: cp2, dp2"]
