@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.promise import Promise
 from slime_like.algorithms.segments import segment_sum
 from slime_like.plugins.objective import REDUCTIONS
 from slime_like.plugins.resolve import require_options, resolve_callable
@@ -42,6 +43,8 @@ class Reduction(Protocol):
 class TokenMean:
     """Mean over the step's tokens (DAPO, arXiv:2503.14476, eq. 8)."""
 
+    promise = Promise(exact=False)
+
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [1.0] * len(counts)
 
@@ -52,6 +55,10 @@ class TokenMean:
 class SampleMean:
     """Mean per sample, then over samples (GRPO, arXiv:2402.03300, eq. 3)."""
 
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=False)
+
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(count) for count in counts]
 
@@ -61,6 +68,8 @@ class SampleMean:
 
 class GroupMean:
     """Mean per group's tokens, then over groups (DAPO's eq. 8 to the letter)."""
+
+    promise = Promise(exact=False)
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         per_group = _tokens_per_group(counts, group_ids)
@@ -83,6 +92,10 @@ class ConstantLength(SampleMean):
     def __post_init__(self) -> None:
         if not 0 < self.length < math.inf:
             raise ValueError(f"length={self.length} must be above 0 and finite; give the response limit")
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(scale=lambda samples: 1 / self.length)
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(self.length)] * len(counts)

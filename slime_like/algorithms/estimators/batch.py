@@ -5,9 +5,10 @@ from torch import Tensor
 
 from slime_like.algorithms.advantages import Groups, estimator
 from slime_like.algorithms.estimators.group import grpo, mean_only
+from slime_like.algorithms.promise import CENTRED_PAIRS, NORMALIZED_PAIRS
 
 
-@estimator("batch")
+@estimator("batch", promise=NORMALIZED_PAIRS)
 def reinforce_pp(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     """``(r - mean) / std`` over the batch (REINFORCE++, arXiv:2501.03262, section 3).
 
@@ -18,7 +19,7 @@ def reinforce_pp(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: in
     return grpo(rewards, Groups.all_in_one(rewards), eps=eps, ddof=ddof)
 
 
-@estimator("batch")
+@estimator("batch", promise=NORMALIZED_PAIRS)
 def reinforce_pp_baseline(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     """``(r - mean_g) / std over the batch`` (REINFORCE++ with baseline, arXiv:2501.03262, section 3).
 
@@ -33,7 +34,7 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Groups, *, eps: float = 1e-6,
     return centred / Groups.all_in_one(centred).std(centred, ddof)
 
 
-@estimator("batch")
+@estimator("batch", promise=CENTRED_PAIRS)
 def gpg(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     """``alpha (r - mean_g)``, with ``alpha = B / (B - M)`` (GPG, arXiv:2504.02546).
 
@@ -47,7 +48,7 @@ def gpg(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     return mean_only(rewards, groups, eps=eps) * (rewards.numel() / max(1, informative))
 
 
-@estimator("batch", needs=("functions", "weights"))
+@estimator("batch", needs=("functions", "weights"), promise=NORMALIZED_PAIRS)
 def gdpo(
     rewards: Tensor, groups: Groups, functions: Tensor, weights: Tensor, *, eps: float = 1e-6, ddof: int = 1
 ) -> Tensor:

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.advantages import Groups, estimator
+from slime_like.algorithms.promise import CENTRED, CENTRED_PAIRS, NORMALIZED_PAIRS, Promise
 
 
-@estimator("group")
+@estimator("group", promise=NORMALIZED_PAIRS)
 def grpo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -> Tensor:
     """``(r - mean_g) / std_g`` (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
@@ -19,7 +20,7 @@ def grpo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6, ddof: int = 1) -
     return ((rewards - groups.mean(rewards)) / spread).masked_fill(flat, 0.0)
 
 
-@estimator("group")
+@estimator("group", promise=CENTRED)
 def mean_only(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     """``r - mean_g`` (Dr. GRPO, arXiv:2503.20783, section 3.2, with reduction "constant").
 
@@ -29,7 +30,7 @@ def mean_only(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     return (rewards - groups.mean(rewards)).masked_fill(groups.flat(rewards, eps), 0.0)
 
 
-@estimator("group")
+@estimator("group", promise=Promise())
 def rloo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     """``r - mean of the group's other samples`` (arXiv:2402.14740, eq. 9).
 
@@ -41,7 +42,7 @@ def rloo(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     return mean_only(rewards, groups, eps=eps) * sizes / (sizes - 1).clamp_min(1)
 
 
-@estimator("group", needs=("tokens",))
+@estimator("group", needs=("tokens",), promise=CENTRED_PAIRS)
 def opo(rewards: Tensor, groups: Groups, tokens: Tensor, *, eps: float = 1e-6) -> Tensor:
     """``r - sum(l r) / sum(l)`` over the group, with lengths l in tokens (OPO, arXiv:2505.23585).
 
@@ -56,7 +57,7 @@ def opo(rewards: Tensor, groups: Groups, tokens: Tensor, *, eps: float = 1e-6) -
     return (rewards - baseline).masked_fill(groups.flat(rewards, eps) | (length == 0), 0.0)
 
 
-@estimator("group")
+@estimator("group", promise=Promise("best reward", lambda samples: 1 / samples))
 def pass_at_k(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     """``max_g - max of the group's other samples``: pass@k with k samples per group (arXiv:2503.19595).
 
@@ -73,7 +74,7 @@ def pass_at_k(rewards: Tensor, groups: Groups, *, eps: float = 1e-6) -> Tensor:
     return lead.masked_fill(groups.flat(rewards, eps), 0.0)
 
 
-@estimator("group", needs=("greedy",))
+@estimator("group", needs=("greedy",), promise=Promise())
 def remax(rewards: Tensor, groups: Groups, greedy: Tensor) -> Tensor:
     """``r - reward of the greedy response to the same prompt`` (ReMax, arXiv:2310.10505).
 
@@ -82,7 +83,7 @@ def remax(rewards: Tensor, groups: Groups, greedy: Tensor) -> Tensor:
     return rewards - greedy
 
 
-@estimator("group")
+@estimator("group", promise=Promise())
 def pass_through(rewards: Tensor, groups: Groups) -> Tensor:
     """``r`` (REINFORCE without baseline: Williams 1992)."""
     return rewards

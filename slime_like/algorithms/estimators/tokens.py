@@ -6,12 +6,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slime_like.algorithms.advantages import Groups, estimator
 from slime_like.algorithms.gae import gae as packed_gae
+from slime_like.algorithms.promise import Promise
 
 _LEAST_ENERGY = 1e-12
 """Weight of a path without energy, such as a path of certain tokens. For a group of them, the baseline is the mean."""
 
 
-@estimator("group", level="token", needs=("logprobs",))
+@estimator("group", level="token", needs=("logprobs",), promise=Promise())
 def optimal_token_baseline(rewards: Tensor, groups: Groups, lengths: Tensor, logprobs: Tensor) -> Tensor:
     """``G_t - sum(W_t G_t) / sum(W_t)`` over the group's other samples (after OTB, arXiv:2602.07078).
 
@@ -40,7 +41,7 @@ def optimal_token_baseline(rewards: Tensor, groups: Groups, lengths: Tensor, log
     return torch.cat(found)
 
 
-@estimator("group", level="token", needs=("values",))
+@estimator("group", level="token", needs=("values",), promise=Promise())
 def gae(
     rewards: Tensor, groups: Groups, lengths: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> Tensor:

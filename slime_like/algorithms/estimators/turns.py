@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.advantages import Groups, estimator
+from slime_like.algorithms.promise import CENTRED_PAIRS, Promise
 
 
 def returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
@@ -16,7 +17,7 @@ def returns(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
     return found
 
 
-@estimator("group", level="turn")
+@estimator("group", level="turn", promise=Promise())
 def turn_rloo(rewards: Tensor, groups: Groups, lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
     """``G_k - mean of the returns of the group's other samples``: a baseline that ignores the sample's own actions.
 
@@ -35,7 +36,7 @@ def turn_rloo(rewards: Tensor, groups: Groups, lengths: Tensor, *, gamma: float 
     return (to_go - others.repeat_interleave(lengths)).masked_fill(alone, 0.0)
 
 
-@estimator("group", level="turn")
+@estimator("group", level="turn", promise=CENTRED_PAIRS)
 def turn_index_mean(rewards: Tensor, groups: Groups, lengths: Tensor, *, gamma: float = 1.0) -> Tensor:
     """``G_k - mean of G_k over the group's samples with a turn k``: biased towards ending early or late, as several
     published multi-turn versions of GRPO are.

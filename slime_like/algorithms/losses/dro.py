@@ -6,6 +6,7 @@ from typing import ClassVar
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.losses.policy import RatioLoss, require_option, required
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
+from slime_like.algorithms.promise import Promise
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class DRO(RatioLoss):
     beta: float = 0.1
 
     name: ClassVar[str] = "dro"
+    promise: ClassVar[Promise] = Promise()
 
     def __post_init__(self) -> None:
         require_option("beta", self.beta, 0, above=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
+from slime_like.algorithms.promise import Promise
 
 
 class PolicyLoss(Protocol):
@@ -35,6 +36,7 @@ class RatioLoss(PolicyLoss, Protocol):
     needs_old: ClassVar[bool] = True
     needs_advantages: ClassVar[bool] = True
     per_sequence: ClassVar[bool] = False
+    promise: ClassVar[Promise] = Promise(follows=True)
 
 
 def required(inputs: LossInputs, name: str) -> Tensor:

@@ -13,13 +13,17 @@ from torch import Tensor
 
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.types import LossInputs
+from slime_like.algorithms.promise import Target
 from slime_like.algorithms.shaping import kl_penalty
-from slime_like.config import AlgorithmConfig, RunConfig
+from slime_like.config import RunConfig
 from slime_like.orchestration.rollout.advantages import Advantages, configured_estimator
 from slime_like.orchestration.rollout.rows import Rollout
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.objective.trees import OBSERVATION, Tree
+from slime_like.verification.objective.trees import Tree
+
+UNBIASED = 1e-9
+"""Largest relative deviation that is rounding."""
 
 _Place = tuple[int, int]
 """A prompt, and one of its responses."""
@@ -53,6 +57,7 @@ class Enumeration:
         self._distils = config.distillation.sampled_coef
         self._tree, self._rewards, self._first = tree, rewards, first
         self._samples, self._exact_ratio = samples, exact_ratio
+        self._mask = torch.tensor([sampled for _ in rewards for each in tree.responses for sampled in each.mask])
         self._advantages = Advantages(config)
         self._batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, replicas=1, pad_token_id=0)
         self._loss = build_loss(config.algorithm, config.distillation.exact_coef)
@@ -96,6 +101,7 @@ class Enumeration:
                 divergence=self._of_states((logs.exp() * gaps).sum(dim=-1))[index],
                 advantages=self._advantages_of(steps, places, columns) + self._distils * taught[index],
                 response_lens=lengths,
+                set_apart=torch.zeros(len(index), dtype=torch.bool),
                 **{name: column[index] for name, column in columns.items()},
             )
         )
@@ -108,16 +114,13 @@ class Enumeration:
         return torch.cat([self._tree.logprobs(table, each) for table in logits for each in self._tree.responses])
 
     def _of_states(self, values: Tensor) -> Tensor:
-        """Return the (prompts, states) values at the states in which the tokens were chosen, 0 for observations."""
-        found = []
-        for each in values:
-            for states in (torch.tensor(response.states) for response in self._tree.responses):
-                found.append(torch.where(states >= 0, each[states.clamp_min(0)], 0.0))
-        return torch.cat(found)
+        """Return the (prompts, states) values at the states in which the tokens were chosen."""
+        states = torch.tensor([state for response in self._tree.responses for state in response.states])
+        return values[:, states].flatten()
 
     def _sums(self, column: Tensor) -> Tensor:
         lengths = torch.tensor([len(each.tokens) for each in self._tree.responses] * len(self._rewards))
-        return torch.segment_reduce(column, "sum", lengths=lengths).view(self._rewards.shape)
+        return torch.segment_reduce(column * self._mask, "sum", lengths=lengths).view(self._rewards.shape)
 
     def _tokens(self, place: _Place) -> Tensor:
         lengths = [len(each.tokens) for each in self._tree.responses]
@@ -150,20 +153,16 @@ class Enumeration:
         return row
 
     def _values(self, old: Tensor, penalties: Tensor) -> Tensor:
-        """Return the values of an exact critic, like a column: the mean of what follows a state, 0 at observations."""
-        probabilities, totals, found = self._sums(old).exp(), self._rewards + penalties, []
+        """Return the values of an exact critic, like a column: the mean of what follows a state."""
+        probabilities, totals = self._sums(old).exp(), self._rewards + penalties
+        sums = torch.zeros(2, len(totals), self._tree.states, dtype=torch.float64)  # of returns, and of probabilities
         for prompt, probability in enumerate(probabilities):
-            sums = torch.zeros(2, self._tree.states, dtype=torch.float64)  # of returns, and of probabilities
             for index, response in enumerate(self._tree.responses):
                 for place, state in enumerate(response.states):
-                    if state != OBSERVATION:
-                        was_paid = OBSERVATION in response.states[:place]
-                        rest = totals[prompt, index] - was_paid * self._first[prompt, response.tokens[0]]
-                        sums[:, state] += probability[index] * torch.stack([rest, torch.ones_like(rest)])
-            for states in (torch.tensor(each.states) for each in self._tree.responses):
-                mean = sums[0] / sums[1]
-                found.append(torch.where(states >= 0, mean[states.clamp_min(0)], 0.0))
-        return torch.cat(found)
+                    was_paid = not all(response.mask[:place])
+                    rest = totals[prompt, index] - was_paid * self._first[prompt, response.tokens[0]]
+                    sums[:, prompt, state] += probability[index] * torch.stack([rest, torch.ones_like(rest)])
+        return self._of_states(sums[0] / sums[1])
 
     def _advantages_of(
         self, steps: Sequence[Sequence[ScoredTrajectory]], places: Sequence[_Place], columns: dict[str, Tensor]
@@ -173,8 +172,8 @@ class Enumeration:
         totals, penalties = rewards, torch.zeros_like(self._rewards)
         if setting.coef:
             old, reference = columns["old_logprobs"], columns["ref_logprobs"]
-            every, lengths = torch.ones_like(old, dtype=torch.bool), torch.tensor([len(old)])
-            each, *_ = kl_penalty(old, reference, every, lengths, setting.coef, setting.estimator)
+            lengths = torch.tensor([len(old)])
+            each, *_ = kl_penalty(old, reference, self._mask, lengths, setting.coef, setting.estimator)
             penalties = self._sums(each)
             totals = rewards + torch.stack([penalties[place] for place in places])
         values = self._values(columns["old_logprobs"], penalties) if self._algorithm.needs_critic else None
@@ -190,33 +189,47 @@ class Enumeration:
         return torch.cat(found)
 
 
-def objective(
-    tree: Tree, rewards: Tensor, policies: Policies, algorithm: AlgorithmConfig, samples: int
-) -> dict[str, Tensor]:
+def objectives(tree: Tree, rewards: Tensor, policies: Policies, samples: int) -> dict[Target, Tensor]:
     """Return the true objectives, means over prompts, as functions of ``policies.current``.
 
-    ``reward``: the expected reward, or the best of a group's for ``pass_at_k``, minus the KL in the reward, which is of
-    whole responses. ``kl``, ``entropy``: expected sums over the visited states, which do not depend on the logits here:
-    terms of a loss ignore that a token leads to other states.
+    Those of visited states are sums over a response. Which states are visited does not depend on the logits here: terms
+    of a loss ignore that a token leads to other states. Samples of the likelihood come from ``policies.behaviour``.
     """
-    found = {name: torch.zeros(()).double() for name in ("reward", "kl", "entropy")}
-    for prompt, table in enumerate(policies.current):
-        logs = torch.stack([tree.logprobs(table, each).sum() for each in tree.responses])
-        reference = torch.stack([tree.logprobs(policies.reference[prompt], each).sum() for each in tree.responses])
-        probability, kl = logs.exp(), (logs.exp() * (logs - reference)).sum()
-        states, others = table.log_softmax(dim=-1), policies.reference[prompt].log_softmax(dim=-1)
-        visits = torch.stack(
-            [
-                torch.bincount(torch.tensor([s for s in each.states if s >= 0]), minlength=len(table))
-                for each in tree.responses
-            ]
+    found = dict[Target, Tensor]()
+    groups = torch.tensor(list(itertools.product(range(len(tree.responses)), repeat=samples)))
+    tables = zip(policies.current, policies.reference, policies.behaviour, rewards, strict=True)
+    for table, other, sampler, earned in tables:
+        logs, references, samplers = (
+            torch.stack([tree.logprob(logits, each) for each in tree.responses]) for logits in (table, other, sampler)
         )
-        visited = (probability.detach()[:, None] * visits).sum(dim=0)
-        reward = (probability * rewards[prompt]).sum()
-        if algorithm.advantage.name == "pass_at_k":
-            groups = torch.tensor(list(itertools.product(range(len(logs)), repeat=samples)))
-            reward = (probability[groups].prod(dim=1) * rewards[prompt][groups].amax(dim=1)).sum()
-        found["reward"] += (reward - algorithm.kl_reward.coef * kl) / len(policies.current)
-        found["kl"] += (visited * (states.exp() * (states - others)).sum(dim=-1)).sum() / len(policies.current)
-        found["entropy"] -= (visited * (states.exp() * states).sum(dim=-1)).sum() / len(policies.current)
+        visits = torch.zeros(len(logs), tree.states, dtype=torch.float64)
+        for row, each in zip(visits, tree.responses, strict=True):
+            row[[state for state, sampled in zip(each.states, each.mask, strict=True) if sampled]] = 1.0
+        probability, own, others = logs.exp(), table.log_softmax(dim=-1), other.log_softmax(dim=-1)
+        visited = probability.detach() @ visits
+        values: dict[Target, Tensor] = {
+            "reward": probability @ earned,
+            "best reward": probability[groups].prod(dim=1) @ earned[groups].amax(dim=1),
+            "likelihood": samplers.exp() @ logs,
+            "KL of responses": probability @ (logs - references),
+            "KL": visited @ (own.exp() * (own - others)).sum(dim=-1),
+            "forward KL": visited @ (others.exp() * (others - own)).sum(dim=-1),
+            "entropy": -visited @ (own.exp() * own).sum(dim=-1),
+        }
+        for name, value in values.items():
+            found[name] = found.get(name, torch.zeros(()).double()) + value / len(rewards)
     return found
+
+
+def true_gradients(tree: Tree, rewards: Tensor, policies: Policies, samples: int) -> dict[Target, Tensor]:
+    """Return the gradients of ``objectives`` with respect to the current logits."""
+    current = policies.current.clone().requires_grad_()
+    values = objectives(tree, rewards, replace(policies, current=current), samples)
+    return {name: torch.autograd.grad(value, current, retain_graph=True)[0] for name, value in values.items()}
+
+
+def fit(found: Tensor, truth: Tensor) -> tuple[float, float]:
+    """Return the scale c that fits ``found`` to ``c * truth`` best, and the norm of the rest relative to the fit."""
+    scale = float((found * truth).sum() / (truth * truth).sum())
+    rest = float((found - scale * truth).norm())
+    return scale, rest / max(abs(scale) * float(truth.norm()), torch.finfo(torch.float64).tiny)

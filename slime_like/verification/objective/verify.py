@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.promise import Promise, Target
 from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.config.part import Part
-from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
 from slime_like.config.sections import DistillationConfig
 from slime_like.orchestration.rollout.advantages import configured_estimator
-from slime_like.verification.objective.expectation import Enumeration, Policies, objective
+from slime_like.verification.objective.expectation import UNBIASED, Enumeration, Policies, fit, true_gradients
+from slime_like.verification.objective.promises import REWARDS, promises_of
 from slime_like.verification.objective.trees import ACTIONS, Tree, one_turn, two_turns
-
-UNBIASED = 1e-9
-"""Largest relative deviation that is rounding."""
 
 ON_POLICY = "on-policy"
 
@@ -71,9 +69,8 @@ class Finding:
 
 def verify_objective(config: RunConfig) -> list[Finding]:
     """Enumerate the objective in every scenario that the run can meet."""
-    reward = RewardConfig(functions=(RewardFunction(name=ENVIRONMENT),))  # the enumeration has its own rewards
     algorithm = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "old_logprobs": "score"})
-    tested = config.model_copy(update={"reward": reward, "algorithm": algorithm})
+    tested = config.model_copy(update={"reward": REWARDS, "algorithm": algorithm})
     estimator, drops = configured_estimator(config.algorithm.advantage.name), config.rollout.drop_zero_spread
     # Two prompts, if samples of one of them change what the other one counts.
     per_batch = estimator.scope == "batch" or config.algorithm.whiten or drops
@@ -109,7 +106,8 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
     rewards = torch.rand(prompts, len(tree.responses), generator=generator, dtype=torch.float64)
     first = torch.rand(prompts, ACTIONS, generator=generator, dtype=torch.float64)
     rewards += first[:, [response.tokens[0] for response in tree.responses]]
-    truth = _true_gradients(tree, rewards, policies, config.algorithm, samples)
+    truth, promises = true_gradients(tree, rewards, policies, samples), promises_of(config.algorithm)
+    earned = truth[_target(promises)] - config.algorithm.kl_reward.coef * truth["KL of responses"]
 
     def expected(changed: RunConfig, exact_ratio: bool = False) -> Tensor:
         return -Enumeration(changed, tree, rewards, first, samples, exact_ratio).gradient(policies)
@@ -118,42 +116,32 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
     coefficients["distillation"] = config.distillation.coef
     alone = _without(config, *coefficients)
     reward = expected(alone)
-    scale, bias = _fit(reward, truth["reward"])
+    scale, bias = fit(reward, earned)
     terms = {}
     for term, changed, exact_ratio in _exact_terms(alone) if bias > UNBIASED else ():
-        left = _fit(expected(changed, exact_ratio), truth["reward"])[1]
+        left = fit(expected(changed, exact_ratio), earned)[1]
         if left < bias - UNBIASED:
             terms[term] = left
     plain = _plain(alone.algorithm) if bias > UNBIASED else ()
-    rests = {name: _fit(expected(alone.model_copy(update=change)), truth["reward"])[1] for name, change in plain}
+    rests = {name: fit(expected(alone.model_copy(update=change)), earned)[1] for name, change in plain}
     worse = [name for name, rest in rests.items() if rest < _LESS * bias]
     ordered = dict(sorted(terms.items(), key=lambda one: one[1]))
     yield Finding(scenario.name, tree.name, "reward", scale, bias, ordered, worse)
     for part, coefficient in coefficients.items():
         if coefficient > 0:
             added = expected(_without(config, *(coefficients.keys() - {part}))) - reward
-            sign, true = (1, truth[part]) if part == "entropy" else (-1, truth["kl"])
-            scale, bias = _fit(sign * added, true)
+            sign, true = (1, truth["entropy"]) if part == "entropy" else (-1, truth["KL"])
+            scale, bias = fit(sign * added, true)
             cause = _CAUSES.get(part, "").format(config.algorithm)
             terms = {cause: 0.0} if cause and bias > UNBIASED else {}
-            worse = [term for term in terms if ":" in term and scenario.name == ON_POLICY]
+            worse = [*terms] if part == "kl" and promises["kl"] is None and scenario.name == ON_POLICY else []
             yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms, worse)
 
 
-def _true_gradients(
-    tree: Tree, rewards: Tensor, policies: Policies, algorithm: AlgorithmConfig, samples: int
-) -> dict[str, Tensor]:
-    current = policies.current.clone().requires_grad_()
-    at = Policies(policies.behaviour, policies.old, current, policies.reference)
-    values = objective(tree, rewards, at, algorithm, samples)
-    return {name: torch.autograd.grad(value, current, retain_graph=True)[0] for name, value in values.items()}
-
-
-def _fit(found: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Return the scale c that fits ``found`` to ``c * truth`` best, and the norm of the rest relative to the fit."""
-    scale = float((found * truth).sum() / (truth * truth).sum())
-    rest = float((found - scale * truth).norm())
-    return scale, rest / max(abs(scale) * float(truth.norm()), torch.finfo(torch.float64).tiny)
+def _target(promises: Mapping[str, Promise | None]) -> Target:
+    """Return the objective that advantages are of."""
+    promise = promises["advantage"]
+    return promise.of if promise is not None and promise.of is not None else "reward"
 
 
 def _without(config: RunConfig, *parts: str) -> RunConfig:
@@ -170,14 +158,15 @@ def _without(config: RunConfig, *parts: str) -> RunConfig:
 
 
 def _plain(algorithm: AlgorithmConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each part of custom code, and the change of the configuration to a plain built-in one."""
+    """Yield each part that declares no promise, and the change of the configuration to a plain built-in one."""
+    promises = promises_of(algorithm)
     none = algorithm.importance.model_copy(update={"correction": "none"})
     for field, name, part in (
         ("loss", algorithm.loss.name, Part(name="policy_gradient")),
         ("advantage", algorithm.advantage.name, Part(name="rloo")),
         ("importance", algorithm.importance.correction, none),
     ):
-        if ":" in name:
+        if promises.get(field, Promise()) is None:
             yield f"algorithm.{field}={name}", {"algorithm": algorithm.model_copy(update={field: part})}
 
 
@@ -194,7 +183,7 @@ def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
         update={"correction": "mask", "level": "sequence", "low": 0.0, "high": 1e300}
     )
     yield f"algorithm.loss={algorithm.loss}", changed(loss=Part(name="policy_gradient"), importance=none), True
-    if algorithm.advantage.name != "pass_at_k":
+    if _target(promises_of(algorithm)) == "reward":
         yield f"algorithm.advantage={algorithm.advantage}", changed(advantage=Part(name="rloo")), False
     if algorithm.reduction.name != "constant":
         length = Part(name="constant", length=1)
