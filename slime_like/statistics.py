@@ -16,8 +16,7 @@ class GRPOStats(TensorsAsArrays):
     Attributes:
         loss: total loss, ``sum(token_weights * per_token_loss) / denominator``.
         policy_loss, kl_loss: policy-gradient part of ``loss``; KL part before its coefficient.
-        ratios, clipfrac: mean of pi_current / pi_old over loss-carrying tokens; fraction of tokens whose
-            gradient a clip removed or bounded.
+        ratios, clipfrac: mean of pi_current / pi_old over loss-carrying tokens; fraction with a clipped gradient.
         approx_policy_kls: mean k3 estimate of KL(pi_current || pi_ref) over loss-carrying tokens; 0 without one.
         entropy: mean over loss-carrying tokens, in nats.
         old_gap_max: largest |current - old| logprob. The first micro-step proves with it that both mean the same.

@@ -23,7 +23,7 @@ from slime_like.algorithms.packing.pack import (
     zero_weight_pack,
 )
 from slime_like.algorithms.packing.partition import partition_by_tokens, partition_full_batches, training_flops
-from slime_like.algorithms.promise import Promise, promises
+from slime_like.algorithms.promise import Promise
 from slime_like.algorithms.reduction import step_denominator, sum_of_sample_mean, token_weights
 from slime_like.algorithms.segments import spread_over_tokens
 from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
@@ -58,7 +58,6 @@ __all__ = [
     "padded_length",
     "partition_by_tokens",
     "partition_full_batches",
-    "promises",
     "real_tokens",
     "required",
     "response_logit_index",

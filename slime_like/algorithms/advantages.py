@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.promise import Promise
+from slime_like.algorithms.promise import NOTHING, Promise
 from slime_like.plugins.objective import ADVANTAGES
 from slime_like.plugins.resolve import require_options, resolve
 
@@ -37,7 +37,7 @@ class AdvantageEstimator:
             and "weights" (F,), the unweighted rewards of each function, and their weights; "greedy", (N,) reward of the
             greedy response to each sample's prompt, which is then sampled; "logprobs" and "values", (E,) under the
             policy that sampled, and of the critic, for every token that carries loss.
-        promise: its expected gradient; ``None`` promises nothing that is known.
+        promise: its expected gradient.
 
     Raises:
         ValueError: an unknown scope or level.
@@ -47,7 +47,7 @@ class AdvantageEstimator:
     scope: Scope
     level: Level = "sample"
     needs: tuple[Need, ...] = ()
-    promise: Promise | None = None
+    promise: Promise = NOTHING
 
     def __post_init__(self) -> None:
         for name, known in (("scope", get_args(Scope)), ("level", get_args(Level))):
@@ -60,7 +60,7 @@ class AdvantageEstimator:
 
 
 def estimator(
-    scope: Scope, level: Level = "sample", needs: tuple[Need, ...] = (), promise: Promise | None = None
+    scope: Scope, level: Level = "sample", needs: tuple[Need, ...] = (), promise: Promise = NOTHING
 ) -> Callable[[Callable[..., Tensor]], AdvantageEstimator]:
 
     def made(compute: Callable[..., Tensor]) -> AdvantageEstimator:

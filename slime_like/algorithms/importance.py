@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.promise import Promise, promises
+from slime_like.algorithms.promise import Promise
 from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
 from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
 from slime_like.plugins.resolve import resolve, resolve_callable
@@ -171,19 +171,19 @@ def off_policy_sequence_mask(
 
 
 # ---------------------------------------------------------------------------------------------------------- corrections
-@promises(Promise())
+@Promise()
 def truncate(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """``min(rho, high)``, TIS (Yao et al. 2025; V-trace, arXiv:1802.01561, section 4.1)."""
     return ratio.clamp_max(high), ratio > high
 
 
-@promises(Promise())
+@Promise()
 def clip(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """``min(max(rho, low), high)``: truncation from both sides (slime's ``tis_clip_low``, 2025)."""
     return ratio.clamp(low, high), (ratio < low) | (ratio > high)
 
 
-@promises(Promise())
+@Promise()
 def mask(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """``rho`` inside ``[low, high]``, 0 outside: MIS (Liu et al. 2025), per token IcePop (arXiv:2510.18855)."""
     outside = (ratio > high) | (ratio < low)
@@ -191,20 +191,20 @@ def mask(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------------------- levels
-@promises(Promise(exact=False))
+@Promise(exact=False)
 def token(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor | None) -> Tensor:
     """Each token's own ratio: biased, with low variance (Yao et al. 2025)."""
     return log_ratios
 
 
-@promises(Promise())
+@Promise()
 def sequence(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
     """The product over the sequence's loss-carrying tokens: unbiased, with high variance (Liu et al. 2025)."""
     per_sequence = masked_segment_sum(log_ratios, loss_mask, response_lens)
     return spread_over_tokens(per_sequence, response_lens, log_ratios.numel())
 
 
-@promises(Promise(exact=False))
+@Promise(exact=False)
 def geometric(log_ratios: Tensor, loss_mask: Tensor, response_lens: Tensor) -> Tensor:
     """The length-normalized root of the product (Liu et al. 2025; GSPO's ratio, arXiv:2507.18071, eq. 7)."""
     per_sequence = masked_segment_mean(log_ratios, loss_mask, response_lens)

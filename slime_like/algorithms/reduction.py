@@ -40,10 +40,14 @@ class Reduction(Protocol):
     def denominator(self, counts: Counts, group_ids: Sequence[int]) -> float: ...
 
 
-class TokenMean:
-    """Mean over the step's tokens (DAPO, arXiv:2503.14476, eq. 8)."""
+class _Mean:
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=False)
 
-    promise = Promise(exact=False)
+
+class TokenMean(_Mean):
+    """Mean over the step's tokens (DAPO, arXiv:2503.14476, eq. 8)."""
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [1.0] * len(counts)
@@ -52,12 +56,8 @@ class TokenMean:
         return float(sum(counts))
 
 
-class SampleMean:
+class SampleMean(_Mean):
     """Mean per sample, then over samples (GRPO, arXiv:2402.03300, eq. 3)."""
-
-    @property
-    def promise(self) -> Promise:
-        return Promise(exact=False)
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         return [float(count) for count in counts]
@@ -66,10 +66,8 @@ class SampleMean:
         return float(sum(count > 0 for count in counts))
 
 
-class GroupMean:
+class GroupMean(_Mean):
     """Mean per group's tokens, then over groups (DAPO's eq. 8 to the letter)."""
-
-    promise = Promise(exact=False)
 
     def divisors(self, counts: Counts, group_ids: Sequence[int]) -> list[float]:
         per_group = _tokens_per_group(counts, group_ids)

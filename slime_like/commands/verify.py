@@ -45,10 +45,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
         try:
             rows += verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
         finally:  # an interrupt keeps the rows so far
+            left = [Row(one.name, one.parallel.world_size, skipped="not compared") for one in layouts[len(rows) - 1 :]]
             if rows:
-                print_table(f"Differences from {baseline.name} ({config.model.dtype}, {steps})", rows)
-            if rows and (missing := [layout.name for layout in layouts[len(rows) - 1 :]]):
-                print(f"not compared: {', '.join(missing)}")
+                print_table(f"Differences from {baseline.name} ({config.model.dtype}, {steps})", rows + left)
         if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:
             print(ROUTED_NOTE)
         return 0 if all(row.verdict in ("same", "skipped") for row in rows) else _DIFFERS

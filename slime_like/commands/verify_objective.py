@@ -4,29 +4,24 @@ import argparse
 
 from slime_like.commands.command import Command, temporary_run_dir
 from slime_like.config.reading.load import load_config
-from slime_like.errors import ConfigError
-
-_WRONG = 1
+from slime_like.errors import FAILED, ConfigError
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     config = load_config(options.config, ["--model.path", "none-is-loaded", *flags], temporary_run_dir("verify"))
-    if config.supervised:
-        raise ConfigError("algorithm.loss=sft: demonstrations have no expected reward; choose another loss")
-    if config.algorithm.chooses_tokens:
-        problem = "it chooses tokens of a whole step, which are not enumerated; choose another loss"
-        raise ConfigError(f"algorithm.loss={config.algorithm.loss}: {problem}")
     from slime_like.checks.names import advantage_name_problems, algorithm_name_problems, option_problems
 
     named = [*algorithm_name_problems(config.algorithm), *advantage_name_problems(config.algorithm)]
     if problems := named or list(option_problems(config.algorithm)):
         raise ConfigError(problems)
-    from slime_like.verification.objective.verify import sentences, verify_objective  # imports torch
+    from slime_like.verification.objective.verify import sentences, verify_objective, verify_parts  # imports torch
 
-    findings = verify_objective(config)
-    for line in sentences(findings):
-        print(line)
-    return _WRONG if any(finding.is_wrong for finding in findings) else 0
+    findings, is_whole = [*verify_parts(config)], not (config.supervised or config.algorithm.chooses_tokens)
+    findings += verify_objective(config) if is_whole else []
+    print(*sentences(findings), sep="\n")
+    if not is_whole:
+        print(f"algorithm.loss={config.algorithm.loss}: the whole objective has no batches of samples to enumerate")
+    return FAILED if any(finding.is_wrong for finding in findings) else 0
 
 
 COMMAND = Command(
@@ -37,8 +32,8 @@ COMMAND = Command(
     "configured loss, advantages, reduction and corrections with the gradient of the expected reward, of the KL and\n"
     "of the entropy: on-policy, with an engine that rounds, in later updates and with stale samples, as far as the\n"
     "run has them. A critic is assumed to be exact. A bias is attributed to settings: what remains if one of them\n"
-    "were exact. Exit code 1: the "
-    "gradient does not point uphill, or custom code biases it. No model is loaded.",
+    "were exact. Each part is also compared with its documented gradient, custom code with the one that it declares.\n"
+    "Exit code 1: a part differs from it, or the whole gradient does not point uphill. No model is loaded.",
     paths={"[CONFIG.yaml]": "configuration of the run (default: only the flags)"},
     usage="[--section.field VALUE ...]",
 )

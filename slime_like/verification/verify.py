@@ -27,7 +27,6 @@ from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.system.console import Console
-from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.batch import with_frozen_logprobs
@@ -209,7 +208,6 @@ class Baseline:
         try:
             return Row(layout.name, ranks, self._compare(layout))
         except TrainerError as error:
-            raise_if_interrupted()  # Ctrl-C reaches the ranks, too
             return Row(layout.name, ranks, failed=str(error))
 
     def _compare(self, layout: Layout) -> Parity:

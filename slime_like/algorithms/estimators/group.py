@@ -53,8 +53,8 @@ def opo(rewards: Tensor, groups: Groups, tokens: Tensor, *, eps: float = 1e-6) -
     """
     lengths = tokens.to(rewards.dtype)
     length = groups.mean(lengths)
-    baseline = groups.mean(lengths * rewards) / length
-    return (rewards - baseline).masked_fill(groups.flat(rewards, eps) | (length == 0), 0.0)
+    is_flat = groups.flat(rewards, eps) | (length == 0)
+    return (rewards - groups.mean(lengths * rewards) / length).masked_fill(is_flat, 0.0)
 
 
 @estimator("group", promise=Promise("best reward", lambda samples: 1 / samples))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, log_ratio
-from slime_like.algorithms.promise import Promise, promises
+from slime_like.algorithms.promise import Promise
 from slime_like.algorithms.segments import masked_segment_max, masked_segment_mean, masked_segment_sum
 from slime_like.algorithms.tensor_checks import require_alike, require_per_token
 from slime_like.plugins.resolve import resolve_callable
@@ -28,19 +28,19 @@ _LOW_VAR_BOUND = 10.0
 _OVER = {"sum": masked_segment_sum, "mean": masked_segment_mean, "max": masked_segment_max}
 
 
-@promises(Promise("KL of responses", weighted="KL"))
+@Promise(None, weighted="KL", rewarded="KL of responses")
 def k1(difference: Tensor) -> Tensor:
     """``d``: unbiased, of high variance, negative for about half of the tokens (Schulman 2020, k1)."""
     return difference
 
 
-@promises(Promise("KL"))
+@Promise("KL")
 def k2(difference: Tensor) -> Tensor:
     """``d^2 / 2``: biased as a value, with exactly the gradient of the reverse KL on-policy (Schulman 2020, k2)."""
     return 0.5 * difference.square()
 
 
-@promises(Promise("forward KL", weighted="KL"))
+@Promise("forward KL", weighted="KL")
 def k3(difference: Tensor) -> Tensor:
     """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4).
 
@@ -51,7 +51,7 @@ def k3(difference: Tensor) -> Tensor:
     return torch.expm1(-bounded) + bounded
 
 
-@promises(Promise("forward KL", weighted="KL"))
+@Promise("forward KL", weighted="KL")
 def low_var_kl(difference: Tensor) -> Tensor:
     """``min(k3, 10)`` (``low_var_kl`` in verl and slime, 2025): a token beyond the bound has no gradient."""
     return k3(difference).clamp_max(_LOW_VAR_BOUND)

@@ -337,5 +337,4 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
         weights, _ = configured_weights(algorithm.importance, old, behaviour, mask, lengths)
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
-    given = {row.sequence_id: mean for row in rows}
-    ranks.call("receiving the mean weight", RankTraining.set_tokens, "mean_weights", given)
+    ranks.call("dividing weights", RankTraining.set_tokens, "mean_weights", {row.sequence_id: mean for row in rows})

@@ -20,10 +20,7 @@ from slime_like.orchestration.rollout.advantages import Advantages, configured_e
 from slime_like.orchestration.rollout.rows import Rollout
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.objective.trees import Tree
-
-UNBIASED = 1e-9
-"""Largest relative deviation that is rounding."""
+from slime_like.verification.objective.trees import OBSERVATION, Tree
 
 _Place = tuple[int, int]
 """A prompt, and one of its responses."""
@@ -111,7 +108,7 @@ class Enumeration:
     # ----------------------------------------------------------------------- columns: tokens of all prompts' responses
     def _columns(self, logits: Tensor) -> Tensor:
         """Return logprobs of every token of every response, prompt after prompt."""
-        return torch.cat([self._tree.logprobs(table, each) for table in logits for each in self._tree.responses])
+        return torch.cat([self._tree.logprobs(logits, each) for each in self._tree.responses], dim=1).flatten()
 
     def _of_states(self, values: Tensor) -> Tensor:
         """Return the (prompts, states) values at the states in which the tokens were chosen."""
@@ -155,13 +152,12 @@ class Enumeration:
     def _values(self, old: Tensor, penalties: Tensor) -> Tensor:
         """Return the values of an exact critic, like a column: the mean of what follows a state."""
         probabilities, totals = self._sums(old).exp(), self._rewards + penalties
-        sums = torch.zeros(2, len(totals), self._tree.states, dtype=torch.float64)  # of returns, and of probabilities
-        for prompt, probability in enumerate(probabilities):
-            for index, response in enumerate(self._tree.responses):
-                for place, state in enumerate(response.states):
-                    was_paid = not all(response.mask[:place])
-                    rest = totals[prompt, index] - was_paid * self._first[prompt, response.tokens[0]]
-                    sums[:, prompt, state] += probability[index] * torch.stack([rest, torch.ones_like(rest)])
+        sums = torch.zeros(2, len(totals), OBSERVATION + 1, dtype=torch.float64)  # of returns, and of probabilities
+        for index, response in enumerate(self._tree.responses):
+            for place, state in enumerate(response.states):
+                was_paid = OBSERVATION in response.states[:place]
+                rest = totals[:, index] - was_paid * self._first[:, response.tokens[0]]
+                sums[..., state] += probabilities[:, index] * torch.stack([rest, torch.ones_like(rest)])
         return self._of_states(sums[0] / sums[1])
 
     def _advantages_of(
@@ -172,8 +168,7 @@ class Enumeration:
         totals, penalties = rewards, torch.zeros_like(self._rewards)
         if setting.coef:
             old, reference = columns["old_logprobs"], columns["ref_logprobs"]
-            lengths = torch.tensor([len(old)])
-            each, *_ = kl_penalty(old, reference, self._mask, lengths, setting.coef, setting.estimator)
+            each, *_ = kl_penalty(old, reference, self._mask, torch.tensor([len(old)]), setting.coef, setting.estimator)
             penalties = self._sums(each)
             totals = rewards + torch.stack([penalties[place] for place in places])
         values = self._values(columns["old_logprobs"], penalties) if self._algorithm.needs_critic else None
@@ -189,47 +184,29 @@ class Enumeration:
         return torch.cat(found)
 
 
-def objectives(tree: Tree, rewards: Tensor, policies: Policies, samples: int) -> dict[Target, Tensor]:
-    """Return the true objectives, means over prompts, as functions of ``policies.current``.
+def true_gradients(tree: Tree, rewards: Tensor, policies: Policies, samples: int) -> dict[Target, Tensor]:
+    """Return the gradients of the true objectives, means over prompts, with respect to the current logits.
 
     Those of visited states are sums over a response. Which states are visited does not depend on the logits here: terms
     of a loss ignore that a token leads to other states. Samples of the likelihood come from ``policies.behaviour``.
     """
-    found = dict[Target, Tensor]()
-    groups = torch.tensor(list(itertools.product(range(len(tree.responses)), repeat=samples)))
-    tables = zip(policies.current, policies.reference, policies.behaviour, rewards, strict=True)
-    for table, other, sampler, earned in tables:
-        logs, references, samplers = (
-            torch.stack([tree.logprob(logits, each) for each in tree.responses]) for logits in (table, other, sampler)
-        )
-        visits = torch.zeros(len(logs), tree.states, dtype=torch.float64)
-        for row, each in zip(visits, tree.responses, strict=True):
-            row[[state for state, sampled in zip(each.states, each.mask, strict=True) if sampled]] = 1.0
-        probability, own, others = logs.exp(), table.log_softmax(dim=-1), other.log_softmax(dim=-1)
-        visited = probability.detach() @ visits
-        values: dict[Target, Tensor] = {
-            "reward": probability @ earned,
-            "best reward": probability[groups].prod(dim=1) @ earned[groups].amax(dim=1),
-            "likelihood": samplers.exp() @ logs,
-            "KL of responses": probability @ (logs - references),
-            "KL": visited @ (own.exp() * (own - others)).sum(dim=-1),
-            "forward KL": visited @ (others.exp() * (others - own)).sum(dim=-1),
-            "entropy": -visited @ (own.exp() * own).sum(dim=-1),
-        }
-        for name, value in values.items():
-            found[name] = found.get(name, torch.zeros(()).double()) + value / len(rewards)
-    return found
-
-
-def true_gradients(tree: Tree, rewards: Tensor, policies: Policies, samples: int) -> dict[Target, Tensor]:
-    """Return the gradients of ``objectives`` with respect to the current logits."""
     current = policies.current.clone().requires_grad_()
-    values = objectives(tree, rewards, replace(policies, current=current), samples)
-    return {name: torch.autograd.grad(value, current, retain_graph=True)[0] for name, value in values.items()}
-
-
-def fit(found: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Return the scale c that fits ``found`` to ``c * truth`` best, and the norm of the rest relative to the fit."""
-    scale = float((found * truth).sum() / (truth * truth).sum())
-    rest = float((found - scale * truth).norm())
-    return scale, rest / max(abs(scale) * float(truth.norm()), torch.finfo(torch.float64).tiny)
+    logs, references, samplers = (
+        torch.stack([tree.logprobs(table, each)[:, each.mask].sum(dim=1) for each in tree.responses], dim=1)
+        for table in (current, policies.reference, policies.behaviour)
+    )
+    own, others = current.log_softmax(dim=-1), policies.reference.log_softmax(dim=-1)
+    visits = [[float(state in each.states) for state in range(OBSERVATION)] + [0.0] for each in tree.responses]
+    probability, visited = logs.exp(), (logs.exp().detach() @ torch.tensor(visits).double())[..., None]
+    groups = torch.tensor(list(itertools.product(range(len(tree.responses)), repeat=samples)))
+    values: dict[Target, Tensor] = {
+        "reward": probability * rewards,
+        "best reward": probability[:, groups].prod(dim=2) * rewards[:, groups].amax(dim=2),
+        "likelihood": samplers.exp() * logs,
+        "KL of responses": probability * (logs - references),
+        "KL": visited * own.exp() * (own - others),
+        "forward KL": visited * others.exp() * (others - own),
+        "entropy": -visited * own.exp() * own,
+    }
+    means = {name: value.sum() / len(rewards) for name, value in values.items()}
+    return {name: torch.autograd.grad(mean, current, retain_graph=True)[0] for name, mean in means.items()}

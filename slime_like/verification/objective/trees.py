@@ -3,47 +3,43 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 ACTIONS = 3
 """Tokens of the policy's vocabulary. 0 ends a response."""
 _STOP = 0
-_OBSERVED = ACTIONS
-"""State whose logits give an observation a logprob, with a gradient that no objective has."""
+OBSERVATION = ACTIONS
+"""State of a token that the environment wrote. It has logits, so a loss on such a token has a gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response: the state in which each token was chosen, the tokens, and False where the environment wrote it."""
+    """One response: the state in which each token was chosen, ``OBSERVATION`` for others, and the tokens."""
 
     states: tuple[int, ...]
     tokens: tuple[int, ...]
-    mask: tuple[bool, ...]
+
+    @property
+    def mask(self) -> list[bool]:
+        """True where the policy chose the token."""
+        return [state != OBSERVATION for state in self.states]
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """All responses to one prompt. ``states``: number of states, with the one of observations."""
+    """All responses to one prompt."""
 
     name: str
     responses: tuple[Response, ...]
-    states: int = ACTIONS + 1
 
     def likeliest(self, logits: Tensor) -> int:
         best = logits.argmax(dim=-1).tolist()
-        chosen = (
-            all(best[s] == t for s, t, m in zip(r.states, r.tokens, r.mask, strict=True) if m) for r in self.responses
-        )
-        return next(index for index, each in enumerate(chosen) if each)
+        pairs = [zip(each.states, each.tokens, strict=True) for each in self.responses]
+        return next(i for i, each in enumerate(pairs) if all(best[s] == t for s, t in each if s != OBSERVATION))
 
     def logprobs(self, logits: Tensor, response: Response) -> Tensor:
-        """Return (n,) log-softmax of the (states, ACTIONS) ``logits`` at a response's tokens."""
-        return logits.log_softmax(dim=-1)[torch.tensor(response.states), torch.tensor(response.tokens)]
-
-    def logprob(self, logits: Tensor, response: Response) -> Tensor:
-        """Return the sum of the logprobs of the tokens that the policy chose."""
-        return self.logprobs(logits, response)[torch.tensor(response.mask)].sum()
+        """Return (P, n) log-softmax of the (P, ACTIONS + 1, ACTIONS) ``logits`` at a response's tokens."""
+        return logits.log_softmax(dim=-1)[:, response.states, response.tokens]
 
 
 def one_turn(small: bool) -> Tree:
@@ -51,13 +47,13 @@ def one_turn(small: bool) -> Tree:
 
 
 def two_turns(small: bool) -> Tree:
-    """Return the tree of conversations: stop immediately, or see an observation of one or two tokens and act again."""
+    """Return the tree of conversations: stop at once, or see an observation of one or two tokens and act again."""
     return Tree("two turns", tuple(_responses(small, lambda a: a)))
 
 
 def one_token() -> Tree:
-    """Return the tree of single tokens, each of which is followed by as many observed ones."""
-    return Tree("one token", tuple(_response((a,), a, ()) for a in range(ACTIONS)))
+    """Return the tree of single tokens, each with as many observed ones after it."""
+    return Tree("one token", tuple(Response((0, *(OBSERVATION,) * a), (a, *(_STOP,) * a)) for a in range(ACTIONS)))
 
 
 def _responses(small: bool, observed: Callable[[int], int]) -> Iterator[Response]:
@@ -68,12 +64,8 @@ def _responses(small: bool, observed: Callable[[int], int]) -> Iterator[Response
     """
     for a in range(ACTIONS):
         if a == _STOP or (small and a > 1):
-            yield _response((a,), 0, ())
+            yield Response((0,), (a,))
             continue
         for b in range(ACTIONS):
-            yield _response((a,), observed(a), (b,))
-
-
-def _response(first: tuple[int, ...], seen: int, second: tuple[int, ...]) -> Response:
-    states = (0, *(_OBSERVED,) * seen, *first * len(second))
-    return Response(states, (*first, *(_STOP,) * seen, *second), tuple(state != _OBSERVED for state in states))
+            seen = observed(a)
+            yield Response((0, *(OBSERVATION,) * seen, a), (a, *(_STOP,) * seen, b))

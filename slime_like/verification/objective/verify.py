@@ -1,31 +1,42 @@
 """Comparison of an objective's expected gradient with the true one, and the settings that cause a bias."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.promise import Promise, Target
+from slime_like.algorithms.importance import CORRECTIONS, LEVELS
+from slime_like.algorithms.losses.kl import KL_ESTIMATORS
+from slime_like.algorithms.losses.loss import find_policy
+from slime_like.algorithms.promise import Promise, promise_of
+from slime_like.algorithms.reduction import build_reduction
 from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.config.part import Part
+from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
 from slime_like.config.sections import DistillationConfig
 from slime_like.orchestration.rollout.advantages import configured_estimator
-from slime_like.verification.objective.expectation import UNBIASED, Enumeration, Policies, fit, true_gradients
-from slime_like.verification.objective.promises import REWARDS, promises_of
-from slime_like.verification.objective.trees import ACTIONS, Tree, one_turn, two_turns
+from slime_like.plugins.resolve import resolve
+from slime_like.verification.objective.expectation import Enumeration, Policies, true_gradients
+from slime_like.verification.objective.trees import ACTIONS, Tree, one_token, one_turn, two_turns
+
+UNBIASED = 1e-9
+"""Largest relative deviation that is rounding."""
 
 ON_POLICY = "on-policy"
 
 _UPHILL = 1e-12
 """Least scale that is more than rounding."""
 _CAUSES = {"kl": "algorithm.kl.estimator={0.kl.estimator}", "entropy": "algorithm.entropy_coef"}
-_LESS = 0.95
-"""Share of a bias below which a replaced part was a cause of it."""
+_EXACT = {"loss": "policy_gradient", "advantage": "pass_through", "reduction": {"name": "constant", "length": 1}}
+_REWARD = RewardConfig(functions=(RewardFunction(name=ENVIRONMENT),))
+"""The enumeration has its own rewards."""
 
-_ENGINE, _UPDATE, _STALE = 0.02, 0.1, 0.3
-"""Standard deviations of the logits' differences: between engine and trainer, over an update, and over staleness."""
+_ENGINE, _UPDATE, _STALE, _SMALL = 0.02, 0.1, 0.3, 1e-6
+"""Standard deviations of the logits' differences: between engine and trainer, over an update, over staleness, and one
+that is far above ``UNBIASED``, with a square far below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +53,11 @@ class Finding:
     """One part of the objective in one scenario.
 
     Attributes:
-        part: "reward", "kl", "entropy" or "distillation".
+        part: "reward", "kl", "entropy" or "distillation", or what a setting promises.
         scale: the factor of the true gradient that fits best; 0 or less if the objective does not follow it at all.
         bias: norm of the rest, relative to the fitted gradient.
         terms: bias that would remain if a setting were exact, by the setting, for each setting that adds to it.
-        worse: custom code whose plain built-in counterpart has less bias.
+        promised: the scale that a setting's documents state, without a bias; ``None`` for the whole objective.
     """
 
     scenario: str
@@ -55,7 +66,7 @@ class Finding:
     scale: float
     bias: float
     terms: Mapping[str, float]
-    worse: Sequence[str] = ()
+    promised: float | None = None
 
     @property
     def is_unbiased(self) -> bool:
@@ -63,14 +74,16 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """True if the gradient does not point uphill, or custom code biases it. Biases of built-in parts are known."""
-        return not self.scale > _UPHILL or (self.scenario == ON_POLICY and self.bias >= 1) or bool(self.worse)
+        """True if a promise is broken, or the whole gradient does not point uphill. Known biases are right."""
+        if self.promised is not None:
+            return not (self.is_unbiased and abs(self.scale - self.promised) <= UNBIASED * self.promised)
+        return not self.scale > _UPHILL or (self.scenario == ON_POLICY and self.bias >= 1)
 
 
 def verify_objective(config: RunConfig) -> list[Finding]:
     """Enumerate the objective in every scenario that the run can meet."""
     algorithm = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "old_logprobs": "score"})
-    tested = config.model_copy(update={"reward": REWARDS, "algorithm": algorithm})
+    tested = config.model_copy(update={"reward": _REWARD, "algorithm": algorithm})
     estimator, drops = configured_estimator(config.algorithm.advantage.name), config.rollout.drop_zero_spread
     # Two prompts, if samples of one of them change what the other one counts.
     per_batch = estimator.scope == "batch" or config.algorithm.whiten or drops
@@ -96,18 +109,10 @@ def scenarios(algorithm: AlgorithmConfig, max_staleness: int) -> list[Scenario]:
 
 
 def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, samples: int) -> Iterator[Finding]:
-    generator = torch.Generator().manual_seed(0)
-
-    def table(size: float) -> Tensor:
-        return size * torch.randn(prompts, tree.states, ACTIONS, generator=generator, dtype=torch.float64)
-
-    old = table(1.0)
-    policies = Policies(old + table(scenario.engine), old, old + table(scenario.update), table(1.0))
-    rewards = torch.rand(prompts, len(tree.responses), generator=generator, dtype=torch.float64)
-    first = torch.rand(prompts, ACTIONS, generator=generator, dtype=torch.float64)
-    rewards += first[:, [response.tokens[0] for response in tree.responses]]
-    truth, promises = true_gradients(tree, rewards, policies, samples), promises_of(config.algorithm)
-    earned = truth[_target(promises)] - config.algorithm.kl_reward.coef * truth["KL of responses"]
+    policies, rewards, first = _problem(tree, scenario, prompts)
+    truth = true_gradients(tree, rewards, policies, samples)
+    of = configured_estimator(config.algorithm.advantage.name).promise.of or "reward"
+    earned = truth[of] - config.algorithm.kl_reward.coef * truth["KL of responses"]
 
     def expected(changed: RunConfig, exact_ratio: bool = False) -> Tensor:
         return -Enumeration(changed, tree, rewards, first, samples, exact_ratio).gradient(policies)
@@ -116,58 +121,52 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
     coefficients["distillation"] = config.distillation.coef
     alone = _without(config, *coefficients)
     reward = expected(alone)
-    scale, bias = fit(reward, earned)
+    scale, bias = _fit(reward, earned)
     terms = {}
     for term, changed, exact_ratio in _exact_terms(alone) if bias > UNBIASED else ():
-        left = fit(expected(changed, exact_ratio), earned)[1]
+        left = _fit(expected(changed, exact_ratio), earned)[1]
         if left < bias - UNBIASED:
             terms[term] = left
-    plain = _plain(alone.algorithm) if bias > UNBIASED else ()
-    rests = {name: fit(expected(alone.model_copy(update=change)), earned)[1] for name, change in plain}
-    worse = [name for name, rest in rests.items() if rest < _LESS * bias]
-    ordered = dict(sorted(terms.items(), key=lambda one: one[1]))
-    yield Finding(scenario.name, tree.name, "reward", scale, bias, ordered, worse)
+    terms = dict(sorted(terms.items(), key=lambda one: one[1]))
+    yield Finding(scenario.name, tree.name, "reward", scale, bias, terms)
     for part, coefficient in coefficients.items():
         if coefficient > 0:
             added = expected(_without(config, *(coefficients.keys() - {part}))) - reward
             sign, true = (1, truth["entropy"]) if part == "entropy" else (-1, truth["KL"])
-            scale, bias = fit(sign * added, true)
+            scale, bias = _fit(sign * added, true)
             cause = _CAUSES.get(part, "").format(config.algorithm)
             terms = {cause: 0.0} if cause and bias > UNBIASED else {}
-            worse = [*terms] if part == "kl" and promises["kl"] is None and scenario.name == ON_POLICY else []
-            yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms, worse)
+            yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms)
 
 
-def _target(promises: Mapping[str, Promise | None]) -> Target:
-    """Return the objective that advantages are of."""
-    promise = promises["advantage"]
-    return promise.of if promise is not None and promise.of is not None else "reward"
+def _problem(tree: Tree, scenario: Scenario, prompts: int) -> tuple[Policies, Tensor, Tensor]:
+    """Return random policies, and the rewards of responses and of first turns, of which they are sums."""
+    generator = torch.Generator().manual_seed(0)
+
+    def table(size: float) -> Tensor:
+        chosen = size * torch.randn(prompts, ACTIONS, ACTIONS, generator=generator, dtype=torch.float64)
+        return torch.cat([chosen, chosen[:, :1].flip(-1)], dim=1)  # observations have a row, too
+
+    old = table(1.0)
+    policies = Policies(old + table(scenario.engine), old, old + table(scenario.update), table(1.0))
+    rewards = torch.rand(prompts, len(tree.responses), generator=generator, dtype=torch.float64)
+    first = torch.rand(prompts, ACTIONS, generator=generator, dtype=torch.float64)
+    return policies, rewards + first[:, [response.tokens[0] for response in tree.responses]], first
+
+
+def _fit(found: Tensor, truth: Tensor) -> tuple[float, float]:
+    """Return the scale c that fits ``found`` to ``c * truth`` best, and the norm of the rest relative to the fit."""
+    scale = float((found * truth).sum() / (truth * truth).sum())
+    rest = float((found - scale * truth).norm())
+    return scale, rest / max(abs(scale) * float(truth.norm()), torch.finfo(torch.float64).tiny)
 
 
 def _without(config: RunConfig, *parts: str) -> RunConfig:
-    algorithm = config.algorithm
-    changes: dict[str, Any] = {}
-    if "kl" in parts:
-        changes["kl"] = algorithm.kl.model_copy(update={"coef": 0.0})
-    if "entropy" in parts:
-        changes["entropy_coef"] = 0.0
-    update: dict[str, Any] = {"algorithm": algorithm.model_copy(update=changes)}
-    return config.model_copy(
-        update=update | ({"distillation": DistillationConfig()} if "distillation" in parts else {})
-    )
-
-
-def _plain(algorithm: AlgorithmConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each part that declares no promise, and the change of the configuration to a plain built-in one."""
-    promises = promises_of(algorithm)
-    none = algorithm.importance.model_copy(update={"correction": "none"})
-    for field, name, part in (
-        ("loss", algorithm.loss.name, Part(name="policy_gradient")),
-        ("advantage", algorithm.advantage.name, Part(name="rloo")),
-        ("importance", algorithm.importance.correction, none),
-    ):
-        if promises.get(field, Promise()) is None:
-            yield f"algorithm.{field}={name}", {"algorithm": algorithm.model_copy(update={field: part})}
+    algorithm, teacher = config.algorithm, DistillationConfig() if "distillation" in parts else config.distillation
+    kl = algorithm.kl.model_copy(update={"coef": 0.0}) if "kl" in parts else algorithm.kl
+    entropy = 0.0 if "entropy" in parts else algorithm.entropy_coef
+    changed = algorithm.model_copy(update={"kl": kl, "entropy_coef": entropy})
+    return config.model_copy(update={"algorithm": changed, "distillation": teacher})
 
 
 def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
@@ -183,7 +182,7 @@ def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
         update={"correction": "mask", "level": "sequence", "low": 0.0, "high": 1e300}
     )
     yield f"algorithm.loss={algorithm.loss}", changed(loss=Part(name="policy_gradient"), importance=none), True
-    if _target(promises_of(algorithm)) == "reward":
+    if configured_estimator(algorithm.advantage.name).promise.of in ("reward", None):
         yield f"algorithm.advantage={algorithm.advantage}", changed(advantage=Part(name="rloo")), False
     if algorithm.reduction.name != "constant":
         length = Part(name="constant", length=1)
@@ -201,6 +200,53 @@ def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
         yield "rollout.drop_zero_spread=true", config.model_copy(update={"rollout": rollout}), False
 
 
+def verify_parts(config: RunConfig) -> Iterator[Finding]:
+    """Enumerate every part that promises something next to exact other parts, and compare it with its promise."""
+    algorithm, importance, reduction = config.algorithm, config.algorithm.importance, config.algorithm.reduction
+    # A built-in part makes its promise for default options.
+    loss, advantage = (one if ":" in one.name else Part(name=one.name) for one in (algorithm.loss, algorithm.advantage))
+    check, promise = partial(_checked, config), promise_of(find_policy(loss.name))
+    yield from check(f"loss={loss}", promise, {"loss": loss})
+    if promise.follows:
+        yield from check(f"loss={loss}, after an update", replace(promise, exact=False), {"loss": loss}, gap="update")
+    promise = promise_of(build_reduction(reduction.name, **reduction.options))
+    yield from check(f"reduction={reduction}", promise, {"reduction": reduction})
+    if config.supervised:
+        return
+    yield from check(f"advantage={advantage}", configured_estimator(advantage.name).promise, {"advantage": advantage})
+    name, level = importance.correction, importance.level
+    if promise_of(resolve("correction", name, {"none": None, **CORRECTIONS})).of:
+        plain = {"importance": {"correction": name, "level": level}}
+        yield from check(f"importance.correction={name}", promise_of(LEVELS[level]), plain, gap="engine")
+    for name, kl in (("kl", algorithm.kl), ("kl_reward", algorithm.kl_reward)):
+        promise = promise_of(resolve("KL estimator", kl.estimator, KL_ESTIMATORS))
+        of = promise.weighted if algorithm.kl.importance_weighted else promise.of
+        of = promise.rewarded if kl is not algorithm.kl else "KL" if algorithm.kl.straight_through else of
+        yield from check(f"{name}.estimator={kl.estimator}", replace(promise, of=of), {name: kl}, kl.coef)
+    coefficient = algorithm.entropy_coef
+    yield from check("entropy_coef", Promise("entropy"), {"entropy_coef": coefficient}, coefficient)
+
+
+def _checked(
+    config: RunConfig, part: str, promise: Promise, settings: dict[str, Any], coefficient: float = 1.0, gap: str = ""
+) -> Iterator[Finding]:
+    """Yield the finding of a part that is on and promises something. ``gap``: attribute of ``Scenario`` to be small."""
+    if promise.of is None or not coefficient:
+        return
+    tree, samples = (two_turns(small=True), 3) if promise.exact else (one_token(), 2)
+    gaps = {"engine": _STALE} if promise.of == "likelihood" else {gap: _SMALL} if gap else {}
+    policies, rewards, first = _problem(tree, Scenario(part, **gaps), 1)
+    rewards = rewards - 1 if promise.exact else torch.tensor([[0.5, -0.5, 0.5]], dtype=torch.float64)  # of both signs
+    if promise.of not in ("reward", "best reward"):
+        rewards, first = 0 * rewards, 0 * first
+    update = {"algorithm": AlgorithmConfig(**{**_EXACT, **settings}), "reward": _REWARD}
+    run = RunConfig(run_dir=config.run_dir, model=config.model).model_copy(update=update)
+    found = Enumeration(run, tree, rewards, first, samples).gradient(policies)
+    sign = 1 if promise.of in ("KL", "forward KL", "KL of responses") else -1
+    scale, bias = _fit(sign * found, true_gradients(tree, rewards, policies, samples)[promise.of])
+    yield Finding(f"algorithm.{part}", tree.name, promise.of, scale, bias, {}, coefficient * promise.scale(samples))
+
+
 def _percent(bias: float) -> str:
     return f"{100 * bias:.3g}%" if bias > UNBIASED else "0%"
 
@@ -208,7 +254,11 @@ def _percent(bias: float) -> str:
 def sentences(findings: Sequence[Finding]) -> Iterator[str]:
     for one in findings:
         where = f"{one.scenario}, {one.tree}: {one.part}"
-        if not one.scale > _UPHILL:
+        if one.promised is not None:
+            wrong = f"biased by {_percent(one.bias)}: WRONG: documented are {one.promised:.4g} times, without a bias"
+            found = f"{one.scenario}: {one.scale:.4g} times the gradient of the {one.part}"
+            yield f"{found}, {wrong if one.is_wrong else 'as documented'}"
+        elif not one.scale > _UPHILL:
             yield f"{where}: WRONG: the expected gradient does not point uphill (scale {one.scale:.3g})"
         elif one.is_unbiased:
             yield f"{where}: unbiased, {one.scale:.4g} times the true gradient"

@@ -86,5 +86,5 @@ def test_an_interrupt_keeps_the_finished_rows(
     monkeypatch.setattr(verify, "verify_layouts", interrupted)
     assert main(["verify", "layouts", "--layouts", "tp2", "cp2", "dp2"]) == INTERRUPTED
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("│")] == ["single", "tp2"]
-    assert lines[-2:] == ["tp2: token 3 is wrong", "not compared: cp2, dp2"]
+    assert [line.split()[1] for line in lines if line.startswith("│")] == ["single", "tp2", "cp2", "dp2"]
+    assert lines[-3:] == ["tp2: token 3 is wrong", "cp2: not compared", "dp2: not compared"]
