@@ -208,7 +208,7 @@ def verify_parts(config: RunConfig) -> Iterator[Finding]:
     check, promise = partial(_checked, config), promise_of(find_policy(loss.name))
     yield from check(f"loss={loss}", promise, {"loss": loss})
     if promise.follows:
-        yield from check(f"loss={loss}, after an update", replace(promise, exact=False), {"loss": loss}, gap="update")
+        yield from check(f"loss={loss}, moved by {_SMALL}", replace(promise, exact=False), {"loss": loss}, gap="update")
     promise = promise_of(build_reduction(reduction.name, **reduction.options))
     yield from check(f"reduction={reduction}", promise, {"reduction": reduction})
     if config.supervised:
@@ -217,7 +217,9 @@ def verify_parts(config: RunConfig) -> Iterator[Finding]:
     name, level = importance.correction, importance.level
     if promise_of(resolve("correction", name, {"none": None, **CORRECTIONS})).of:
         plain = {"importance": {"correction": name, "level": level}}
-        yield from check(f"importance.correction={name}", promise_of(LEVELS[level]), plain, gap="engine")
+        yield from check(
+            f"importance.correction={name}, off by {_SMALL}", promise_of(LEVELS[level]), plain, gap="engine"
+        )
     for name, kl in (("kl", algorithm.kl), ("kl_reward", algorithm.kl_reward)):
         promise = promise_of(resolve("KL estimator", kl.estimator, KL_ESTIMATORS))
         of = promise.weighted if algorithm.kl.importance_weighted else promise.of

@@ -76,15 +76,17 @@ def test_attention_that_a_layout_names_must_be_installed(tmp_path: Path, monkeyp
 
 
 def test_an_interrupt_keeps_the_finished_rows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = write_checkpoint(tmp_path / "model")
+
     def interrupted(*given: object, **settings: object) -> Iterator[Row]:
         yield Row("single", 1, Parity())
         yield Row("tp2", 2, Parity(differences=["token 3 is wrong"]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "verify_layouts", interrupted)
-    assert main(["verify", "layouts", "--layouts", "tp2", "cp2", "dp2"]) == INTERRUPTED
+    assert main(["verify", "layouts", "--model", str(model), "--layouts", "tp2", "cp2", "dp2"]) == INTERRUPTED
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("│")] == ["single", "tp2", "cp2", "dp2"]
     assert lines[-3:] == ["tp2: token 3 is wrong", "cp2: not compared", "dp2: not compared"]

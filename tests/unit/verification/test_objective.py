@@ -327,14 +327,14 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
     "an inverted importance weight": (
         swapped_ratio,
         "--algorithm.importance.correction truncate",
-        "importance.correction=truncate: ",
+        "importance.correction=truncate, ",
     ),
     "an inverted weight of whole responses": (
         swapped_ratio,
         "--algorithm.importance.correction mask --algorithm.importance.level sequence",
-        "importance.correction=mask: ",
+        "importance.correction=mask, ",
     ),
-    "an inverted ratio": (inverted_ratio, "--algorithm.loss cispo", "loss=cispo, after an update: "),
+    "an inverted ratio": (inverted_ratio, "--algorithm.loss cispo", "loss=cispo, moved by "),
     "rloo without n/(n-1)": (of_estimator("rloo", 2 / 3), "--algorithm.advantage rloo", "advantage=rloo: "),
     "half of grpo": (of_estimator("grpo", 0.5), "--algorithm.advantage grpo", "advantage=grpo: "),
     "k2 without the half": (
