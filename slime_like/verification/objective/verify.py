@@ -214,12 +214,10 @@ def verify_parts(config: RunConfig) -> Iterator[Finding]:
     if config.supervised:
         return
     yield from check(f"advantage={advantage}", configured_estimator(advantage.name).promise, {"advantage": advantage})
-    name, level = importance.correction, importance.level
+    name, level = importance.correction, promise_of(LEVELS[importance.level])
     if promise_of(resolve("correction", name, {"none": None, **CORRECTIONS})).of:
-        plain = {"importance": {"correction": name, "level": level}}
-        yield from check(
-            f"importance.correction={name}, off by {_SMALL}", promise_of(LEVELS[level]), plain, gap="engine"
-        )
+        plain = {"importance": {"correction": name, "level": importance.level}}
+        yield from check(f"importance.correction={name}, off by {_SMALL}", level, plain, gap="engine")
     for name, kl in (("kl", algorithm.kl), ("kl_reward", algorithm.kl_reward)):
         promise = promise_of(resolve("KL estimator", kl.estimator, KL_ESTIMATORS))
         of = promise.weighted if algorithm.kl.importance_weighted else promise.of

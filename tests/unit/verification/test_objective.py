@@ -108,7 +108,7 @@ def test_whole_sequence_weights_are_exact_with_stale_samples() -> None:
 
 # ------------------------------------------------------------------------------------------------ biases by their names
 def test_each_bias_has_the_name_of_its_setting() -> None:
-    named = {
+    named: dict[str, dict[str, Any]] = {
         "algorithm.advantage=grpo": {"advantage": "grpo"},
         "algorithm.advantage=opo": {"advantage": "opo"},
         "algorithm.reduction=samples": {"reduction": "samples"},
@@ -257,7 +257,7 @@ def test_a_right_objective_of_ones_own_passes() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- built-in parts
-PENALTIES = [
+PENALTIES: list[dict[str, Any]] = [
     *({"kl": {"coef": 0.2, "estimator": name}} for name in ("k2", "k3", "low_var_kl")),
     *({"kl": {"coef": 0.2, "estimator": name, "importance_weighted": True}} for name in ("k1", "k3", "low_var_kl")),
     {"kl": {"coef": 0.2, "estimator": "k1", "straight_through": True}},
@@ -265,7 +265,7 @@ PENALTIES = [
     *({"importance": {"correction": name, "level": "token"}} for name in ("truncate", "clip", "mask")),
     *({"importance": {"correction": "truncate", "level": level}} for level in ("sequence", "geometric")),
 ]
-BUILT_IN = [
+BUILT_IN: list[dict[str, Any]] = [
     *({"loss": name} for name in LOSSES),
     *({"loss": "policy_gradient", "advantage": name} for name in ADVANTAGES),
     *({"reduction": CONSTANT if name == "constant" else name, "advantage": "pass_through"} for name in REDUCTIONS),
