@@ -252,6 +252,27 @@ def test_rewards_read_thinking_between_the_same_marks(name: str) -> None:
     assert form.marked("p", final) == "42"
 
 
+@pytest.mark.parametrize("said", ["", "I look at it", "I listen to"])
+@pytest.mark.parametrize("written", ["", "json", "code", "<|constrain|>json"])
+@pytest.mark.parametrize("channel", ["commentary", "analysis", "final"])
+def test_a_call_on_any_channel_is_a_call(channel: str, written: str, said: str) -> None:
+    """gpt-oss writes calls on the channel of its thinking, too. No mark stays in the text in front of the call."""
+    thought = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+    spoken = f"<|channel|>commentary<|message|>{said}<|end|><|start|>assistant" if said else ""
+    name = f" to=functions.zap{channel}"  # the name of the tool ends with a channel's
+    tool = [{"type": "function", "function": {"name": f"zap{channel}", "parameters": SCHEMA}}]
+    for header in (f"<|channel|>{channel}{name}", f"{name}<|channel|>{channel}"):
+        text = f'{thought}{spoken}{header}{written and " "}{written}<|message|>{{"k": 1}}'
+        reply = form_of("harmony").message("", text, tool)
+        assert [(call.name, call.arguments) for call in reply.tool_calls] == [(f"zap{channel}", {"k": 1})], text
+        assert (reply.content, reply.reasoning) == (said, "a")
+
+
+def test_text_that_ends_like_a_recipient_keeps_its_call() -> None:
+    spoken = f" to=user<|message|>I listen to<|eom|><|start|>assistant{call('muse', ONE[1])}"
+    assert read("muse", spoken) == ("I listen to", "", [ONE])
+
+
 HISTORY = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
     "{% set f = c.function %}"
