@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, Content, Text, parse, server_sent, text_of, wishes
+from slime_like.agents.calls import Call, CallRejected, Content, Text, pair_results, parse, server_sent, text_of, wishes
 from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.turns import Turn
 
@@ -28,12 +28,14 @@ class _Redacted(BaseModel):
 
 class _ToolUse(BaseModel):
     type: Literal["tool_use"]
+    id: str = ""
     name: str
     input: dict[str, Any]
 
 
 class _ToolResult(BaseModel):
     type: Literal["tool_result"]
+    tool_use_id: str = ""
     content: Content | None = None
     is_error: bool | None = None
 
@@ -72,7 +74,7 @@ def read_call(body: Any) -> Call:
     blocks = [each for message in request.messages if isinstance(message.content, list) for each in message.content]
     redacted = {"redacted_thinking": "left out"} if any(isinstance(block, _Redacted) for block in blocks) else {}
     return Call(
-        messages=(*system, *(message for given in request.messages for message in _canonical(given))),
+        messages=pair_results((*system, *(message for given in request.messages for message in _canonical(given)))),
         tools=tuple(_function(tool) for tool in (request.tools or ()) if choice != "none"),
         model=request.model,
         stream=request.stream,
@@ -95,13 +97,14 @@ def _canonical(message: _Message) -> Iterator[Message]:
                 yield Message(message.role, "\n".join(texts))
                 texts = []
             # Templates have no field for a failed tool, so the text says it.
-            yield Message("tool", "Error: " * bool(block.is_error) + text_of(block.content))
+            text = "Error: " * bool(block.is_error) + text_of(block.content)
+            yield Message("tool", text, call_id=block.tool_use_id)
         elif isinstance(block, Text):
             texts.append(block.text)
         elif isinstance(block, _Thinking):
             thinking.append(block.thinking)
         elif isinstance(block, _ToolUse):
-            calls.append(ToolCall(block.name, block.input))
+            calls.append(ToolCall(block.name, block.input, block.id))
     if texts or message.role == "assistant":
         yield Message(message.role, "\n".join(texts), tuple(calls), reasoning="\n".join(thinking))
 

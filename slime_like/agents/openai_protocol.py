@@ -6,21 +6,27 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from slime_like.agents.calls import Call, CallRejected, Content, parse, text_of, unsupported, wishes
-from slime_like.agents.messages import Message, ToolCall
+from slime_like.agents.calls import Call, CallRejected, Content, pair_results, parse, shown_tool, text_of, wishes
+from slime_like.agents.messages import TEXT, Message, ToolCall
 from slime_like.agents.turns import Turn
 from slime_like.config.sections import TEMPLATE_INPUTS
 
 
-class _CalledFunction(BaseModel):
+class _Called(BaseModel):
     name: str
-    arguments: str
+    arguments: str = Field(validation_alias=AliasChoices("arguments", "input"))
 
 
 class _ToolCall(BaseModel):
-    function: _CalledFunction
+    id: str | None = None
+    type: str | None = None
+    function: _Called = Field(validation_alias=AliasChoices("function", "custom"))
+
+    def canonical(self) -> ToolCall:
+        given = arguments(self.function.arguments, self.type == "custom")
+        return ToolCall(self.function.name, given, self.id or "")
 
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -30,13 +36,14 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
     def canonical(self) -> Message:
-        calls = tuple(ToolCall(c.function.name, arguments(c.function.arguments)) for c in self.tool_calls or ())
-        reasoning = self.reasoning_content or self.reasoning or ""
-        return Message(_ROLES.get(self.role, self.role), text_of(self.content), calls, reasoning=reasoning)
+        role, calls = _ROLES.get(self.role, self.role), tuple(call.canonical() for call in self.tool_calls or ())
+        reasoning, call_id = self.reasoning_content or self.reasoning or "", self.tool_call_id or ""
+        return Message(role, text_of(self.content), calls, reasoning=reasoning, call_id=call_id)
 
 
 class _Function(BaseModel):
@@ -45,8 +52,8 @@ class _Function(BaseModel):
 
 
 class _Tool(BaseModel):
-    type: Literal["function"] = "function"
-    function: _Function
+    type: Literal["function", "custom"] = "function"
+    function: _Function = Field(validation_alias=AliasChoices("function", "custom"))
 
 
 class _Request(BaseModel):
@@ -58,38 +65,33 @@ class _Request(BaseModel):
     tools: list[_Tool] | None = None
     tool_choice: Any = None
     stop: str | list[str] | None = None
-    n: int | None = None
-    logprobs: bool | None = None
-    logit_bias: dict[str, float] | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
 
 def read_call(body: Any) -> Call:
     """Parse a request's body. Raises ``CallRejected``."""
     request: _Request = parse(_Request, body)
-    for name, value in (
-        ("n", request.n not in (None, 1)),
-        ("logprobs", request.logprobs),
-        ("logit_bias", request.logit_bias),
-        ("chat_template_kwargs", TEMPLATE_INPUTS & request.chat_template_kwargs.keys()),
-    ):
-        if value:
-            raise unsupported(name, getattr(request, name))
+    if taken := TEMPLATE_INPUTS & request.chat_template_kwargs.keys():
+        problem = f"chat_template_kwargs: {', '.join(sorted(taken))} comes from the call's other fields; leave it out"
+        raise CallRejected(400, "unsupported_parameter", problem)
     tools = [] if request.tool_choice == "none" else request.tools or []
     return Call(
-        messages=tuple(message.canonical() for message in request.messages),
-        tools=tuple(tool.model_dump() for tool in tools),
+        messages=pair_results(message.canonical() for message in request.messages),
+        tools=tuple(shown_tool(tool.function.model_dump(), tool.type == "custom") for tool in tools),
         model=request.model,
         stream=bool(request.stream),
         usage_chunk=bool((request.stream_options or {}).get("include_usage")),
         stop=tuple(filter(None, [request.stop] if isinstance(request.stop, str) else request.stop or ())),
         variables=request.chat_template_kwargs,
+        text_tools=frozenset(tool.function.name for tool in tools if tool.type == "custom"),
         ignored=wishes(request, request.tool_choice),
     )
 
 
-def arguments(text: str) -> dict[str, Any] | str:
-    """Parse arguments as a mapping, or return the text unchanged if it is not one."""
+def arguments(text: str, of_text: bool = False) -> dict[str, Any] | str:
+    """Parse arguments as a mapping, or return the text unchanged if it is not one. ``of_text``: of a custom tool."""
+    if of_text:
+        return {TEXT: text}
     try:
         value = json.loads(text)
     except ValueError:
@@ -105,26 +107,22 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": [{"index": 0, "message": _reply(turn.forms[0]), "finish_reason": reason}],
+        "choices": [{"index": 0, "message": _reply(call, turn.forms[0]), "finish_reason": reason}],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
     }
 
 
-def _reply(message: Message) -> dict[str, Any]:
-    reply: dict[str, Any] = {"role": "assistant", "content": message.content or None, "refusal": None}
+def _reply(call: Call, message: Message) -> dict[str, Any]:
+    content = message.content or None if message.tool_calls else message.content
+    reply: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning:
         reply["reasoning_content"] = message.reasoning
-    if not message.tool_calls:
-        return {**reply, "content": message.content}
-    calls = [
-        {
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for call in message.tool_calls
-    ]
-    return {**reply, "tool_calls": calls}
+    for one in message.tool_calls:
+        given = one.given(call.text_tools)
+        kind = "custom" if "input" in given else "function"
+        called = {"id": f"call_{secrets.token_hex(12)}", "type": kind, kind: {"name": one.name, **given}}
+        reply.setdefault("tool_calls", []).append(called)
+    return reply
 
 
 def waiting(call: Call, number: int) -> str:

@@ -50,15 +50,9 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], next_turn: bool = True) -> Rendering:
         """Render messages up to where the model's next turn begins, or to their end. Raises ``TemplateFault``."""
-        shown = [m.for_template(self._text_arguments) for m in messages]
-        waiting: list[dict[str, Any]] = []
-        for one in shown:  # templates may need to know which call a tool answers
-            waiting = [*one.get("tool_calls", waiting)]
-            if one["role"] == "tool" and waiting:
-                answered = waiting.pop(0)
-                one |= {"tool_call_id": answered["id"], "name": answered["function"]["name"]}
         special = self._special
-        shown = [one if m.is_sampled else cut_special(one, special) for m, one in zip(messages, shown, strict=True)]
+        given = ((m, m.for_template(self._text_arguments)) for m in messages)
+        shown = [one if m.is_sampled else cut_special(one, special) for m, one in given]
         return Rendering(rendered(self._tokenizer, shown, cut_special(tools, special), next_turn).split(CUT))
 
     @cached_property

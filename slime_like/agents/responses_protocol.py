@@ -1,17 +1,16 @@
 """The ``/v1/responses`` protocol of OpenAI's clients, without state: each call sends its whole history."""
 
 import itertools
-import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from slime_like.agents.calls import Call, Content, Text, parse, server_sent, text_of, wishes
-from slime_like.agents.messages import Message, ToolCall
+from slime_like.agents.calls import Call, Content, Text, pair_results, parse, server_sent, shown_tool, text_of, wishes
+from slime_like.agents.messages import Message, Tool, ToolCall
 from slime_like.agents.openai_protocol import ChatMessage, arguments, error_body
 from slime_like.agents.turns import Turn
 
@@ -26,30 +25,35 @@ class _Reasoning(BaseModel):
         return Message("assistant", "", reasoning=text_of(self.content or self.summary))
 
 
-class _FunctionCall(BaseModel):
+class _ToolCall(BaseModel):
+    type: str
     name: str
-    arguments: str
+    arguments: str = Field(validation_alias=AliasChoices("arguments", "input"))
+    call_id: str = ""
 
     def canonical(self) -> Message:
-        return Message("assistant", "", (ToolCall(self.name, arguments(self.arguments)),))
+        given = arguments(self.arguments, self.type == "custom_tool_call")
+        return Message("assistant", "", (ToolCall(self.name, given, self.call_id),))
 
 
-class _FunctionOutput(BaseModel):
+class _Output(BaseModel):
     output: Content
+    call_id: str = ""
 
     def canonical(self) -> Message:
-        return Message("tool", text_of(self.output))
+        return Message("tool", text_of(self.output), call_id=self.call_id)
 
 
 def _item_type(item: Any) -> Any:
-    return (item.get("type") or "message") if isinstance(item, dict) else None
+    kind = str(item.get("type") or "message") if isinstance(item, dict) else None
+    return kind and kind.replace("custom_tool_call", "function_call")
 
 
 _Item = Annotated[
     Annotated[ChatMessage, Tag("message")]
     | Annotated[_Reasoning, Tag("reasoning")]
-    | Annotated[_FunctionCall, Tag("function_call")]
-    | Annotated[_FunctionOutput, Tag("function_call_output")],
+    | Annotated[_ToolCall, Tag("function_call")]
+    | Annotated[_Output, Tag("function_call_output")],
     Discriminator(_item_type),
 ]
 
@@ -76,11 +80,17 @@ def read_call(body: Any) -> Call:
     system = [Message("system", request.instructions)] if request.instructions else []
     said = [Message("user", request.input)] if isinstance(request.input, str) else _messages(request.input)
     tools = [] if request.tool_choice == "none" else request.tools or []
-    shown = [parse(_Function, tool).model_dump() for tool in tools if tool.get("type") == "function"]
-    hosted = {str(tool.get("type")) for tool in tools} - {"function"}  # run by a service, or a namespace of tools
+    shown = tuple(_shown(tool) for tool in tools if tool.get("type") in ("function", "custom"))
+    hosted = {str(tool.get("type")) for tool in tools} - {"function", "custom"}  # run by a service, or a namespace
     ignored = wishes(request, request.tool_choice) | ({"hosted_tools": ", ".join(sorted(hosted))} if hosted else {})
-    functions = tuple({"type": "function", "function": tool} for tool in shown)
-    return Call((*system, *said), functions, request.model, bool(request.stream), ignored=ignored)
+    custom = frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
+    messages, stream = pair_results([*system, *said]), bool(request.stream)
+    return Call(messages, shown, request.model, stream, text_tools=custom, ignored=ignored)
+
+
+def _shown(tool: dict[str, Any]) -> Tool:
+    function, is_text = parse(_Function, tool).model_dump(), tool["type"] == "custom"
+    return shown_tool(tool if is_text else function, is_text)
 
 
 def _messages(items: Iterable[Any]) -> list[Message]:
@@ -108,7 +118,7 @@ def answer(call: Call, turn: Turn) -> dict[str, Any]:
         **_started(call),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": list(_items(turn.forms[0], "incomplete" if cut else "completed")),
+        "output": list(_items(call, turn.forms[0], "incomplete" if cut else "completed")),
         "usage": {**usage, "input_tokens_details": details, "output_tokens_details": {"reasoning_tokens": 0}},
     }
 
@@ -119,7 +129,7 @@ def _started(call: Call) -> dict[str, Any]:
             "tools": [], "metadata": {}, "error": None, "incomplete_details": None, "instructions": None}  # fmt: skip
 
 
-def _items(reply: Message, status: str) -> Iterator[dict[str, Any]]:
+def _items(call: Call, reply: Message, status: str) -> Iterator[dict[str, Any]]:
     """Yield the reply's items. Clients keep either the summary or the content of reasoning, so both have the text."""
     if text := reply.reasoning:
         parts = {
@@ -130,10 +140,11 @@ def _items(reply: Message, status: str) -> Iterator[dict[str, Any]]:
     if reply.content or not reply.tool_calls:
         content = [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}]
         yield {"type": "message", "id": _new("msg"), "role": "assistant", "status": status, "content": content}
-    for call in reply.tool_calls:
-        given = json.dumps(call.arguments, ensure_ascii=False)
-        yield {"type": "function_call", "id": _new("fc"), "call_id": _new("call"), "name": call.name,
-               "arguments": given, "status": "completed"}  # fmt: skip
+    for one in reply.tool_calls:
+        given = one.given(call.text_tools)
+        kind = "custom_tool_call" if "input" in given else "function_call"
+        yield {"type": kind, "id": _new("fc"), "call_id": _new("call"), "name": one.name, **given,
+               "status": "completed"}  # fmt: skip
 
 
 def _new(prefix: str) -> str:
@@ -155,7 +166,7 @@ def events(call: Call, turn: Turn, number: int) -> Iterator[str]:
 
 
 def _filled(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    added = {name: "" if name == "arguments" else [] if name == "content" else item[name] for name in item}
+    added = {name: "" if name in ("arguments", "input") else [] if name == "content" else item[name] for name in item}
     yield "response.output_item.added", {"item": {**added, "status": "in_progress"}}
     if item["type"] == "message":
         (part,) = item["content"]
@@ -164,9 +175,10 @@ def _filled(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "response.output_text.delta", {**text, "delta": part["text"]}
         yield "response.output_text.done", {**text, "text": part["text"]}
         yield "response.content_part.done", {"content_index": 0, "part": part}
-    if item["type"] == "function_call":
-        yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
-        yield "response.function_call_arguments.done", {"arguments": item["arguments"], "name": item["name"]}
+    for field, kind in (("arguments", "function_call_arguments"), ("input", "custom_tool_call_input")):
+        if field in item:
+            yield f"response.{kind}.delta", {"delta": item[field]}
+            yield f"response.{kind}.done", {field: item[field], "name": item["name"]}
     yield "response.output_item.done", {"item": item}
 
 

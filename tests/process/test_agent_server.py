@@ -164,7 +164,7 @@ async def test_responses_streamed_equals_unstreamed(said: str) -> None:
     async with endpoint(said, said) as here, here.openai() as client:
         tools: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS}, {"type": "web_search"}]
         asked: Any = {"model": "any", "instructions": "be", "input": "hi", "tools": tools, "store": False}
-        whole = await client.responses.create(**asked, text={"format": JSON})
+        whole = await client.responses.create(**asked, text={"format": {"type": "text"}})
         events = [event async for event in await client.responses.create(**asked, stream=True)]
         assert [event.sequence_number for event in events] == list(range(len(events)))
         for event in events:  # the client itself is lenient

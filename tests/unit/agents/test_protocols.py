@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,7 @@ def test_what_a_service_runs_is_named() -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
     words = "tools.0.web_search_20250305: web_search_20250305 is not supported"
     assert problem(anthropic, USER, tools=[search]) == words
-    grammar = {"type": "custom", "custom": {"name": "patch"}}
-    assert problem(chat, USER, tools=[grammar]) == "tools.0.custom: custom is not supported"
+    assert problem(chat, USER, tools=[{"type": "search"}]) == "tools.0.search: search is not supported"
     kept = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     call = responses(USER, tools=[{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [kept]}, kept])
     function = {"name": "f", "description": None, "parameters": {"type": "object"}}
@@ -110,11 +110,19 @@ def test_items_of_stored_responses_are_named() -> None:
     assert problem(chat, {"role": "user", "content": [{"text": "a"}]}) == "messages.0.content.0.type: Field required"
 
 
-def test_formats_are_wishes() -> None:
-    wished = {"type": "json_object"}
-    assert chat(USER, response_format=wished).ignored == {"response_format": "{'type': 'json_object'}"}
-    assert anthropic(USER, output_config={"format": wished}).ignored.keys() == {"output_config"}
-    assert responses(USER, text={"format": wished}).ignored.keys() == {"text"}
+@pytest.mark.parametrize("wished", [{"type": "json_object"}, {"type": "text"}])
+def test_a_format_of_the_answer_is_rejected_unless_it_is_text(wished: dict[str, str]) -> None:
+    settings: list[tuple[Callable[..., Call], dict[str, Any]]] = [
+        (chat, {"response_format": wished}), (responses, {"text": {"format": wished, "verbosity": "low"}}),
+        (anthropic, {"output_config": {"format": wished, "effort": "high"}}), (anthropic, {"output_format": wished}),
+    ]  # fmt: skip
+    for read, setting in settings:
+        if wished["type"] == "text":
+            assert read(USER, **setting).ignored.keys() <= {"text", "output_config"}
+        else:
+            assert "not supported" in problem(read, USER, **setting)
+    for name in ("guided_json", "guided_regex", "guided_choice", "structured_outputs", "json_schema", "regex"):
+        assert problem(chat, USER, **{name: "a"}).startswith(f"{name}='a' is not supported")
 
 
 @pytest.mark.parametrize("setting", ["previous_response_id", "conversation", "background"])
@@ -163,8 +171,8 @@ def test_items_of_one_turn_are_one_message() -> None:
     f = ToolCall("f", {})
     assert call.messages[1:] == (
         Message("assistant", "a", (f, f), reasoning="t"),
-        Message("tool", "1"),
-        Message("tool", "1"),
+        Message("tool", "1", call_id="functions.f:0", name="f"),
+        Message("tool", "1", call_id="functions.f:1", name="f"),
         Message("assistant", "", (f,), reasoning="t"),
         Message("assistant", "b"),
         Message("assistant", "c"),
@@ -181,8 +189,9 @@ def test_a_failed_tool_says_so() -> None:
     def result(**extra: Any) -> Any:
         return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "no", **extra}]}
 
-    given = anthropic(result(), result(is_error=True), result(is_error=False)).messages
-    assert [message.content for message in given] == ["no", "Error: no", "no"]
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}] * 3}
+    given = anthropic(called, result(), result(is_error=True), result(is_error=False)).messages
+    assert [message.content for message in given] == ["", "no", "Error: no", "no"]
 
 
 @pytest.mark.parametrize("read", [chat, anthropic, responses])
@@ -226,3 +235,78 @@ def test_tools_that_the_template_does_not_show_are_rejected() -> None:
     assert (caught.value.status, caught.value.code) == (400, "tools_not_rendered")
     (asked,) = ask(chat(USER, tools=[tool]), "{% if tools %}{{ tools[0].function.name }}{% endif %}" + PLAIN).tree.turns
     assert asked.prompt.text == "add<user>hi<assistant>"
+
+
+def calls_and_results(read: Callable[..., Call], order: str, calls: str = "ab") -> Call:
+    """Make a history in which two tools are called and answer in this order."""
+    if read is chat:
+        said = [{"id": i, "type": "function", "function": {"name": f"f{i}", "arguments": "{}"}} for i in calls]
+        results = [{"role": "tool", "tool_call_id": i, "content": i} for i in order]
+        return chat(USER, {"role": "assistant", "tool_calls": said}, *results)
+    if read is anthropic:
+        uses = [{"type": "tool_use", "id": i, "name": f"f{i}", "input": {}} for i in calls]
+        blocks = [{"type": "tool_result", "tool_use_id": i, "content": i} for i in order]
+        return anthropic(USER, {"role": "assistant", "content": uses}, {"role": "user", "content": blocks})
+    items = [{"type": "function_call", "call_id": i, "name": f"f{i}", "arguments": "{}"} for i in calls]
+    return responses(USER, *items, *({"type": "function_call_output", "call_id": i, "output": i} for i in order))
+
+
+@pytest.mark.parametrize("read", [chat, anthropic, responses])
+def test_results_are_paired_by_id_in_the_order_of_the_calls(read: Callable[..., Call]) -> None:
+    answers = [Message("tool", i, call_id=f"functions.f{i}:{index}", name=f"f{i}") for index, i in enumerate("ab")]
+    for order in ("ab", "ba"):
+        assert [*calls_and_results(read, order).messages[2:]] == answers
+    (answer,) = calls_and_results(read, "b").messages[2:]  # the first call has no result
+    assert answer == answers[1] != replace(answers[1], call_id=answers[0].call_id)
+    assert answers[1].key != replace(answers[1], call_id=answers[0].call_id).key
+    for order in ("abc", "aba", "abb"):
+        with pytest.raises(CallRejected) as caught:
+            calls_and_results(read, order)
+        assert (caught.value.status, caught.value.code) == (400, "unpaired_tool_result")
+
+
+def test_an_id_belongs_to_the_last_call_with_it() -> None:
+    """A result never moves in front of a turn that was sampled without it, and ids may be used again."""
+
+    def called(*ids: str) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [{"id": i, "function": {"name": i, "arguments": "{}"}} for i in ids]}
+
+    def result(i: str) -> dict[str, str]:
+        return {"role": "tool", "tool_call_id": i, "content": i}
+
+    call = chat(USER, called("a", "b"), result("b"), called("c"), result("c"), result("a"), called("c"), result("c"))
+    assert [message.name for message in call.messages if message.role == "tool"] == ["b", "a", "c", "c"]
+
+
+GRAMMAR = {"syntax": "lark", "definition": "start: /.+/s"}
+PATCH = {"name": "patch", "description": "Edit.", "format": {"type": "grammar", **GRAMMAR}}
+
+
+def test_a_custom_tool_is_a_function_of_one_text() -> None:
+    nested = {"type": "custom", "custom": {**PATCH, "format": {"type": "grammar", "grammar": GRAMMAR}}}
+    one, two = chat(USER, tools=[nested]), responses(USER, tools=[{"type": "custom", **PATCH}])
+    (shown,) = one.tools
+    assert shown["function"]["parameters"]["required"] == ["input"]
+    assert all(json.dumps(GRAMMAR)[1:-1] in call.tools[0]["function"]["description"] for call in (one, two))
+    free = responses(USER, tools=[{"type": "custom", "name": "patch", "format": {"type": "text"}}])
+    assert free.tools[0]["function"]["description"] == ""
+    assert problem(responses, USER, tools=[{"type": "custom"}]) == "name: Field required"
+    for arguments, text in (
+        ({"input": "+a"}, "+a"),
+        ({"patch": "+a"}, '{"patch": "+a"}'),
+        ({"input": 1}, '{"input": 1}'),
+    ):
+        said = turn(Message("assistant", "", (ToolCall("patch", arguments), ToolCall("other", {"x": 1}))))
+        (custom, function) = openai_protocol.answer(one, said)["choices"][0]["message"]["tool_calls"]
+        assert custom["type"] == "custom" and custom["custom"] == {"name": "patch", "input": text}
+        assert function["function"] == {"name": "other", "arguments": '{"x": 1}'}
+        (item, other) = responses_protocol.answer(two, said)["output"]
+        assert (item["type"], item["input"], other["type"]) == ("custom_tool_call", text, "function_call")
+        streamed = "".join(responses_protocol.events(two, said, 1))
+        assert json.dumps(text, ensure_ascii=False) in streamed and "custom_tool_call_input.done" in streamed
+        results = {"role": "tool", "tool_call_id": custom["id"], "content": "ok"}
+        output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+        read = chat(USER, {"role": "assistant", "tool_calls": [custom]}, results), responses(USER, item, output)
+        for call in read:
+            assert call.messages[1].tool_calls == (ToolCall("patch", {"input": text}),)
+            assert call.messages[2] == Message("tool", "ok", call_id="functions.patch:0", name="patch")

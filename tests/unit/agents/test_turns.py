@@ -178,7 +178,8 @@ def test_a_turn_in_other_words_continues_as_the_template_does_unless_it_drops_th
     reply = form.message(prompt.text, text, [TOOL])
     assert (reply.reasoning, reply.content, len(reply.tool_calls)) == ("so", "", 1)
     turns.record(prompt, sampled, reply)
-    second = turns.prompt([user("a"), reply, Message(role, "3")], [TOOL])
+    answered = {"call_id": "functions.add:0", "name": "add"} if role == "tool" else {}
+    second = turns.prompt([user("a"), reply, Message(role, "3", **answered)], [TOOL])
     if role == "user":
         assert second.parent is None
     else:
