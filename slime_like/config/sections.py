@@ -190,7 +190,7 @@ class DataConfig(Section):
     system_prompt: str | None = Field(None, description="A system message before every prompt.")
     prompt_key: str = Field("prompt", description="Row key of the prompt, text or chat messages.")
     answer_key: str = Field("answer", description="Row key of the ground-truth answer.")
-    response_key: str = Field("response", description="Row key of the demonstration (supervised only).")
+    response_key: str = Field("response", description="Row key of a demonstration, without its end (supervised only).")
     messages_key: str | None = None
     """Row key of a conversation whose assistant turns carry loss (supervised only)."""
     token_ids_key: str = Field("input_token_ids", description="Row key of a tokenized prompt, which replaces the text.")

@@ -4,6 +4,7 @@ import copy
 import json
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -32,7 +33,7 @@ class EncodedRow:
     JSON. Ids are machine integers: Python integers for a million prompts would fill the memory.
 
     Attributes:
-        response_tokens: ids of the demonstration, EOS included; ``None`` if the row has none.
+        response_tokens: ids of the demonstration, with the token that ends it; ``None`` if the row has none.
         spans: ``[start, end)`` in ``response_tokens`` of the tokens that carry loss; ``None`` means all.
         forks: indices in ``response_tokens`` at which another training row of the conversation begins.
     """
@@ -59,7 +60,7 @@ class RowEncoder:
 
     Args:
         need_response: whether all rows must have a demonstration: a response, or with ``messages_key`` a conversation.
-        stop_token_ids: tokens that may end an assistant turn; by default, the tokenizer's EOS token.
+        stop_token_ids: tokens that may end an assistant's turn; by default, the tokenizer's EOS token.
         keep_messages: whether rows keep their chat messages, for agents.
         keep_row: whether rows are kept whole, for reward functions. Values that JSON lacks become text.
     """
@@ -75,7 +76,7 @@ class RowEncoder:
         keep_row: bool = False,
     ) -> None:
         self._tokenizer = with_template_variables(tokenizer, config.chat_template_kwargs)
-        self._template = ChatTemplate(self._tokenizer)
+        self._template = ChatTemplate(self._tokenizer, stop_token_ids)
         if unread := self._template.unread(config.chat_template_kwargs):
             problem, who = "the chat template reads no such variable", f"data.chat_template_kwargs.{unread[0]}"
             raise DataError(problem, code="unread-variable", who=who, remedy="correct the name, or remove it")
@@ -108,7 +109,7 @@ class RowEncoder:
         if not tokens:
             problem = "the prompt has no token"
             raise row.fault("empty-prompt", problem, "a model cannot start from nothing, remove the row")
-        answer, response = self._answer(row), self._response_tokens(row)
+        answer, response = self._answer(row), self._response_tokens(row, isinstance(prompt, list))
         messages = _for_agents(prompt) if self._keep_messages and prompt is not None else None
         given = (PromptInput(array("i", tokens)), answer, response and array("i", response), self._environment(row))
         return EncodedRow(*given, messages=messages, whole_row=whole, has_tools=bool(tools))
@@ -141,10 +142,8 @@ class RowEncoder:
     def _encode_conversation(self, row: Row, key: str) -> EncodedRow:
         messages, tools = read_conversation(row, key)
         self._require_text(row, key, [messages, tools])
-        try:
+        with _located(row, key):
             rows = self._conversations.encode(messages, tools)
-        except SpanFault as fault:
-            raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
         first = rows[0][1][0][0]
         prompt, response = PromptInput(array("i", rows[0][0][:first])), array("i")
         spans, starts = list[tuple[int, int]](), list[int]()
@@ -177,20 +176,14 @@ class RowEncoder:
         if isinstance(prompt, str):
             if tools:
                 raise row.fault("tools-not-rendered", f"{key!r} is text without {TOOLS_KEY!r}", _TEMPLATE_REMEDY)
-            return _without_eos(self._tokenizer, prompt)
+            return _plain_prompt(self._tokenizer, prompt)
         if prompt[-1]["role"] == "assistant":
             problem = f"{key!r} ends with a message of the assistant, and the model would start another one"
             raise row.fault("bad-prompt", problem, "remove that message, or set data.messages_key for demonstrations")
         if not self._config.apply_chat_template:
             raise row.fault("template-needed", f"{key!r} is a list of messages", f"{_TEMPLATE_REMEDY}, or give text")
-        if self._tokenizer.chat_template is None:
-            remedy = "set data.apply_chat_template: false, or give it one"
-            raise row.fault("no-chat-template", "the tokenizer has no chat template", remedy)
-        try:
-            text = self._template.prompt(prompt, tools)
-        except SpanFault as fault:
-            raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        with _located(row, key):
+            return list(self._tokenizer.encode(self._template.prompt(prompt, tools), add_special_tokens=False))
 
     def _require_text(self, row: Row, key: str, value: Any) -> None:
         """Reject text that would end a turn or speak for someone else.
@@ -216,16 +209,19 @@ class RowEncoder:
             problem = f"the answer {self._config.answer_key!r} cannot be used ({error})"
             raise row.fault("bad-answer", problem, "correct it, or set data.answer_key") from error
 
-    def _response_tokens(self, row: Row) -> list[int] | None:
-        """Encode the response separately from the prompt, so the boundary is the same as in a rollout. EOS ends it."""
+    def _response_tokens(self, row: Row, is_turn: bool) -> list[int] | None:
+        """Encode the response separately from the prompt, as in a rollout. A chat's turn ends like the template's."""
+        if not self._need_response:
+            return None
         key = self._config.response_key
         value = row.get(key)
-        if not self._need_response and not isinstance(value, str):
-            return None
         if not isinstance(value, str) or not value:
             problem = f"the demonstration {key!r} {_found(value)}"
             raise row.fault("bad-demonstration", problem, "give text, or set data.response_key")
         self._require_text(row, key, value)
+        if is_turn:
+            with _located(row, key):
+                return list(self._tokenizer.encode(value + self._template.end, add_special_tokens=False))
         eos = self._tokenizer.eos_token_id
         if eos is None:
             problem = "the tokenizer has no EOS token to end the demonstration with"
@@ -257,12 +253,21 @@ def answer_text(value: Any) -> str:
     return text if isinstance(value, bool | list | dict) else str(value)
 
 
-def _without_eos(tokenizer: Any, prompt: str) -> list[int]:
-    """Encode a text with the tokenizer's special tokens in front, but without an EOS that it adds at the end."""
-    tokens: list[int] = tokenizer.encode(prompt, add_special_tokens=True)
-    plain = tokenizer.encode(prompt, add_special_tokens=False)
-    is_added = tokens[-1:] == [tokenizer.eos_token_id] and tokens[-len(plain) :] != plain
-    return tokens[:-1] if is_added else tokens
+def _plain_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Encode a text with what the tokenizer adds in front, unless it begins with that. Nothing is added at the end."""
+    whole, plain = (list(tokenizer.encode(text, add_special_tokens=added)) for added in (True, False))
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return plain if plain[:start] == whole[:start] else whole[: start + len(plain)]
+    return whole  # a tokenizer whose own tokens change how the text is split
+
+
+@contextmanager
+def _located(row: Row, key: str) -> Iterator[None]:
+    try:
+        yield
+    except SpanFault as fault:
+        raise row.fault(fault.code, f"{key!r}: {fault.problem}", fault.remedy) from fault
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_like.data.messages import THINKING_KEY, THINKING_KEYS, Message, Messages, is_trained
 from slime_like.models.chat_turns import ASKED, SAID, TemplateFault, last_turn_end, rendered, text_after_turn
-from slime_like.models.special_tokens import special_token_pattern
+from slime_like.models.special_tokens import decoded, special_token_pattern
 
 Tools = Sequence[Mapping[str, Any]] | None
 Range = tuple[int, int]
@@ -39,13 +39,46 @@ class SpanFault(Exception):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, asked for the form in which it reads messages."""
+    """A tokenizer's chat template. ``stop_token_ids`` end a response; by default, the EOS token does."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._stop_token_ids = stop_token_ids
+
+    @cached_property
+    def stops(self) -> dict[int, str]:
+        """Tokens that end a response, with their texts. Raises ``SpanFault`` if there are none."""
+        ids = sorted(set(self._stop_token_ids)) or [self._tokenizer.eos_token_id]
+        if ids == [None]:
+            raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
+        return {token: decoded(self._tokenizer, [token]) for token in ids}
+
+    @cached_property
+    def end(self) -> str:
+        """What the template writes after an answer, up to the stop token. Raises ``SpanFault`` if it writes none."""
+        text = last_turn_end(self.render)
+        found = [text.index(stop) + len(stop) for stop in self.stops.values() if stop and stop in text]
+        return text[: min(found)] if found else self.header([ASKED])
+
+    def header(self, following: Messages, called: bool = False) -> str:
+        """Return the stop token that starts the next message's header, for templates that write no end of turn."""
+        end, header = "", ""
+        with suppress(SpanFault):
+            alone, special = last_turn_end(self.render, called), special_token_pattern(self._tokenizer)
+            _, end, header = text_after_turn(self.render, following, special, alone, called)
+        stop = next((stop for stop in self.stops.values() if stop and header.startswith(stop) and not end), None)
+        if stop is None:
+            names = ", ".join(repr(text or token) for token, text in self.stops.items())
+            problem = f"a turn of the assistant does not end with a stop token of the model ({names})"
+            remedy = "set rollout.stop_token_ids to the token that ends turns, or give model.path another chat template"
+            raise SpanFault("no-end-of-turn", problem, remedy)
+        return stop
 
     def render(self, messages: Messages, tools: Tools = None, prompt: bool = False) -> str:
         """Render messages, with the generation prompt if ``prompt``. Raises ``SpanFault`` on rejection."""
+        if self._tokenizer.chat_template is None:
+            remedy = "set data.apply_chat_template: false, or give it one"
+            raise SpanFault("no-chat-template", "the tokenizer has no chat template", remedy)
         try:
             return rendered(self._tokenizer, messages, tools, prompt)
         except TemplateFault as fault:
@@ -128,22 +161,13 @@ class ChatTemplate:
 
 
 class ConversationEncoder:
-    """Finds the assistant spans of conversations. ``stop_token_ids`` end a response; by default, the EOS token does.
+    """Finds the assistant spans of conversations. The arguments are those of ``ChatTemplate``.
 
     Raises ``SpanFault`` if there is no chat template or stop token, or the tokenizer gives no offsets.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
-        self._template = ChatTemplate(tokenizer)
-        if tokenizer.chat_template is None:
-            raise SpanFault("no-chat-template", "the tokenizer has no chat template", "give it one")
-        eos = tokenizer.eos_token_id
-        self._stops = frozenset(stop_token_ids) or frozenset(() if eos is None else (eos,))
-        if not self._stops:
-            raise SpanFault("no-eos", "the tokenizer has no EOS token to end a turn with", "set eos_token in its files")
-        ids = sorted(self._stops)
-        names = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
-        self._stop_names = ", ".join(repr(name or token) for token, name in names)
+        self._template = ChatTemplate(tokenizer, stop_token_ids)
         self._backend = _untrimmed(tokenizer)
         self._special = special_token_pattern(tokenizer)
 
@@ -197,28 +221,13 @@ class ConversationEncoder:
         """Return the text up to and including the stop token that ends the turn that begins at ``start``."""
         encoding = self._backend.encode(text[start:], add_special_tokens=False)
         for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token in self._stops:
+            if token in self._template.stops:
                 rest = text[start + end :]
                 if self._special.sub("", rest).strip():
                     problem = f"a turn of the assistant continues after a stop token ({rest!r:.60})"
                     raise SpanFault("text-after-end", problem)
                 return text[: start + end]
-        return text + self._header(following, called)
-
-    def _header(self, following: Messages, called: bool) -> str:
-        """Return the stop token that starts the next message's header, for templates that write no end of turn."""
-        end, header = "", ""
-        with suppress(SpanFault):
-            render = self._template.render
-            _, end, header = text_after_turn(render, following, self._special, last_turn_end(render, called), called)
-        encoding = self._backend.encode(header, add_special_tokens=False)
-        if not end and encoding.ids and encoding.ids[0] in self._stops:
-            return header[: encoding.offsets[0][1]]
-        raise SpanFault(
-            "no-end-of-turn",
-            f"a turn of the assistant does not end with a stop token of the model ({self._stop_names})",
-            "set rollout.stop_token_ids to the token that ends turns, or give model.path another chat template",
-        )
+        return text + self._template.header(following, called)
 
 
 def _with_json(call: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,9 @@ def make_look_alike(
         lambda made: _sample_often(made, list(ends)) if ends else None,
     )
     for file in tokenizer_files(model) if with_vocabulary else ():
-        shutil.copy(file, directory)
+        copied = directory / file.relative_to(model)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copied)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_like.models.config_json import read_object
 
-_SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
+_SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*")
 _FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
 """Patterns of the files that tokenizers of transformers read."""
 

@@ -177,7 +177,9 @@ def test_fields_of_tokens_are_kept_and_fields_of_the_prompt_rejected(rejects: Re
     assert "depth" in str(caught.value)
 
 
-def test_a_call_may_give_template_variables_and_stop_strings() -> None:
+def test_a_call_may_give_template_variables_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer has several chat templates."""
+    monkeypatch.setattr(TOKENIZER, "chat_template", {"default": TOKENIZER.chat_template, "tool_use": "{{ tools }}"})
     engine = Engine(["own"])
     (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": {"a": 2}})
     assert talk_of(found).metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1"}

@@ -267,7 +267,9 @@ def copy_companions(source_dir: Path, partial: Path, dtype: torch.dtype, values:
     for file in {*filter(Path.is_file, named), *tokenizer_files(source_dir)}:
         if file.suffix == ".json":
             _require_whole(file)
-        shutil.copyfile(file, partial / file.name)
+        copied = partial / file.relative_to(source_dir)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copied)
     path = partial / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config = (values and language_settings(config)) or config

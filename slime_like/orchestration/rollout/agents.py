@@ -69,8 +69,7 @@ class AgentRollouts:
 
     async def start(self) -> None:
         """Start server and workers. Raises ``AgentFailure`` if the agent or the tokenizer cannot be used."""
-        template = self._tokenizer.chat_template
-        if not isinstance(template, str):
+        if not self._tokenizer.chat_template:
             problem = "the tokenizer has no chat template, which rollout.agent needs"
             raise AgentFailure(problem, code="no-chat-template", who=f"model.path={self._config.model.path}")
         try:

@@ -183,7 +183,7 @@ class _Base:
         data, seed = self.config.data, self.config.seed
         change = "data" in self.config.checkpoint.override
         if need_responses:
-            stops = () if data.messages_key is None else stop_tokens(self.config.rollout, self.config.model)
+            stops = stop_tokens(self.config.rollout, self.config.model) if data.apply_chat_template else ()
             excess = TokenBudget(self.config.trainer).excess
             prompts = PromptSource(data.train, self.tokenizer, data, seed, True, stops, excess, may_change=change)
         else:

@@ -1,6 +1,7 @@
 """Rows as datasets spell them: tools, nulls of tables, text parts, written messages, answers of any form."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,48 @@ def test_a_prompt_does_not_end_with_eos(single: str, front: int) -> None:
     assert list(encoder.encode(Row(Path("a"), 1, {"prompt": "Hi"})).input.token_ids) == plain
     written = encoder.encode(Row(Path("a"), 1, {"prompt": "Hi<eos>"})).input.token_ids
     assert list(written) == [*plain, eos]
+
+
+@pytest.mark.parametrize("single", ["<bos> $A", "<bos> $A <eos>", "<bos> <user> $A", "$A <eos>", "$A"])
+@pytest.mark.parametrize("prompt", ["Hi", "<bos>Hi", "<bos><user>Hi", "<bos><bos>Hi", "H<bos>i"])
+def test_a_prompt_begins_once_with_what_the_tokenizer_adds(prompt: str, single: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<bos>", "<user>", "<eos>")}
+    front = single.split(" $A")[0].replace(" ", "") if not single.startswith("$A") else ""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=list(ids.items()))
+    encoder = RowEncoder(tokenizer, DataConfig(apply_chat_template=False, allow_special_tokens=True), False)
+    found = encoder.encode(Row(Path("a"), 1, {"prompt": prompt})).input.token_ids
+    expected = prompt if prompt.startswith(front) else front + prompt
+    assert list(found) == byte_tokenizer().encode(expected, add_special_tokens=False)
+    tokenizer.chat_template = "<bos>" + TURNS + PROMPT  # a template writes its own
+    found = RowEncoder(tokenizer, DataConfig(), False).encode(Row(Path("a"), 1, {"prompt": "Hi"})).input.token_ids
+    assert tokenizer.decode(list(found)) == "<bos><user>Hi<assistant>"
+
+
+ENDS = {"<tool>": "<tool>", "<system>\n": "<system>", "<tool><eos>": "<tool>", " <eos>": " <eos>", "": "<user>"}
+
+
+@pytest.mark.parametrize("written", ENDS)
+def test_a_response_ends_like_a_turn_of_a_conversation(written: str) -> None:
+    """The turns end with another token than EOS, with white space around it, or with the next message's header."""
+    template = TURNS.replace("<eos>", written) + PROMPT
+    tokenizer = tokenizer_of(template)
+    stops = [tokenizer.convert_tokens_to_ids(name) for name in ("<eos>", "<tool>", "<system>", "<user>")]
+
+    def whole(config: DataConfig, **row: Any) -> str:
+        return text(RowEncoder(tokenizer, config, True, stops).encode(Row(Path("a"), 1, row)))
+
+    turns = whole(DataConfig(messages_key="messages"), messages=[*HELLO, {"role": "assistant", "content": "4"}])
+    assert whole(DataConfig(), prompt="go", response="4") == turns == f"<user>go<assistant>4{ENDS[written]}"
+    plain = DataConfig(apply_chat_template=False)
+    assert whole(plain, prompt="go", response="4").removeprefix("<bos>") == "go4<eos>"
+
+
+def test_a_response_needs_an_end_that_the_model_stops_at(rejects: Rejects) -> None:
+    template = TURNS.replace("<eos>", "<tool>") + PROMPT
+    for supervised in (True, False):
+        with rejects(DataError, "no-end-of-turn") if supervised else nullcontext():
+            encoded({"prompt": "go", "response": "4"}, template, supervised=supervised)
 
 
 @pytest.mark.parametrize("prompt", ["go", HELLO, json.dumps(HELLO), [{"role": "user", "content": [PARTS[0]]}]])

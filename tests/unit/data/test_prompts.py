@@ -96,7 +96,8 @@ def test_text_does_not_become_a_special_token(
 ) -> None:
     rows = [SUMS[0], {"answer": "2", **row}]
     with rejects(DataError, "special-token") as caught:
-        source_of(tmp_path / "rows.jsonl", rows, **changes)
+        file = write_rows(tmp_path / "rows.jsonl", rows)
+        PromptSource([file], TOKENIZER, CONFIG.model_copy(update=changes), 0, need_responses="response" in row)
     assert f"{tmp_path / 'rows.jsonl'}:2: " in str(caught.value)
 
 
@@ -119,10 +120,10 @@ def test_a_row_has_no_placeholders_of_images(
         (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": kind}))
         given = ([files], load_tokenizer(tmp_path / "model"), CONFIG.model_copy(update=changes), 0)
         if kind == "qwen3":
-            assert PromptSource(*given).num_rows == 2
+            assert PromptSource(*given, need_responses="response" in row).num_rows == 2
         else:
             with rejects(DataError, "not-text") as caught:
-                PromptSource(*given)
+                PromptSource(*given, need_responses="response" in row)
             assert f"{files}:2: has the token {9 if 'input_token_ids' in row else 7}, " in str(caught.value)
 
 
@@ -369,9 +370,8 @@ def test_supervised_mode_needs_every_demonstration(tmp_path: Path, rejects: Reje
     path = write_rows(tmp_path / "rows.jsonl", [SUMS[0], {"prompt": "a", "answer": "b", "response": response}])
     with rejects(DataError, "bad-demonstration"):
         PromptSource([path], TOKENIZER, CONFIG, seed=0, need_responses=True)
-    if response != "":  # an empty text is not a demonstration in either mode
-        last = PromptSource([path], TOKENIZER, CONFIG.model_copy(update={"shuffle": False}), seed=0).next(2)[1]
-        assert last.response_tokens is None
+    first, last = PromptSource([path], TOKENIZER, CONFIG, seed=0).next(2)  # no other mode reads it
+    assert first.response_tokens is None and last.response_tokens is None
 
 
 def test_an_unusable_file_is_named(tmp_path: Path, rejects: Rejects) -> None:
@@ -472,6 +472,17 @@ def test_a_tokenizer_in_the_checkpoints_code_is_loaded_if_trusted_and_exported(
     for directory in (model, export):
         tokenizer = load_tokenizer(directory, trust_remote_code=True)
         assert tokenizer.encode("abz", add_special_tokens=False) == [5, 4, 0]
+
+
+def test_several_chat_templates_are_exported(tmp_path: Path) -> None:
+    model, export = tmp_path / "model", tmp_path / "export"
+    make_tiny_model(model)
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = {"default": "a", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(model)
+    export.mkdir()
+    copy_companions(model, export, torch.float32)
+    assert load_tokenizer(export).chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -229,7 +229,7 @@ def test_a_tokenizer_without_offsets_template_or_stop_token_is_rejected(rejects:
     ]  # fmt: skip
     for tokenizer, code in faulty:
         with rejects(SpanFault, code):
-            ConversationEncoder(tokenizer)
+            ConversationEncoder(tokenizer).encode(TWO)
     stop = without_eos.convert_tokens_to_ids(END)
     [(_, spans)] = ConversationEncoder(without_eos, [stop]).encode(TWO)
     assert len(spans) == 2
