@@ -46,6 +46,9 @@ class Service(BaseHTTPRequestHandler):
             status = 503 if word == "busy" and self.asked[word] < 3 else 404 if word == "gone" else 200
             choice = {"message": {"role": "assistant", "content": _VERDICTS.get(word, word)}}
             answer = b"what?" if word == "garbage" else json.dumps({"choices": [choice]}).encode()
+            if word == "refused" and body.keys() & {"max_tokens", "temperature"}:
+                key = self.headers["Authorization"].encode()
+                status, answer = 400, b"Unsupported\n\x1b[2Jparameter of " + key + b"\xff!" * 5000
         else:
             asked = body["response"]
             word, _, code = asked.partition(" ")

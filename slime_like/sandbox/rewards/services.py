@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Container, Mapping
 from functools import lru_cache
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import URLError
 from urllib.parse import parse_qsl, urlsplit
 
 from slime_like.interfaces.reward import RewardResult
@@ -96,7 +96,8 @@ def judge(
     pattern: str = r"(?i)score[\s*_`]*:[\s*_`\[]*(\d+(?:\.\d+)?)",
     best: float = 10.0,
     success_from: float = 0.5,
-    max_tokens: int = 512,
+    max_tokens: int | None = 512,
+    parameters: Mapping[str, Any] | None = None,
     timeout_s: float = 30.0,
     headers_from: Mapping[str, str] | None = None,
 ) -> RewardResult:
@@ -111,7 +112,9 @@ def judge(
         pattern: a regular expression; the first group of its last match is the score.
         best: the score that becomes 1.
         success_from: the lowest reward that is a success.
-        max_tokens: limit on the completion.
+        max_tokens: limit on the completion; none: the request has no such field.
+        parameters: more fields of the request, e.g. ``{max_completion_tokens: 2048, temperature: null}``. Null leaves a
+            field out, which services with a fixed temperature need.
         timeout_s: limit on the whole call; keep it below ``reward.timeout_s``.
         headers_from: as for ``http``.
 
@@ -129,7 +132,9 @@ def judge(
         "messages": [{"role": "user", "content": message}],
         "temperature": 0,
         "max_tokens": max_tokens,
+        **(parameters or {}),
     }
+    body = {name: value for name, value in body.items() if value is not None}
     headers = tuple(sorted((headers_from or {}).items()))
     text = _completion(f"{url.rstrip('/')}/chat/completions", json.dumps(body), headers, timeout_s)
     scores = re.findall(pattern, after_thinking(text))
@@ -151,13 +156,6 @@ def _completion(url: str, body: str, headers_from: tuple[tuple[str, str], ...], 
     except (LookupError, TypeError) as error:
         raise ValueError(f"{url} answered {str(answer)[:100]}, which is not a chat completion") from error
     return text
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Rejects redirects, which would send the headers to another service and use its answer."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
 
 
 def _post(
@@ -187,21 +185,36 @@ def _post(
 def _posted(request: urllib.request.Request, timeout_s: float, retried: Container[int]) -> bytes:
     url, deadline = request.full_url, time.monotonic() + timeout_s
     is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(url).hostname or "")
-    direct = [urllib.request.ProxyHandler({})] if is_local else []  # a proxy elsewhere cannot reach this host
-    opener = urllib.request.build_opener(_NoRedirect, *direct)
+    opener = urllib.request.OpenerDirector()  # without a handler of redirects, which would send the headers elsewhere
+    proxies = urllib.request.ProxyHandler({} if is_local else None)  # a proxy elsewhere cannot reach this host
+    for handler in (proxies, urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()):
+        opener.add_handler(handler)
     while True:
         try:
             with opener.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
-                return reply.read(_MAX_BYTES + 1)
+                content: bytes = reply.read(_MAX_BYTES + 1)
         except OSError as error:
-            reason = error.reason if isinstance(error, URLError) else error  # it wraps the connection's error
-            is_busy = isinstance(error, HTTPError) and error.code in retried
-            if not is_busy and not isinstance(reason, TimeoutError | ConnectionError):
+            reason: object = error.reason if isinstance(error, URLError) else error  # it wraps the connection's error
+            if not isinstance(reason, TimeoutError | ConnectionError):
                 raise OSError(f"{url}: {error}") from error
-            if isinstance(reason, TimeoutError) or time.monotonic() + _PAUSE_S >= deadline:
-                why = "" if isinstance(reason, TimeoutError) else f" ({reason})"
-                raise TimeoutError(f"{url} gave no answer within timeout_s={timeout_s:g} s{why}") from error
+        else:
+            if 200 <= reply.status < 300:
+                return content
+            reason = f"HTTP Error {reply.status}: {reply.reason}, {_shown(content, request)}"
+            if reply.status not in retried:
+                raise OSError(f"{url}: {reason}")
+        if isinstance(reason, TimeoutError) or time.monotonic() + _PAUSE_S >= deadline:
+            why = "" if isinstance(reason, TimeoutError) else f" ({reason})"
+            raise TimeoutError(f"{url} gave no answer within timeout_s={timeout_s:g} s{why}")
         time.sleep(_PAUSE_S)
+
+
+def _shown(content: bytes, request: urllib.request.Request) -> str:
+    """Return the start of an answer, printable and without long words of the request's headers, which may be secret."""
+    said = " ".join(content.decode(errors="replace").split())
+    for word in filter(lambda word: len(word) > 5, " ".join(request.headers.values()).split()):
+        said = said.replace(word, "***")
+    return repr(said[:_SHOWN_CHARS])
 
 
 def check_service(
@@ -214,6 +227,7 @@ def check_service(
     instructions: str | None = None,
     pattern: str = "()",
     best: float = 10.0,
+    parameters: Mapping[str, Any] | None = None,
     **_: object,
 ) -> None:
     """Raise ``ValueError`` if no request is possible with these options. Nothing is sent, and no value is quoted."""
@@ -229,6 +243,8 @@ def check_service(
     _check_headers(headers or {}, headers_from or {})
     if not isinstance(model, str) or not model:
         raise ValueError(f"model={model!r} must be the name of a model")
+    if not isinstance(parameters or {}, Mapping) or {"model", "messages", "stream"}.intersection(parameters or {}):
+        raise ValueError("parameters must be a mapping of other fields than model, messages and stream")
     if instructions is not None and "{response}" not in instructions:
         raise ValueError("instructions do not contain {response}: each response would get the same score")
     if re.compile(pattern).groups != 1:

@@ -129,6 +129,20 @@ def test_equal_pairs_are_asked_once_and_a_busy_server_again(url: str) -> None:
     assert Service.asked["busy"] == 3
 
 
+def test_a_refusal_is_quoted_and_its_parameter_can_be_left_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service's words are bounded and printable, and do not repeat the key."""
+    monkeypatch.setenv("JUDGE_AUTH", "Bearer secret")
+    asked = partial(ask, "refused", url=url, headers_from={"Authorization": "JUDGE_AUTH"})
+    for options in ({}, {"max_tokens": None}, {"parameters": {"temperature": None}}):
+        with pytest.raises(OSError, match=r"HTTP Error 400: .*Unsupported.*parameter of ") as caught:
+            asked(**options)
+        said = str(caught.value)
+        assert said.isprintable() and "secret" not in said and len(said) < 400
+    with pytest.raises(ValueError, match="no score"):  # the answer is "refused" itself
+        asked(max_tokens=None, parameters={"temperature": None, "max_completion_tokens": 9})
+    assert Service.judged[-1][0].keys() == {"model", "messages", "max_completion_tokens"}
+
+
 @pytest.mark.parametrize(
     ("response", "error", "words"),
     [
