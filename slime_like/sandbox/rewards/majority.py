@@ -10,7 +10,7 @@ from slime_like.sandbox.rewards.response_parts import after_thinking
 from slime_like.system.latex import boxed
 
 _FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d)|/\d+)?")
 _MAX_CHARS = 4096
 _MAX_DIGITS = 200
 

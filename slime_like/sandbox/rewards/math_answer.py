@@ -6,6 +6,7 @@ worker's limits end whatever still takes too much time or memory.
 
 import logging
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from functools import lru_cache
 from itertools import accumulate
@@ -22,8 +23,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _MAX_DEPTH = 24
 _NESTING = dict.fromkeys("([{", 1) | dict.fromkeys(")]}", -1)
 _MAX_ANSWER_CHARS = 1024
-_SMALL, _RELATIVE = 1e-3, 1e-4
-"""Values below the first magnitude may differ by this share of the larger one."""
+_ROUNDED, _SAME = "1e-5", 1e-12
+"""Shares of the larger value: the error of a decimal for a number that no decimal equals, and of evaluation."""
 _SCIENTIFIC = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\w)")
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -60,6 +61,9 @@ def math_verify(
     answer is the last ``\boxed{}``, else the last LaTeX between delimiters such as dollar signs. Otherwise it is read
     from the last line with a digit: the whole line if it has no words, else its last number.
 
+    Integers, fractions and decimals are exact: 0.333 is neither 1/3 nor 0.3330001. Only a decimal for a number that no
+    decimal equals, such as 1/3 or a root of 2, may differ by 1e-5 of the larger one, at every magnitude.
+
     Args:
         max_chars: characters parsed, from the response's end.
         require_boxed: no reward without ``\boxed{}``.
@@ -95,7 +99,8 @@ def _why_wrong(response: str, answer: str, require_boxed: bool, allow_arithmetic
         return "no answer found"
     if not allow_arithmetic and _is_undone(str(given[-1]), answer, truth[0]):
         return "arithmetic left undone"
-    return None if verify(truth, given, timeout_seconds=None) and not _differ(truth[0], given[0]) else "wrong"
+    same = _same(truth[0], given[0])
+    return None if same or (same is None and verify(truth, given, timeout_seconds=None)) else "wrong"
 
 
 @lru_cache(maxsize=4096)
@@ -133,19 +138,35 @@ def _is_undone(given: str, answer: str, truth: Any) -> bool:
     return any(all(map(form.search, sides)) and form.search(answer) is None for form in undone)
 
 
-def _differ(truth: Any, given: Any) -> bool:
-    """Return whether small values differ. math-verify rounds them to six decimals, so 6.6e-34 would equal 9.1e-31.
+def _same(truth: Any, given: Any) -> bool | None:
+    """Compare two numbers. Return ``None`` if math-verify must compare: exact expressions, and what is not a number.
 
-    So are the parts of tuples, intervals, sets and matrices.
+    It rounds to six decimals, so 6.6e-34 would equal 9.1e-31, also as parts of tuples, intervals, sets and matrices.
     """
-    truth, given = (getattr(value, "rhs", value) for value in (truth, given))
-    if parts := _parts(truth):
-        return any(map(_differ, parts, _parts(given)))
-    if not all(getattr(value, "is_comparable", False) for value in (truth, given)):
-        return False
-    first, second = map(_evaluated, (truth, given))
+    from sympy import Basic, Float, Rational, UnevaluatedExpr
+
+    sides = [getattr(value, "rhs", value) for value in (truth, given)]
+    is_equation = any(hasattr(value, "rhs") for value in (truth, given))
+    if pairs := [sides] if is_equation else [*zip(_parts(truth), _parts(given), strict=False)]:
+        return False if any(_same(*pair) is False for pair in pairs) else None
+    has_decimal = any(isinstance(side, Basic) and side.atoms(Float) for side in sides)
+    if has_decimal:  # percentages are products that are not evaluated
+        sides = [side.doit() if isinstance(side, Basic) and side.atoms(UnevaluatedExpr) else side for side in sides]
+    if not all(getattr(side, "is_comparable", False) for side in sides):
+        return None
+    if not has_decimal:
+        return None if _near(map(_evaluated, sides), _SAME) else False
+    exact = [side.xreplace({one: Rational(str(one)) for one in side.atoms(Float)}) for side in sides]
+    if not all(side.is_Rational for side in exact):
+        return _near(map(_evaluated, exact), Rational(_ROUNDED))
+    are_decimals = all(10 ** side.q.bit_length() % side.q == 0 for side in exact)
+    return bool(exact[0] == exact[1]) if are_decimals else _near(exact, Rational(_ROUNDED))
+
+
+def _near(values: Iterable[Any], share: Any) -> bool:
+    first, second = values
     largest = max(abs(first), abs(second))
-    return bool(largest < _SMALL and abs(first - second) > _RELATIVE * largest)
+    return bool(first == second or (largest.is_finite and abs(first - second) <= share * largest))
 
 
 def _parts(value: Any) -> list[Any]:
@@ -179,7 +200,8 @@ def _depth(text: str) -> int:
 def _normalized(text: str) -> str:
     """Write numbers as math-verify reads them: ``1e3`` as ``1000`` (it would read 1), a minus sign as a hyphen."""
     text = _THIN_SPACE.sub("", _MONEY.sub("", text.replace("\u2212", "-").strip())).strip()
-    return _SCIENTIFIC.sub(lambda match: format(Decimal(match.group()), "f"), text)
+    # 1.5e3 is rounded and becomes 1500.0, but 1500 is exact.
+    return _SCIENTIFIC.sub(lambda m: (plain := f"{Decimal(m[0]):f}") + ".0" * ("." in m[0] and "." not in plain), text)
 
 
 def _in_box(text: str) -> str:

@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., RewardResult])
 
 NO_MATCH = "no match of the pattern"
 _MARKER = "####"
-_NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100})(?:\.[0-9]{1,100})?")
+_NUMBER = re.compile(r"[-+]?\$?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4}(?!\d))?", re.ASCII)
 # A second value, or arithmetic left undone.
 _BETWEEN = r"[-+*/^:;,=x\u00d7\u00f7\u2013]|\*\*|\\(?:times|cdot|div)|and|or|to"
 _CONTINUED = re.compile(rf"[ \t]*(?:(?:{_BETWEEN})[ \t]*[-$*(]{{0,4}}\d|\d|\(?or\b[^\n]*\d)|\.\d|[eE][-+]?\d")

@@ -1,11 +1,17 @@
 """The reward functions themselves, case by case."""
 
+from decimal import Decimal
+from fractions import Fraction
+
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from slime_like.sandbox.rewards.majority import majority
 from slime_like.sandbox.rewards.math_answer import math_verify
 from slime_like.sandbox.rewards.registry import REGISTERED, resolve_reward, try_options
 from slime_like.sandbox.rewards.text_answer import response_format, response_length
+from tests.support.properties import examples
 
 # ground truth, response
 RIGHT = [
@@ -27,9 +33,14 @@ RIGHT = [
     ("-9/5", "We have x > 2.\n\n-9/5"), ("25", "100/4 = 25"), ("1024", r"\boxed{2^{10}=1024}"), ("1000000", "10^6"),
     (r"\frac{100}{4}", "100/4"), ("60", r"\boxed{60^{\circ}}"), ("6.6e-34", r"\boxed{6.6\times10^{-34}}"),
     (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2004!}}"), ("10^{-400}", r"\boxed{10^{-400}}"),
-    ("1e-9, 1", r"\boxed{1, 1e-9}"), ("(1, 1.00001e-9)", r"\boxed{(1, 1e-9)}"),
+    ("1e-9, 1", r"\boxed{1, 1e-9}"), (r"(1, \frac{10^{-9}}{3})", r"\boxed{(1, 3.33333e-10)}"),
     (r"\begin{pmatrix}1e-9\\1\end{pmatrix}", r"\boxed{\begin{pmatrix}1e-9\\1\end{pmatrix}}"),
-    ("0.00033333", r"\boxed{\frac{1}{3000}}"), ("0", r"$\sin(\pi)$"),
+    ("0.00033333", r"\boxed{\frac{1}{3000}}"), ("0", r"$\sin(\pi)$"), (r"\pi", "3.14159265"),
+    ("1e400", r"\boxed{10^{400}}"),    (r"\frac{10^{10}}{3}", "3333333333.33"),
+    (r"\sqrt{2}\cdot10^{20}", r"\boxed{1.41421356\times10^{20}}"),
+    ("0.5%", r"\boxed{0.005}"), ("9" * 400, "9" * 400), ("1/3", "0.33333333333"), ("1/8", "0.125"),
+    ("x=5.0", r"\boxed{5}"), ("2.5", r"\boxed{x=2.5}"), ("(1.0, 2)", "(1, 2)"),
+    ("9%", r"\boxed{9}"),
 ]  # fmt: skip
 WRONG = [
     ("46", "45"), ("46", "-46"), ("46", ""), ("46", "no idea"), ("46", "4 6"), ("46", "12+34"), ("46", "$12+34$"),
@@ -45,7 +56,14 @@ WRONG = [
     ("6.6e-34", "9.1e-31"), (r"6.6\times10^{-34}", r"\boxed{9.1\times10^{-31}}"), ("0", r"\boxed{1e-9}"),
     ("x=1e-9", r"\boxed{x=2e-9}"), (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2006!}}"),
     (r"10^{-400}", r"\boxed{10^{-500}}"), ("(1, 6.6e-34)", r"\boxed{(1, 9.1e-31)}"),
-    ("1e-9, 1", r"\boxed{1, 2e-9}"), (r"[0, 1e-9]", r"\boxed{[0, 2e-9]}"),
+    ("(1, 1.00001e-9)", r"\boxed{(1, 1e-9)}"), (r"\pi", "3.14"), (r"\pi", "3.142"), ("1/3", "0.333"),
+    ("1/8", "0.1250001"),    ("1000000", "1000000.1"),
+    ("x=5.0", r"\boxed{y=5.0}"), ("5.0", r"\boxed{x<5.0}"), ("(1.0, 2)", "(1, 3)"), ("1000000", "1000000.0000001"),
+    ("9" * 400, "9" * 399 + "8"), ("9" * 400, "1e400"),
+    (r"\frac{1}{20!}", r"\boxed{\frac{1}{21!}}"), ("1e-7", "2e-7"), (r"e^{-30}", r"\boxed{\frac{100001}{10^5}e^{-30}}"),
+    (r"\sqrt{2}", r"\boxed{\sqrt{2}+10^{-9}}"), (r"[2,\infty)", r"\boxed{[2,5.0)}"), ("0.00001%", r"\boxed{0.00002\%}"),
+    ("0", r"\boxed{0.0000001}"), (r"10^{20}", r"\boxed{10^{20}+1}"),
+ ("1e-9, 1", r"\boxed{1, 2e-9}"), (r"[0, 1e-9]", r"\boxed{[0, 2e-9]}"),
     (r"\begin{pmatrix}1e-9\\1\end{pmatrix}", r"\boxed{\begin{pmatrix}2e-9\\1\end{pmatrix}}"),
 ]  # fmt: skip
 
@@ -54,6 +72,47 @@ WRONG = [
 def test_equal_answers_are_rewarded_and_others_are_not(answer: str, response: str) -> None:
     result, right = math_verify("", response, answer), (answer, response) in RIGHT
     assert (result.reward, result.success, "reason" in result.metadata) == (float(right), right, not right)
+
+
+def _digits(value: Fraction) -> list[int]:
+    """Return the number of decimals, or nothing if no decimal equals the number."""
+    return [n for n in range(60) if (value * 10**n).denominator == 1][:1]
+
+
+def _written(value: Fraction, draw: st.DataObject) -> str:
+    """Spell a number as a fraction, or as a decimal if it has one."""
+    if not (decimals := _digits(value)) or draw.draw(st.booleans()):
+        return f"\\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value.numerator)
+    (digits,) = decimals
+    text = str(abs(value.numerator * 10**digits // value.denominator)).zfill(digits + 1)
+    return "-" * (value < 0) + (f"{text[:-digits]}.{text[-digits:]}" if digits else text)
+
+
+@examples(100)
+@given(
+    st.integers(-(10**9), 10**9).filter(bool), st.sampled_from([1, 2, 3, 7, 40, 625, 9999]), st.integers(-25, 25),
+    st.sampled_from([0, 1, 3, 6, 12]), st.data(),
+)  # fmt: skip
+def test_numbers_are_equal_if_their_fractions_are(n: int, d: int, power: int, digits: int, data: st.DataObject) -> None:
+    """At every magnitude, and however the numbers are written. The reference is exact arithmetic."""
+    value = Fraction(n, d) * Fraction(10) ** power
+    other = value + abs(value) * Fraction(data.draw(st.sampled_from([-1, 0, 1])), 10**digits)
+    answer, said = _written(value, data), _written(other, data)
+    is_rounded = "." in answer + said and any(not _digits(number) for number in (value, other))
+    expected = value == other or (is_rounded and abs(value - other) <= max(abs(value), abs(other)) / 10**5)
+    assert math_verify("", f"\\boxed{{{said}}}", answer).success == expected, (answer, said)
+
+
+@examples(60)
+@given(st.integers(1, 999), st.sampled_from([3, 7, 41, 97]), st.integers(-25, 25), st.integers(3, 9))
+def test_a_decimal_of_a_number_without_one_is_rounded(n: int, d: int, power: int, digits: int) -> None:
+    assume(n % d)
+    value = Fraction(n, d) * Fraction(10) ** power
+    rounded = f"{Decimal(value.numerator) / Decimal(value.denominator):.{digits - 1}e}"
+    is_near = abs(Fraction(rounded) - value) <= max(Fraction(rounded), value) / 10**5
+    answer = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    for pair in ((rounded, answer), (f"\\boxed{{{answer}}}", rounded)):
+        assert math_verify("", *pair).success == is_near, pair
 
 
 def test_options_of_math_verify() -> None:
@@ -133,6 +192,9 @@ def test_options_a_function_does_not_take_are_rejected() -> None:
         (["\\boxed{7}</think>8", "8", "7"], [1, 1, 0]),
         (["", "", ""], [0, 0, 0]),
         (["9" * 5000, "9" * 5000, "1/0"], [1, 1, 0]),
+        (["1e-7", "5e-7", "0.0000005"], [0, 1, 1]),
+        (["6.6e-34", "9.1e-31", r"\boxed{9.1e-31}", ".1e-400", "1e-401"], [0, 0, 0, 0, 0]),
+        (["0.333", "1/3", r"\boxed{\frac{1}{3}}"], [0, 1, 1]),
     ],
 )
 def test_the_majority_is_the_answer_most_give(responses: list[str], rewards: list[int]) -> None:
