@@ -1,8 +1,9 @@
 """Runs a Python program that a model wrote so that it can only compute and print.
 
 ``code_tests`` starts this file as a script in a new interpreter, so it imports nothing from this package. It needs
-Linux on x86-64. Landlock allows reading only Python's own files. A list of system calls rules out network, processes,
-signals and changes to files. Limits bound memory, CPU time and output.
+Linux on x86-64. Landlock allows reading only Python's own files. Only listed system calls are allowed, and only listed
+commands of those that have commands. Network, processes, signals to others and changes to files are not among them.
+Limits bound memory, CPU time and output.
 """
 
 import ctypes
@@ -25,6 +26,7 @@ _RULE_PATH_BENEATH = 1
 _EXECUTE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 2, 1 << 3
 _ALL_ACCESS = (1 << 13) - 1  # governed by the first version; later versions add to it
 _ADDED_ACCESS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # rename across directories, truncate, ioctl of devices
+_SCOPES, _SCOPES_SINCE = 1 << 0 | 1 << 1, 6  # abstract sockets and signals end at the sandbox
 
 # linux/seccomp.h, linux/audit.h, linux/filter.h
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | 1, 0x80000000  # refused with EPERM
@@ -33,16 +35,23 @@ _X86_64 = 0xC000003E
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _X32 = 0x40000000
 _CLONE_THREAD = 0x00010000
-_CLONE, _CLONE3, _PRLIMIT = 56, 435, 302
+_CLONE, _CLONE3, _PRLIMIT, _IOCTL, _FCNTL = 56, 435, 302, 16, 72
+_COMMANDS = {
+    # FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS, TIOCGWINSZ
+    _IOCTL: (0x541B, 0x5421, 0x5450, 0x5451, 0x5401, 0x5413),
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC; the kernel signals the process of F_SETOWN
+    _FCNTL: (0, 1, 2, 3, 4, 1030),
+}
+"""Allowed values of the second argument."""
 _ALLOWED = (
     # read, write, close, stat, fstat, lstat, poll, lseek, mmap, mprotect, munmap, brk
     0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
-    # rt_sigaction, rt_sigprocmask, rt_sigreturn, ioctl, pread64, pwrite64, readv, writev, access, pipe, select
-    13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23,
+    # rt_sigaction, rt_sigprocmask, rt_sigreturn, pread64, pwrite64, readv, writev, access, pipe, select
+    13, 14, 15, 17, 18, 19, 20, 21, 22, 23,
     # sched_yield, mremap, madvise, dup, dup2, pause, nanosleep, alarm, setitimer, getpid
     24, 25, 28, 32, 33, 34, 35, 37, 38, 39,
-    # exit, uname, fcntl, getcwd, readlink, gettimeofday, getrlimit, getrusage, sysinfo, times
-    60, 63, 72, 79, 89, 96, 97, 98, 99, 100,
+    # exit, uname, getcwd, readlink, gettimeofday, getrlimit, getrusage, sysinfo, times
+    60, 63, 79, 89, 96, 97, 98, 99, 100,
     # getuid, getgid, geteuid, getegid, getppid, sigaltstack, arch_prctl, gettid, futex, sched_getaffinity
     102, 104, 107, 108, 110, 131, 158, 186, 202, 204,
     # getdents64, set_tid_address, clock_gettime, clock_getres, clock_nanosleep, exit_group, epoll_wait, epoll_ctl
@@ -75,7 +84,7 @@ def _confine(memory_bytes: int, cpu_s: int, output_bytes: int) -> None:
 def _restrict_files(libc: Any) -> None:
     version = _checked(libc, libc.syscall(_CREATE_RULESET, None, 0, 1))
     governed = _ALL_ACCESS | sum(access for since, access in _ADDED_ACCESS.items() if version >= since)
-    attributes = struct.pack("Q", governed)
+    attributes = struct.pack("QQQ", governed, 0, _SCOPES if version >= _SCOPES_SINCE else 0)
     rules = _checked(libc, libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0))
     for directory in {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64"}:
         try:
@@ -94,7 +103,7 @@ def _restrict_system_calls(libc: Any) -> None:
 
     Other calls are refused but not fatal: a library may try one and do without it.
     """
-    number, architecture, first, third = 0, 4, 16, 32
+    number, architecture, first, second, third = 0, 4, 16, 24, 32
     lines = [
         (_LOAD, 0, 0, architecture),
         (_EQUAL, 1, 0, _X86_64),
@@ -117,6 +126,11 @@ def _restrict_system_calls(libc: Any) -> None:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _REFUSE),
     ]
+    for call, commands in _COMMANDS.items():  # the kernel reads 32 bits of a command
+        lines += [(_EQUAL, 0, 2 * len(commands) + 2, call), (_LOAD, 0, 0, second)]
+        for command in commands:
+            lines += [(_EQUAL, 0, 1, command), (_RETURN, 0, 0, _ALLOW)]
+        lines.append((_RETURN, 0, 0, _REFUSE))
     for allowed in _ALLOWED:
         lines += [(_EQUAL, 0, 1, allowed), (_RETURN, 0, 0, _ALLOW)]
     lines.append((_RETURN, 0, 0, _REFUSE))

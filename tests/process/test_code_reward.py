@@ -1,6 +1,7 @@
 """The reward for code: tests that pass or fail, and what the kernel refuses to a model's program."""
 
 import json
+import subprocess
 from contextlib import closing
 
 import pytest
@@ -72,7 +73,11 @@ def test_code(response: str, answer: str, right: bool) -> None:
         "os.kill(os.getppid(), 19)", "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "os.setuid(65534)",
         "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))", "open('/proc/self/environ').read()",
         "open(f'/proc/{{os.getppid()}}/mem', 'rb')", "os.memfd_create('x')", "os.chdir('/etc') or open('passwd')",
-        "os.sched_setaffinity(os.getppid(), [0])",
+        "os.sched_setaffinity(os.getppid(), [0])", "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+        "fcntl.fcntl(0, fcntl.F_SETSIG, 9)", "fcntl.fcntl(0, 15, struct.pack('ii', 1, os.getppid()))",
+        "fcntl.fcntl(0, fcntl.F_NOTIFY, 2)", "fcntl.fcntl(0, fcntl.F_SETLEASE, 0)", "fcntl.lockf(1, fcntl.LOCK_EX)",
+        "fcntl.ioctl(0, 0x8901, struct.pack('i', os.getppid()))", "fcntl.ioctl(0, 0x5452, b'1234')",
+        "signal.pidfd_send_signal(0, 9)", "signal.pthread_kill(threading.get_ident(), 9)",
     ],
 )  # fmt: skip
 def test_the_kernel_refuses_forbidden_acts(act: str, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -81,12 +86,68 @@ def test_the_kernel_refuses_forbidden_acts(act: str, tmp_path_factory: pytest.Te
     file.write_text("secret")
     file.chmod(0o640)
     before = (file.stat().st_mode, file.stat().st_mtime_ns)
-    program = f"import os, resource, socket, subprocess\ndef f():\n    {act.format(file=str(file))}"
+    modules = "fcntl, os, resource, signal, socket, struct, subprocess, threading"
+    program = f"import {modules}\ndef f():\n    {act.format(file=str(file))}"
     test = "try:\n    f()\nexcept PermissionError:\n    pass\nelse:\n    raise AssertionError('it could')"
     result = code_tests("", _code(program), test)
     assert result.success, result.metadata
     assert [path.name for path in file.parent.iterdir()] == ["file"] and file.read_text() == "secret"
     assert (file.stat().st_mode, file.stat().st_mtime_ns) == before
+
+
+_ATTACK = """
+import fcntl, os, struct
+def f():
+    read, write = os.pipe()
+    for act in (
+        lambda: fcntl.fcntl(read, fcntl.F_SETSIG, 9),
+        lambda: fcntl.fcntl(read, fcntl.F_SETOWN, {victim}),
+        lambda: fcntl.fcntl(read, 15, struct.pack("ii", 1, {victim})),
+        lambda: fcntl.ioctl(read, 0x8901, struct.pack("i", {victim})),
+        lambda: fcntl.ioctl(read, 0x5452, struct.pack("i", 1)),
+        lambda: fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK),
+    ):
+        try:
+            act()
+        except OSError:
+            pass
+    os.write(write, b"now")
+    return os.read(read, 3)
+"""
+
+
+def test_the_kernel_signals_no_process_for_a_program() -> None:
+    """A pipe whose owner is another process would send it a signal of the program's choice with each write."""
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        result = code_tests("", _code(_ATTACK.format(victim=victim.pid)), "assert f() == b'now'")
+        assert result.success, result.metadata
+        with pytest.raises(subprocess.TimeoutExpired):
+            victim.wait(0.5)
+        victim.kill()
+
+
+_ORDINARY = """
+import array, concurrent.futures, fcntl, io, os, select, sys, tempfile, threading, time
+import numpy, sympy
+def f(x):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        squares = list(pool.map(lambda y: y * y, [x, x]))
+    assert round(numpy.linalg.det(numpy.eye(2) * x)) == x * x and sympy.factorint(12) == {2: 2, 3: 1}
+    read, write = os.pipe()
+    os.set_blocking(read, False), os.set_inheritable(read, True), os.set_inheritable(read, False)
+    poll = select.epoll()
+    poll.register(read, select.EPOLLIN)
+    os.write(os.dup(write), b"ab")
+    waiting = array.array("i", [0])
+    fcntl.ioctl(read, 0x541B, waiting)
+    assert poll.poll(1) and waiting[0] == 2 and not os.isatty(read) and not sys.stdout.isatty()
+    return squares[0]
+"""
+
+
+def test_libraries_threads_and_pipes_work_in_the_sandbox() -> None:
+    result = code_tests("", _code(_ORDINARY), _TESTS, timeout_s=30.0, memory_mb=2048)
+    assert result.success, result.metadata
 
 
 def test_partial_rewards_and_the_time_limit_of_all_tests() -> None:
