@@ -1,5 +1,6 @@
 """Checks of agents that call the model themselves."""
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ def custom_agent_problems(agent: AgentConfig, cluster: ClusterConfig) -> list[st
     if agent.command and shutil.which(agent.command[0]) is None:
         remedy = "give the command as a list, [python, agent.py]" if " " in agent.command[0] else "correct its path"
         return [f"{_PREFIX}.command: {agent.command[0]} is not a program on this machine; {remedy}"]
+    if unset := [name for name in agent.environment if name not in os.environ]:
+        return [f"{_PREFIX}.environment={','.join(unset)} is not set on this machine; export it, or remove the name"]
     if agent.name is None or agent.command or import_path_problem(agent.name):
         return []
     return AgentPool(agent.model_copy(update={"workers": 1})).start_problems()

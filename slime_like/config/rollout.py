@@ -74,6 +74,9 @@ class AgentConfig(Section):
     command: tuple[str, ...] = ()
     """Program with arguments such as {base_url}, {key}, {model}, {prompt}, {task_file} and {result_file}, instead of
     `name`."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that the command inherits, besides PATH, language, time zone, TERM, TMPDIR,
+    certificates and proxies."""
     host: str = Field("127.0.0.1", description="Address of the endpoint, for agents on other hosts; node: each node's.")
     max_calls: int = Field(64, ge=1, description="Calls of the model per rollout.")
     tool_parser: str = "auto"
@@ -122,6 +125,8 @@ class AgentConfig(Section):
             yield f"name={self.name} and rollout.agent.command are both set; remove one"
         elif self.command and self.options:
             yield f"options={dict(self.options)} are not for commands; give the command arguments"
+        if self.name is not None and self.environment:
+            yield f"environment={list(self.environment)} is for commands; remove it, a function inherits every variable"
 
 
 class RolloutConfig(Section):

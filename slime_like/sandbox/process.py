@@ -38,10 +38,11 @@ class WorkerEnded(Exception):
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment, with calls to this host that bypass any proxy."""
+    """Return this process's environment without Ray's token. Calls to this host bypass any proxy."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     direct = ",".join(filter(None, (given, "localhost,127.0.0.1,::1", *interfaces())))
-    return {**os.environ, "no_proxy": direct, "NO_PROXY": direct}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    return {**kept, "no_proxy": direct, "NO_PROXY": direct}
 
 
 class WorkerProcess:

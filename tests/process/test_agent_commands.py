@@ -96,11 +96,21 @@ def test_a_command_has_its_own_directories_and_the_task_in_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An existing path is made absolute. Places in the prompt are text of the row, and stay."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    names = (
+        "XDG_CONFIG_HOME",
+        "RAY_AUTH_TOKEN_PATH",
+        "RAY_AUTH_TOKEN",
+        "MY_API_KEY",
+        "LC_TIME",
+        "https_proxy",
+        "GIVEN",
+    )
+    for name in names:
+        monkeypatch.setenv(name, "x")
     monkeypatch.chdir(tmp_path)
     command = program(tmp_path / "agent.py", """
 found = {"work": os.getcwd(), "home": os.environ["HOME"], "args": sys.argv[3:], "pwd": os.environ["PWD"]}
-found |= {"empty": not os.listdir() and not os.listdir(found["home"]), "xdg": "XDG_CONFIG_HOME" in os.environ}
+found |= {"empty": not os.listdir() and not os.listdir(found["home"]), "names": sorted(os.environ)}
 for name in ("work", "home"):
     Path(found[name], "left").write_text("")
 end(reward=1.0, metadata=found)
@@ -108,11 +118,15 @@ end(reward=1.0, metadata=found)
     command[1] = "agent.py"
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say {key} or {model}."})
     asked = replace(request(2), task=ConversationTask("x", {}, messages))
-    found = rollouts(Engine([], []), asked, name=None, command=[*command, "{model}: {prompt}", "{x}"], workers=1)
+    found = rollouts(Engine([], []), asked, name=None, command=[*command, "{model}: {prompt}", "{x}"], workers=1,
+                     environment=["GIVEN"])  # fmt: skip
+    endpoint = {f"{service}_{value}" for service in ("OPENAI", "ANTHROPIC") for value in ("BASE_URL", "API_KEY")}
     told = [metadata(generation) for generation in found]
     for one in told:
         assert one["args"] == ["policy: Say {key} or {model}.", "{x}"]
-        assert (one["empty"], one["xdg"], one["pwd"]) == (True, False, one["work"])
+        assert (one["empty"], one["pwd"]) == (True, one["work"])
+        assert {*one["names"]} & {*names} == {"LC_TIME", "https_proxy", "GIVEN"}
+        assert {*one["names"]} >= {*endpoint, "PATH", "HOME", "no_proxy"}
         assert Path(one["work"]).parent == Path(one["home"]).parent and not Path(one["work"]).parent.exists()
     assert told[0]["work"] != told[1]["work"]
 

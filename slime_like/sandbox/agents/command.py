@@ -19,6 +19,7 @@ PLACES = ("base_url", "key", "model", "prompt", "task_file", "result_file")
 """Names that a command may contain in braces."""
 
 _PLACE = re.compile("{(" + "|".join(PLACES) + ")}")
+_INHERITED = re.compile("PATH|LANG|LANGUAGE|LC_.*|TZ|TERM|TMPDIR|SSL_CERT_(FILE|DIR)|(?i:(https?|all|no)_proxy)")
 
 
 class CommandFailed(OwnFault):
@@ -30,12 +31,15 @@ def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
     return [_PLACE.sub(lambda found: values[found[1]], part) for part in command]
 
 
-def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_result: bool) -> AgentResult:
+def run_command(
+    command: Sequence[str], task: AgentTask, directory: Path, needs_result: bool, inherited: Sequence[str] = ()
+) -> AgentResult:
     """Run the program and return its result. An exit code other than 0 is in the metadata, with the last output.
 
     ``directory`` is new, for the program's files, its working directory and its home directory. Without
-    ``needs_result``, a missing result has reward 0. Raises ``CommandFailed`` if it wrote no usable result, and
-    ``OSError`` if it cannot be started, or a signal ended it before it wrote a result.
+    ``needs_result``, a missing result has reward 0. The program may run what a model wrote, so it inherits only
+    environment variables that every program needs, and those that ``inherited`` names. Raises ``CommandFailed`` if it
+    wrote no usable result, and ``OSError`` if it cannot be started, or a signal ended it before it wrote a result.
     """
     task_file, result_file = directory / "task.json", directory / "result.json"
     given = asdict(task)
@@ -43,7 +47,8 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
     values = given | {"task_file": str(task_file), "result_file": str(result_file)}
     if task.messages:
         values["prompt"] = str(task.messages[-1]["content"])
-    code, output = _run(filled(command, values), task, directory)
+    kept = {name: value for name, value in os.environ.items() if name in inherited or _INHERITED.fullmatch(name)}
+    code, output = _run(filled(command, values), task, directory, kept)
     if result_file.exists():
         result = _result(result_file)
     elif code < 0:
@@ -55,12 +60,11 @@ def run_command(command: Sequence[str], task: AgentTask, directory: Path, needs_
     return replace(result, metadata={**result.metadata, "exit_code": code, "output": output}) if code else result
 
 
-def _run(argv: list[str], task: AgentTask, directory: Path) -> tuple[int, str]:
+def _run(argv: list[str], task: AgentTask, directory: Path, inherited: dict[str, str]) -> tuple[int, str]:
     """Return the exit code and the end of the output, which is in this worker's log, its standard error."""
     parent, start = os.getpid(), os.lseek(2, 0, os.SEEK_END)
     for name in ("home", "work"):
         (directory / name).mkdir()
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}  # they replace HOME
     variables = {  # where clients of the two protocols look for address and key
         "OPENAI_BASE_URL": f"{task.base_url}/v1",
         "OPENAI_API_KEY": task.key,

@@ -164,6 +164,7 @@ rollout.environment rollout.environment.template --rollout.environment.name calc
 custom.code rollout.agent.name AGENT --rollout.agent.name my_agent
 rollout.agent rollout.agent.command AGENT --rollout.agent.command '[sh, "{url}"]'
 rollout.agent-custom rollout.agent.command AGENT --rollout.agent.command [no-such-program]
+rollout.agent-custom rollout.agent.environment COMMAND --rollout.agent.environment [NO_SUCH_VARIABLE]
 rollout.agent rollout.agent.host COMMAND --rollout.agent.host node
 rollout.agent rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7 --cluster.nodes 2 --cluster.allow_idle_gpus true
 rollout.agent-custom rollout.agent.host COMMAND --rollout.agent.host 198.51.100.7
@@ -253,6 +254,7 @@ fields-conflict rollout.environment.max_turn_tokens --rollout.environment.name c
 fields-conflict rollout.environment.max_turns --rollout.environment.max_turns 3
 fields-conflict rollout.agent.max_calls --rollout.agent.max_calls 3
 fields-conflict rollout.agent.name AGENT --rollout.agent.name docs/examples/agents/calculator_agent.py:solve --rollout.agent.command [sh]
+fields-conflict rollout.agent.environment AGENT --rollout.agent.name docs/examples/agents/calculator_agent.py:solve --rollout.agent.environment [PATH]
 fields-conflict rollout.agent.options COMMAND --rollout.agent.options.x y
 fields-conflict rollout.agent COMMAND --rollout.environment.name calculator
 fields-conflict algorithm.overlong.buffer COMMAND --algorithm.overlong.buffer 10
