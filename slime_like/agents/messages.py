@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 Tool = Mapping[str, Any]
@@ -56,10 +57,11 @@ class Message:
     name: str = ""
 
     @cached_property
-    def key(self) -> str:
+    def key(self) -> bytes:
         """Key that is equal for messages with the same meaning. Order and spelling of arguments don't matter."""
         calls = [[call.name, call.arguments] for call in self.tool_calls]
-        return json.dumps([self.role, self.content, calls, self.call_id], sort_keys=True)
+        meaning = json.dumps([self.role, self.content, calls, self.call_id], sort_keys=True)
+        return blake2b(meaning.encode("ascii"), digest_size=16).digest()
 
     def for_template(self, text_arguments: bool = False) -> dict[str, Any]:
         """Return the message in the form that Hugging Face chat templates accept, with arguments as JSON if asked."""

@@ -40,12 +40,19 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, text_arguments: bool = False) -> None:
         self._tokenizer = tokenizer
         self._text_arguments = text_arguments
+        self._max_tokens: int | None = None
         self._special = special_token_pattern(tokenizer)
         self._decode = partial(decoded, tokenizer)
 
     def with_variables(self, variables: Mapping[str, Any]) -> "ChatFormat":
         other = copy(self)
-        other._tokenizer = with_template_variables(self._tokenizer, variables)
+        other._tokenizer = with_template_variables(self._tokenizer, cut_special(variables, self._special))
+        return other
+
+    def with_limit(self, tokens: int) -> "ChatFormat":
+        """Return a copy whose ``encode`` raises ``TooManyTokens`` for a text of more than twice as many tokens."""
+        other = copy(self)
+        other._max_tokens = tokens
         return other
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], next_turn: bool = True) -> Rendering:
@@ -67,7 +74,7 @@ class ChatFormat:
 
     def encode(self, rendering: Rendering) -> list[int]:
         """Encode the text. Sampled turns are never encoded like this."""
-        return encoded(self._tokenizer, rendering.pieces)
+        return encoded(self._tokenizer, rendering.pieces, self._max_tokens)
 
     def extend(self, tokens: Sequence[int], text: str, rendering: Rendering) -> list[int] | None:
         """Return ``tokens`` extended with the ids of the text that follows ``text`` in the rendering.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ _BODY_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 2.0
 _PING_S = 10.0
 """Time between signs of life in a stream. Clients give up after some minutes of silence."""
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Escape that JSON may use for half of a surrogate pair."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -97,13 +101,13 @@ class AgentServer:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        call = anthropic_protocol.read_call(await _json(request))
-        return web.json_response({"input_tokens": session.count_tokens(call)})
+        call = await session.outside(_read_call, anthropic_protocol, await _body(request))
+        return web.json_response({"input_tokens": await session.count_tokens(call)})
 
     def _handler(self, protocol: _WireProtocol) -> _Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._session(request)
-            call = protocol.read_call(await _json(request))
+            call = await session.outside(_read_call, protocol, await _body(request))
             if call.stream:
                 return await _stream(request, protocol, call, session)
             return web.json_response(protocol.answer(call, await session.call(call)))
@@ -134,43 +138,51 @@ async def _alive(_: web.Request) -> web.Response:
     return web.Response()
 
 
-async def _json(request: web.Request) -> Any:
+async def _body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
-            body = await request.read()
+            return await request.read()
     except TimeoutError as error:
         raise CallRejected(408, "body_timeout", f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from error
+
+
+def _read_call(protocol: _WireProtocol, body: bytes) -> Call:
+    """Parse a body. Halves of surrogate pairs, which no encoding can express, become question marks."""
     try:
-        return json.loads(body)
+        value = json.loads(body)
+        if _SURROGATE.search(body):
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError as error:
         raise CallRejected(400, "invalid_json", "the body is nested too deeply") from error
     except ValueError as error:  # invalid JSON or invalid encoding
         raise CallRejected(400, "invalid_json", f"the body is not JSON ({error})") from error
+    return protocol.read_call(value)
 
 
 async def _stream(request: web.Request, protocol: _WireProtocol, call: Call, session: Session) -> web.StreamResponse:
     """Send the headers immediately, signs of life while the turn is sampled, and then the turn or an error."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    turn, sent = asyncio.ensure_future(session.call(call)), 0
+    prepared = await session.prepare(call)  # its rejection is still a status
+    turn, sent = asyncio.ensure_future(session.sample(call, *prepared)), 0
     try:
-        await asyncio.sleep(0)  # the call now waits for the engine, or has been rejected
-        if turn.done():
-            turn.result()
         await response.prepare(request)
         while not turn.done() or not sent:
-            await response.write(protocol.waiting(call, sent).encode())
+            await response.write(_encoded(protocol.waiting(call, sent)))
             sent += 1
             await asyncio.wait([turn], timeout=_PING_S)
         events = "".join(protocol.events(call, turn.result(), sent))
     except CallRejected as rejected:
-        if not response.prepared:
-            raise
         session.rejections[rejected.code] += 1
         body = protocol.error_body(rejected)
         error = {**body["error"], "sequence_number": sent, **body, "type": "error"}
         events = f"event: error\ndata: {json.dumps(error)}\n\n"
     finally:
         turn.cancel()
-    await response.write(events.encode())
+    await response.write(_encoded(events))
     await response.write_eof()
     return response
+
+
+def _encoded(events: str) -> bytes:
+    """Encode events. Half of a surrogate pair, which a model may spell in arguments, becomes JSON's escape again."""
+    return events.encode("utf-8", "backslashreplace")

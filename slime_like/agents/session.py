@@ -3,9 +3,14 @@
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
 
 from slime_like.agents.calls import MODEL, Call, CallRejected
 from slime_like.agents.rendering import ChatFormat
@@ -14,10 +19,19 @@ from slime_like.agents.turns import Prompt, Row, Turn, TurnTree
 from slime_like.config.rollout import Untrained
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation, PromptInput
-from slime_like.models.chat_turns import TemplateFault
+from slime_like.models.chat_turns import TemplateFault, TooManyTokens
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _CONCURRENT_CALLS = 16
 """Limit on the calls of one session that the engine samples at the same time. Further calls wait."""
+
+_MOST_IGNORED, _SHOWN_CHARS = 32, 80
+"""Number of ignored settings that are remembered, and of characters of their names and values."""
+
+_THREADS = ThreadPoolExecutor(32, "agents")
+"""Threads for rendering and encoding. Each session uses at most one, so a long prompt delays only its own session."""
 
 _CLOSED = CallRejected(401, "session_closed", "the rollout of this key has ended")
 
@@ -63,21 +77,22 @@ class Session:
     Attributes:
         key: the client's API key; cannot be guessed.
         failure: set if the engine fails.
-        ignored: settings that clients asked for and did not get.
+        ignored: settings that clients asked for and did not get, as text that can be printed.
         rejections: number of rejected calls, by code.
     """
 
     def __init__(self, chat: ChatFormat, sample: Sample, form: ResponseForm, limits: SessionLimits) -> None:
         self.key = secrets.token_urlsafe(32)
-        self.tree = TurnTree(chat, limits.stop_token_ids)
+        self.tree = TurnTree(chat.with_limit(limits.max_model_len), limits.stop_token_ids)
         self.failure: asyncio.Future[SlimeLikeError] = asyncio.get_running_loop().create_future()
         self.ignored: dict[str, Any] = {}
         self.rejections: Counter[str] = Counter()
-        self._chat = chat
+        self._chat = chat.with_limit(limits.max_model_len)
         self._sample = sample
         self._form = form
         self._limits = limits
-        self._prompts: list[Sequence[int]] = []
+        self._prompts: Counter[bytes] = Counter()
+        self._thread = asyncio.Semaphore()
         self._running: set[asyncio.Future[Generation]] = set()
         self._places = asyncio.Semaphore(_CONCURRENT_CALLS)
         self._others: set[Turn] = set()
@@ -91,20 +106,37 @@ class Session:
     def rows(self, untrained: Collection[Untrained] = ()) -> list[Row]:
         return self.tree.rows(_untrained(self.tree.turns, untrained, self._others))
 
-    def count_tokens(self, call: Call) -> int:
+    async def outside(
+        self, work: Callable[_Arguments, _Result], *given: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Result:
+        """Do work in a thread, because the event loop serves all sessions of the engine. One work at a time.
+
+        Work cannot be stopped, so the next one waits even if the caller is cancelled.
+        """
+        await self._thread.acquire()
+        work_done = asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *given, **named))
+        work_done.add_done_callback(lambda _: self._thread.release())
+        return await asyncio.shield(work_done)
+
+    async def count_tokens(self, call: Call) -> int:
         """Return the length of the call's prompt in tokens. Raises ``CallRejected``."""
-        return len(self._prompt(call).input.token_ids)
+        return len((await self.outside(self._prompt, call)).input.token_ids)
 
     async def call(self, call: Call) -> Turn:
         """Sample and record one turn. A cancelled call is not recorded. Raises ``CallRejected``."""
-        most = self._limits.max_calls
-        if len(self._prompts) >= most:
-            problem = f"the rollout has had rollout.agent.max_calls={most} calls"
-            raise CallRejected(400, "max_calls_exceeded", problem)  # clients take 403 for a wrong key, and repeat 429
-        prompt = self._prompt(call)
-        asked = replace(self._asked(prompt), stop=call.stop)
+        return await self.sample(call, *await self.prepare(call))
+
+    async def prepare(self, call: Call) -> tuple[Prompt, SampleCall]:
+        """Build the prompt and the engine request of a call. Raises ``CallRejected``."""
+        return await self.outside(self._prepared, call)
+
+    async def sample(self, call: Call, prompt: Prompt, asked: SampleCall) -> Turn:
+        """Sample and record the turn of a prepared call. Raises ``CallRejected``."""
         async with self._places:
             generation = await self._generate(asked)
+        return await self.outside(self._recorded, call, prompt, generation)
+
+    def _recorded(self, call: Call, prompt: Prompt, generation: Generation) -> Turn:
         text = self.tree.sampled_text(prompt, generation)
         stop = self._chat.continuation(prompt.input.token_ids, generation.token_ids.tolist()).removeprefix(text)
         text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
@@ -116,20 +148,28 @@ class Session:
     def _prompt(self, call: Call) -> Prompt:
         if self._closed:
             raise _CLOSED
-        self.ignored |= call.ignored
+        self._ignore(call.ignored)
         if call.tools and not self._chat.renders_tools:
             raise CallRejected(400, "tools_not_rendered", "model.path's chat template shows no tools; use another one")
         if call.tools and not self._form.has_calls:
-            self.ignored["tools"] = "calls in the form of the chat template are not read"
+            self._ignore({"tools": "calls in the form of the chat template are not read"})
         if not self._form.shows_thinking and any(message.reasoning for message in call.messages):
-            self.ignored["thinking"] = "the chat template renders none"
+            self._ignore({"thinking": "the chat template renders none"})
         if call.messages[-1].role == "assistant":
-            self.ignored["prefill"] = "the reply starts a new turn"
+            self._ignore({"prefill": "the reply starts a new turn"})
         try:
             return self.tree.prompt(call.messages, call.tools, call.variables)
+        except TooManyTokens as error:
+            raise self._too_long(error.tokens) from error
         except TemplateFault as fault:
             refused = "role 'system' is not supported here: " if self._refuses_system(call) else ""
             raise CallRejected(400, "template_rejects_messages", f"{refused}{fault}") from fault
+
+    def _ignore(self, settings: Mapping[str, Any]) -> None:
+        """Remember ignored settings, of which clients choose names and values."""
+        for name, value in settings.items():
+            if len(self.ignored) < _MOST_IGNORED:
+                self.ignored[_printable(name)] = value if isinstance(value, bool) else _printable(str(value))
 
     def _refuses_system(self, call: Call) -> bool:
         """Return whether the template renders a rejected call without its system messages."""
@@ -140,19 +180,27 @@ class Session:
             return False
         return len(others) < len(call.messages)
 
-    def _asked(self, prompt: Prompt) -> SampleCall:
-        """Build the engine request. Raises ``CallRejected`` if the prompt leaves no room for a token."""
-        longest, tokens = self._limits.max_model_len, prompt.input.token_ids
-        room = longest - len(tokens)
-        if room < 1:
-            # Harnesses look for this wording.
-            problem = f"prompt is too long: {len(tokens)} tokens > {longest - 1} maximum"
-            limit = f"the maximum context length is rollout.max_model_len={longest}"
-            raise CallRejected(400, "context_length_exceeded", f"{problem}; {limit}")
-        number, repeat = len(self._prompts), self._prompts.count(tokens)
-        self._prompts.append(tokens)
+    def _prepared(self, call: Call) -> tuple[Prompt, SampleCall]:
+        """Build the prompt and the engine request. Raises ``CallRejected`` if there is no room for another token."""
+        if (number := self._prompts.total()) >= self._limits.max_calls:
+            problem = f"the rollout has had rollout.agent.max_calls={self._limits.max_calls} calls"
+            raise CallRejected(400, "max_calls_exceeded", problem)  # clients take 403 for a wrong key, and repeat 429
+        prompt = self._prompt(call)
+        tokens = prompt.input.token_ids
+        if (room := self._limits.max_model_len - len(tokens)) < 1:
+            raise self._too_long(len(tokens))
+        known = blake2b(np.asarray(tokens, np.int32).tobytes()).digest()
+        repeat = self._prompts[known]
+        self._prompts[known] += 1
         turn = sum(message.role == "assistant" for message in prompt.messages)
-        return SampleCall(prompt.input, min(room, self._limits.max_new_tokens), number, turn, repeat)
+        most = min(room, self._limits.max_new_tokens)
+        return prompt, SampleCall(prompt.input, most, number, turn, repeat, call.stop)
+
+    def _too_long(self, tokens: int) -> CallRejected:
+        # Harnesses look for this wording.
+        problem = f"prompt is too long: {tokens} tokens > {self._limits.max_model_len - 1} maximum"
+        limit = f"the maximum context length is rollout.max_model_len={self._limits.max_model_len}"
+        return CallRejected(400, "context_length_exceeded", f"{problem}; {limit}")
 
     async def _generate(self, asked: SampleCall) -> Generation:
         if self._closed:  # while the call waited for its place
@@ -178,6 +226,10 @@ class Session:
         return generation
 
 
+def _printable(text: str) -> str:
+    return repr(text[:_SHOWN_CHARS])[1:-1][:_SHOWN_CHARS]
+
+
 def _untrained(turns: Sequence[Turn], kinds: Collection[Untrained], others: Collection[Turn]) -> set[Turn]:
     """Return the excluded ones of all turns, in sampling order. ``others`` are turns of other models' names.
 
@@ -191,8 +243,8 @@ def _untrained(turns: Sequence[Turn], kinds: Collection[Untrained], others: Coll
     excluded = set(others) if "other_models" in kinds else set()
     if "discarded" in kinds:
         continued = {turn for chain in chains.values() for turn in chain[:-1]}
-        last = {tuple(turn.prompt.input.token_ids): at for at, turn in enumerate(turns) if turn in continued}
-        left = (turn for at, turn in enumerate(turns) if at < last.get(tuple(turn.prompt.input.token_ids), 0))
+        last = {turn.prompt.input.token_ids: at for at, turn in enumerate(turns) if turn in continued}
+        left = (turn for at, turn in enumerate(turns) if at < last.get(turn.prompt.input.token_ids, 0))
         excluded |= {turn for turn in left if turn not in continued}
     if "side_chains" in kinds:
         number = {turn: at for at, turn in enumerate(turns)}

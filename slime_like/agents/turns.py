@@ -17,25 +17,66 @@ from slime_like.agents.rendering import ChatFormat, Rendering
 from slime_like.interfaces import Generation, PromptInput, Segment, Supports
 from slime_like.models.chat_turns import TemplateFault
 
+_BLOCK = 1024
+
+
+class SharedIds(Sequence[int]):
+    """Token ids in blocks of 4 bytes each. Those that other sequences have at the same place are stored once."""
+
+    def __init__(self, tokens: Sequence[int], stored: dict[Any, Any]) -> None:
+        self._blocks = _blocks(np.asarray(tokens, np.int32).tobytes(), 4 * _BLOCK, stored)
+        self._length = len(tokens)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._list()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._list())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SharedIds) and self._blocks == other._blocks
+
+    def __hash__(self) -> int:
+        return hash(self._blocks)
+
+    def _list(self) -> list[int]:
+        return np.frombuffer(b"".join(self._blocks), np.int32).tolist()
+
+
+def _blocks(whole: Any, length: int, stored: dict[Any, Any]) -> tuple[Any, ...]:
+    parts = (whole[start : start + length] for start in range(0, len(whole), length))
+    return tuple(stored.setdefault(part, part) for part in parts)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Input of one call.
 
     Attributes:
-        text: text that the input's ids decode to.
+        pieces: text that the input's ids decode to.
         messages: messages as rendered.
         keys: keys of the messages that the client sent.
-        rendered: the template's text of the messages. Sampled turns may be written otherwise in ``text``.
+        written: the template's text of the messages, in pieces. Sampled turns may be written otherwise in ``pieces``.
         parent: turn whose ids the prompt starts with.
     """
 
     input: PromptInput
-    text: str
+    pieces: Sequence[str]
     messages: tuple[Message, ...]
-    keys: tuple[str, ...]
-    rendered: str
+    keys: tuple[bytes, ...]
+    written: Sequence[str]
     parent: "Turn | None" = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def rendered(self) -> str:
+        return "".join(self.written)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,8 +84,9 @@ class Turn:
     """One sampled turn.
 
     Attributes:
+        generation: the model's answer. Its fields are only those of tokens that the parent does not have.
         token_ids: prompt ids followed by sampled ids.
-        text: text that the ids decode to.
+        pieces: text that the ids decode to.
         keys: keys of all messages up to and including the reply.
         forms: the reply as sent to the client, and as sampled.
         number: index of the turn in its rollout.
@@ -52,11 +94,15 @@ class Turn:
 
     prompt: Prompt
     generation: Generation
-    token_ids: list[int]
-    text: str
-    keys: tuple[str, ...]
+    token_ids: Sequence[int]
+    pieces: Sequence[str]
+    keys: tuple[bytes, ...]
     forms: tuple[Message, ...]
     number: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +120,15 @@ class Row:
 
 
 class TurnTree:
-    """All turns of one rollout, in sampling order. ``stops`` end a turn, besides EOS; ``None``: every special token."""
+    """All turns of one rollout, in sampling order. ``stops`` end a turn, besides EOS; ``None``: every special token.
+
+    Each call sends and renders the whole history, so ids, texts and messages that turns have in common are stored once.
+    """
 
     def __init__(self, chat: ChatFormat, stops: Collection[int] | None = None) -> None:
         self._chat = chat
         self._stops = stops
+        self._stored: dict[Any, Any] = {}
         self.turns: list[Turn] = []
 
     def prompt(
@@ -86,6 +136,7 @@ class TurnTree:
     ) -> Prompt:
         """Build the prompt of a call. Raises ``TemplateFault`` if the messages cannot be rendered."""
         chat = self._chat.with_variables(variables or {})
+        messages = [self._known(message) for message in messages]
         keys = tuple(message.key for message in messages)
         found = [turn for turn in reversed(self.turns) if keys[: len(turn.keys)] == turn.keys]
         longest = max((len(turn.keys) for turn in found), default=0)
@@ -97,22 +148,34 @@ class TurnTree:
                     if (extended := extend(chat, turn, shown, keys, tools)) is not None:
                         return extended
         rendering = chat.render(messages, tools)
-        return Prompt(PromptInput(chat.encode(rendering)), rendering.text, tuple(messages), keys, rendering.text)
+        text = (rendering.text,)
+        return Prompt(PromptInput(chat.encode(rendering)), text, tuple(messages), keys, text)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
-        tokens = generation.token_ids.tolist()
-        sampled = self.sampled_text(prompt, generation)
-        turn = Turn(
+        given, tokens = prompt.input.token_ids, generation.token_ids.tolist()
+        sampled, text = self.sampled_text(prompt, generation), prompt.text
+        kept = replace(
             prompt,
-            generation,
-            [*prompt.input.token_ids, *tokens],
-            prompt.text + self._chat.continuation(prompt.input.token_ids, tokens),
+            input=replace(prompt.input, token_ids=SharedIds(given, self._stored)),
+            pieces=_blocks(text, _BLOCK, self._stored),
+            written=_blocks(prompt.rendered, _BLOCK, self._stored),
+        )
+        turn = Turn(
+            kept,
+            replace(generation, fields=_new_fields(generation, prompt.parent)),
+            SharedIds([*given, *tokens], self._stored),
+            _blocks(text + self._chat.continuation(given, tokens), _BLOCK, self._stored),
             (*prompt.keys, reply.key),
-            (reply, Message("assistant", sampled, is_sampled=True)),
+            (self._known(reply), Message("assistant", sampled, is_sampled=True)),
             len(self.turns),
         )
         self.turns.append(turn)
         return turn
+
+    def _known(self, message: Message) -> Message:
+        """Return the equal message of an earlier call, if there is one."""
+        known: Message = self._stored.setdefault((Message, message.key), message)
+        return known if known == message else message
 
     def sampled_text(self, prompt: Prompt, generation: Generation) -> str:
         """Decode a turn without the stop token that ended it, if one did."""
@@ -134,7 +197,8 @@ class TurnTree:
     ) -> Prompt | None:
         rendering = chat.render(shown, tools)
         given = _extend(chat, turn, rendering)
-        return None if given is None else Prompt(given, rendering.text, shown, keys, rendering.text, turn)
+        text = (rendering.text,)
+        return None if given is None else Prompt(given, text, shown, keys, text, turn)
 
     def _continued(
         self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
@@ -147,12 +211,19 @@ class TurnTree:
             return None
         whole = Rendering([turn.text, *found[0].pieces])
         given = _extend(chat, turn, whole)
-        return None if given is None else Prompt(given, whole.text, shown, keys, found[1], turn)
+        return None if given is None else Prompt(given, (whole.text,), shown, keys, (found[1],), turn)
 
 
 def _extend(chat: ChatFormat, turn: Turn, rendering: Rendering) -> PromptInput | None:
-    tokens = chat.extend(turn.token_ids, turn.text, rendering)
+    tokens = chat.extend([*turn.token_ids], turn.text, rendering)
     return None if tokens is None else replace(turn.prompt.input, token_ids=tokens)
+
+
+def _new_fields(generation: Generation, parent: Turn | None) -> dict[str, np.ndarray]:
+    """Return the fields without the part that the parent's branch has. The engine returns those of the whole prompt."""
+    branch = list(_branch(parent))
+    known = {name: sum(len(turn.generation.fields[name]) for turn in branch) for name in generation.fields}
+    return {name: values[known[name] :].copy() for name, values in generation.fields.items()}
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Row:
@@ -162,9 +233,11 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     tokens = np.array(leaf.token_ids[start:], np.int64)
     logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
     versions, turns, calls = np.zeros(len(tokens), np.int64), [], list[int]()
-    supports, covered, fields = list[Supports](), 0, dict[str, np.ndarray]()
+    supports, covered = list[Supports](), 0
+    fields = {
+        name: np.concatenate([turn.generation.fields[name] for turn in branch]) for name in leaf.generation.fields
+    }
     for turn in branch:
-        fields = turn.generation.extending(fields)
         first, end = len(turn.prompt.input.token_ids) - start, len(turn.token_ids) - start
         versions[first:end] = turn.generation.weight_versions
         versions[end:] = turn.generation.weight_versions[-1]  # tokens up to the next turn

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from slime_like.system.time_limit import TimeLimitExceeded, limited_time
+
 CUT = "\ufdd0"
 """Mark at which text is cut before it is encoded: a Unicode noncharacter, which text never contains."""
 
@@ -14,6 +16,20 @@ SAID = "said-by-the-model"
 ASKED = {"role": "user", "content": "question"}
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "environment", "arguments": {"said": SAID}}}
 _PLACEHOLDERS: tuple[Mapping[str, Any], ...] = ({"content": SAID}, {"content": "", "tool_calls": [_CALL]})
+
+
+_RENDERING_S = 10.0
+"""Limit on the processor time of one rendering. Templates and messages of strangers can loop forever."""
+_COUNTED_CHARS, _USUAL_CHARS = 65536, 8
+"""Characters that are counted together, and characters per token up to which a text is encoded uncounted."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than twice the limit. ``tokens`` were counted."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"{tokens} tokens")
+        self.tokens = tokens
 
 
 class TemplateFault(ValueError):
@@ -42,9 +58,12 @@ def rendered(
 ) -> str:
     """Render messages, with the generation prompt if ``prompt``. Raises ``TemplateFault``."""
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
-        )
+        with limited_time(_RENDERING_S):
+            text: str = tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
+            )
+    except TimeLimitExceeded as error:
+        raise TemplateFault(TimeoutError(f"a rendering took more than {_RENDERING_S:g} s")) from error
     except Exception as error:  # templates are programs of the checkpoint and can raise anything
         raise TemplateFault(error) from error
     return text
@@ -70,9 +89,29 @@ def cut_special(value: Any, special: re.Pattern[str]) -> Any:
     return [cut_special(item, special) for item in value] if isinstance(value, list | tuple) else value
 
 
-def encoded(tokenizer: Any, pieces: Iterable[str]) -> list[int]:
-    """Encode the pieces of a text with cuts. A special token that was cut becomes plain text."""
-    return [token for piece in pieces if piece for token in tokenizer.encode(piece, add_special_tokens=False)]
+def encoded(tokenizer: Any, pieces: Iterable[str], most: int | None = None) -> list[int]:
+    """Encode the pieces of a text with cuts. A special token that was cut becomes plain text.
+
+    Args:
+        most: limit on time and memory in tokens. A text with more than twice as many raises ``TooManyTokens``. A long
+            piece is counted in parts first. Their ends add few tokens, so it has more than ``most`` in any case.
+    """
+    tokens: list[int] = []
+    for piece in filter(None, pieces):
+        is_long = most is not None and len(piece) > max(_COUNTED_CHARS, _USUAL_CHARS * most)
+        counted = len(tokens)
+        for start in range(0, len(piece) if is_long else 0, _COUNTED_CHARS):
+            part = piece[start : start + _COUNTED_CHARS]
+            counted = _limited(counted + len(tokenizer.encode(part, add_special_tokens=False)), most)
+        tokens += tokenizer.encode(piece, add_special_tokens=False)
+        _limited(len(tokens), most)
+    return tokens
+
+
+def _limited(tokens: int, most: int | None) -> int:
+    if most is not None and tokens > 2 * most:
+        raise TooManyTokens(tokens)
+    return tokens
 
 
 def last_turn_end(render: Callable[..., str], called: bool = False) -> str:

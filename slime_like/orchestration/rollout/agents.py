@@ -23,7 +23,7 @@ from slime_like.orchestration.rollout.requests import routes_per_token
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_form, turn_request
 from slime_like.sandbox.single_items import AgentPool, FailureBudget, NoOutcome
 
-_SUSPICIOUS_ROLLOUTS = 8
+_SUSPICIOUS_ROLLOUTS, _MOST_REPORTED = 8, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class AgentRollouts:
         finally:
             self._server.close_session(session.key)
         self._report(session.ignored)
-        rows = session.rows(self._agent.untrained)
+        rows = await session.outside(session.rows, self._agent.untrained)
         if outcome.failure is None:  # the pool counts failures
             self._require_calls(bool(rows), outcome.result)
         if not rows:
@@ -138,7 +138,7 @@ class AgentRollouts:
 
     def _report(self, ignored: Mapping[str, Any]) -> None:
         """Log each setting that an agent asks for and does not get, once."""
-        for name in sorted(ignored.keys() - self._reported):
+        for name in sorted(ignored.keys() - self._reported)[: _MOST_REPORTED - len(self._reported)]:
             print(f"an agent's {name} has no effect: {ignored[name]!r}", flush=True)
             self._reported.add(name)
 

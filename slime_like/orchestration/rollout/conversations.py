@@ -1,5 +1,6 @@
 """Responses of several turns, sampled by the engine and answered by the environment. Runs in the engine's actor."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -143,7 +144,9 @@ class Conversations:
             except NoOutcome as error:
                 return response.finished("stop", error.as_failure(str(self._limits.name)))
             ends, stop = step.done or cut_off, next((token for token in sampled[-1:] if token in stops), None)
-            observation, cut = ([], 0) if ends else self._encoder.encode(step.observation, stop)
+            observation, cut = (
+                ([], 0) if ends else await asyncio.to_thread(self._encoder.encode, step.observation, stop)
+            )
             response.stepped(step, cut)
             if ends:
                 return response.finished("length" if cut_off else "stop")
