@@ -1,6 +1,7 @@
 """Rendering of messages to text and token ids with the chat template."""
 
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
@@ -40,7 +41,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Any, text_arguments: bool = False) -> None:
         self._tokenizer = tokenizer
         self._text_arguments = text_arguments
-        self._max_tokens: int | None = None
+        self._max_tokens = sys.maxsize
         self._special = special_token_pattern(tokenizer)
         self._decode = partial(decoded, tokenizer)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
@@ -20,9 +19,6 @@ _BODY_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 2.0
 _PING_S = 10.0
 """Time between signs of life in a stream. Clients give up after some minutes of silence."""
-
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Escape that JSON may use for half of a surrogate pair."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -102,7 +98,7 @@ class AgentServer:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
         call = await session.outside(_read_call, anthropic_protocol, await _body(request))
-        return web.json_response({"input_tokens": await session.count_tokens(call)})
+        return web.json_response({"input_tokens": await session.outside(session.count_tokens, call)})
 
     def _handler(self, protocol: _WireProtocol) -> _Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -150,7 +146,7 @@ def _read_call(protocol: _WireProtocol, body: bytes) -> Call:
     """Parse a body. Halves of surrogate pairs, which no encoding can express, become question marks."""
     try:
         value = json.loads(body)
-        if _SURROGATE.search(body):
+        if b"\\ud" in body.lower():
             value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError as error:
         raise CallRejected(400, "invalid_json", "the body is nested too deeply") from error
@@ -162,12 +158,12 @@ def _read_call(protocol: _WireProtocol, body: bytes) -> Call:
 async def _stream(request: web.Request, protocol: _WireProtocol, call: Call, session: Session) -> web.StreamResponse:
     """Send the headers immediately, signs of life while the turn is sampled, and then the turn or an error."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    prepared = await session.prepare(call)  # its rejection is still a status
+    prepared = await session.outside(session.prepare, call)  # its rejection is still a status
     turn, sent = asyncio.ensure_future(session.sample(call, *prepared)), 0
     try:
         await response.prepare(request)
         while not turn.done() or not sent:
-            await response.write(_encoded(protocol.waiting(call, sent)))
+            await response.write(protocol.waiting(call, sent).encode())
             sent += 1
             await asyncio.wait([turn], timeout=_PING_S)
         events = "".join(protocol.events(call, turn.result(), sent))
@@ -178,11 +174,7 @@ async def _stream(request: web.Request, protocol: _WireProtocol, call: Call, ses
         events = f"event: error\ndata: {json.dumps(error)}\n\n"
     finally:
         turn.cancel()
-    await response.write(_encoded(events))
+    # A model's arguments may have half of a surrogate pair. It becomes JSON's escape, as which it was sampled.
+    await response.write(events.encode("utf-8", "backslashreplace"))
     await response.write_eof()
     return response
-
-
-def _encoded(events: str) -> bytes:
-    """Encode events. Half of a surrogate pair, which a model may spell in arguments, becomes JSON's escape again."""
-    return events.encode("utf-8", "backslashreplace")

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,17 +20,16 @@ from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation, PromptInput
 from slime_like.models.chat_turns import TemplateFault, TooManyTokens
 
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _CONCURRENT_CALLS = 16
 """Limit on the calls of one session that the engine samples at the same time. Further calls wait."""
 
 _MOST_IGNORED, _SHOWN_CHARS = 32, 80
-"""Number of ignored settings that are remembered, and of characters of their names and values."""
+"""Limits on the ignored settings that are remembered, and on the characters of their names and values."""
 
 _THREADS = ThreadPoolExecutor(32, "agents")
-"""Threads for rendering and encoding. Each session uses at most one, so a long prompt delays only its own session."""
+"""Threads for rendering and encoding. A session uses one at a time."""
 
 _CLOSED = CallRejected(401, "session_closed", "the rollout of this key has ended")
 
@@ -106,29 +104,23 @@ class Session:
     def rows(self, untrained: Collection[Untrained] = ()) -> list[Row]:
         return self.tree.rows(_untrained(self.tree.turns, untrained, self._others))
 
-    async def outside(
-        self, work: Callable[_Arguments, _Result], *given: _Arguments.args, **named: _Arguments.kwargs
-    ) -> _Result:
-        """Do work in a thread, because the event loop serves all sessions of the engine. One work at a time.
+    async def outside(self, work: Callable[..., _Result], *given: Any) -> _Result:
+        """Work in a thread, because the event loop serves all sessions of an engine. One work at a time.
 
         Work cannot be stopped, so the next one waits even if the caller is cancelled.
         """
         await self._thread.acquire()
-        work_done = asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *given, **named))
-        work_done.add_done_callback(lambda _: self._thread.release())
-        return await asyncio.shield(work_done)
+        done = asyncio.get_running_loop().run_in_executor(_THREADS, work, *given)
+        done.add_done_callback(lambda _: self._thread.release())
+        return await asyncio.shield(done)
 
-    async def count_tokens(self, call: Call) -> int:
+    def count_tokens(self, call: Call) -> int:
         """Return the length of the call's prompt in tokens. Raises ``CallRejected``."""
-        return len((await self.outside(self._prompt, call)).input.token_ids)
+        return len(self._prompt(call).input.token_ids)
 
     async def call(self, call: Call) -> Turn:
         """Sample and record one turn. A cancelled call is not recorded. Raises ``CallRejected``."""
-        return await self.sample(call, *await self.prepare(call))
-
-    async def prepare(self, call: Call) -> tuple[Prompt, SampleCall]:
-        """Build the prompt and the engine request of a call. Raises ``CallRejected``."""
-        return await self.outside(self._prepared, call)
+        return await self.sample(call, *await self.outside(self.prepare, call))
 
     async def sample(self, call: Call, prompt: Prompt, asked: SampleCall) -> Turn:
         """Sample and record the turn of a prepared call. Raises ``CallRejected``."""
@@ -160,7 +152,7 @@ class Session:
         try:
             return self.tree.prompt(call.messages, call.tools, call.variables)
         except TooManyTokens as error:
-            raise self._too_long(error.tokens) from error
+            raise self._too_long(*error.args) from error
         except TemplateFault as fault:
             refused = "role 'system' is not supported here: " if self._refuses_system(call) else ""
             raise CallRejected(400, "template_rejects_messages", f"{refused}{fault}") from fault
@@ -180,7 +172,7 @@ class Session:
             return False
         return len(others) < len(call.messages)
 
-    def _prepared(self, call: Call) -> tuple[Prompt, SampleCall]:
+    def prepare(self, call: Call) -> tuple[Prompt, SampleCall]:
         """Build the prompt and the engine request. Raises ``CallRejected`` if there is no room for another token."""
         if (number := self._prompts.total()) >= self._limits.max_calls:
             problem = f"the rollout has had rollout.agent.max_calls={self._limits.max_calls} calls"

@@ -17,38 +17,33 @@ from slime_like.agents.rendering import ChatFormat, Rendering
 from slime_like.interfaces import Generation, PromptInput, Segment, Supports
 from slime_like.models.chat_turns import TemplateFault
 
-_BLOCK = 1024
+_BLOCK = 2048
+"""Bytes or characters."""
 
 
+@dataclass(frozen=True, slots=True)
 class SharedIds(Sequence[int]):
-    """Token ids in blocks of 4 bytes each. Those that other sequences have at the same place are stored once."""
+    """Token ids of 4 bytes each, in blocks that sequences with the same beginning share."""
 
-    def __init__(self, tokens: Sequence[int], stored: dict[Any, Any]) -> None:
-        self._blocks = _blocks(np.asarray(tokens, np.int32).tobytes(), 4 * _BLOCK, stored)
-        self._length = len(tokens)
+    blocks: tuple[bytes, ...]
 
     def __len__(self) -> int:
-        return self._length
+        return sum(map(len, self.blocks)) // 4
 
     def __getitem__(self, index: Any) -> Any:
-        return self._list()[index]
+        return np.frombuffer(b"".join(self.blocks), np.int32).tolist()[index]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._list())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SharedIds) and self._blocks == other._blocks
-
-    def __hash__(self) -> int:
-        return hash(self._blocks)
-
-    def _list(self) -> list[int]:
-        return np.frombuffer(b"".join(self._blocks), np.int32).tolist()
+        return iter(self[:])
 
 
-def _blocks(whole: Any, length: int, stored: dict[Any, Any]) -> tuple[Any, ...]:
-    parts = (whole[start : start + length] for start in range(0, len(whole), length))
+def _blocks(whole: Any, stored: dict[Any, Any]) -> tuple[Any, ...]:
+    parts = (whole[start : start + _BLOCK] for start in range(0, len(whole), _BLOCK))
     return tuple(stored.setdefault(part, part) for part in parts)
+
+
+def _shared(tokens: Sequence[int], stored: dict[Any, Any]) -> SharedIds:
+    return SharedIds(_blocks(np.asarray(tokens, np.int32).tobytes(), stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +147,15 @@ class TurnTree:
         return Prompt(PromptInput(chat.encode(rendering)), text, tuple(messages), keys, text)
 
     def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
-        given, tokens = prompt.input.token_ids, generation.token_ids.tolist()
-        sampled, text = self.sampled_text(prompt, generation), prompt.text
-        kept = replace(
-            prompt,
-            input=replace(prompt.input, token_ids=SharedIds(given, self._stored)),
-            pieces=_blocks(text, _BLOCK, self._stored),
-            written=_blocks(prompt.rendered, _BLOCK, self._stored),
-        )
+        given, tokens, stored = prompt.input.token_ids, generation.token_ids.tolist(), self._stored
+        sampled, added = self.sampled_text(prompt, generation), self._chat.continuation(given, tokens)
+        pieces, written = _blocks(prompt.text, stored), _blocks(prompt.rendered, stored)
+        shared = replace(prompt.input, token_ids=_shared(given, stored))
         turn = Turn(
-            kept,
+            replace(prompt, input=shared, pieces=pieces, written=written),
             replace(generation, fields=_new_fields(generation, prompt.parent)),
-            SharedIds([*given, *tokens], self._stored),
-            _blocks(text + self._chat.continuation(given, tokens), _BLOCK, self._stored),
+            _shared([*given, *tokens], stored),
+            _blocks(prompt.text + added, stored),
             (*prompt.keys, reply.key),
             (self._known(reply), Message("assistant", sampled, is_sampled=True)),
             len(self.turns),
@@ -193,7 +184,7 @@ class TurnTree:
         return [_row(leaf, trained) for leaf in kept if leaf not in parents]
 
     def _extended(
-        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
+        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[bytes, ...], tools: Sequence[Tool]
     ) -> Prompt | None:
         rendering = chat.render(shown, tools)
         given = _extend(chat, turn, rendering)
@@ -201,7 +192,7 @@ class TurnTree:
         return None if given is None else Prompt(given, text, shown, keys, text, turn)
 
     def _continued(
-        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[str, ...], tools: Sequence[Tool]
+        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[bytes, ...], tools: Sequence[Tool]
     ) -> Prompt | None:
         """Extend a turn that the template writes in other words, by what the template writes after it."""
         ended = len(turn.prompt.messages) + 1
@@ -220,10 +211,11 @@ def _extend(chat: ChatFormat, turn: Turn, rendering: Rendering) -> PromptInput |
 
 
 def _new_fields(generation: Generation, parent: Turn | None) -> dict[str, np.ndarray]:
-    """Return the fields without the part that the parent's branch has. The engine returns those of the whole prompt."""
-    branch = list(_branch(parent))
-    known = {name: sum(len(turn.generation.fields[name]) for turn in branch) for name in generation.fields}
-    return {name: values[known[name] :].copy() for name, values in generation.fields.items()}
+    """Return the fields without the part that the parent's branch has. Engines return those of whole prompts."""
+    return {
+        name: values[sum(len(turn.generation.fields[name]) for turn in _branch(parent)) :].copy()
+        for name, values in generation.fields.items()
+    }
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Row:

@@ -2,8 +2,10 @@
 
 import copy
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from slime_like.system.time_limit import TimeLimitExceeded, limited_time
@@ -25,11 +27,7 @@ _COUNTED_CHARS, _USUAL_CHARS = 65536, 8
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than twice the limit. ``tokens`` were counted."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(f"{tokens} tokens")
-        self.tokens = tokens
+    """A text has more than twice as many tokens as it may have. The argument is how many were counted."""
 
 
 class TemplateFault(ValueError):
@@ -89,28 +87,22 @@ def cut_special(value: Any, special: re.Pattern[str]) -> Any:
     return [cut_special(item, special) for item in value] if isinstance(value, list | tuple) else value
 
 
-def encoded(tokenizer: Any, pieces: Iterable[str], most: int | None = None) -> list[int]:
+def encoded(tokenizer: Any, pieces: Iterable[str], most: int = sys.maxsize) -> list[int]:
     """Encode the pieces of a text with cuts. A special token that was cut becomes plain text.
 
-    Args:
-        most: limit on time and memory in tokens. A text with more than twice as many raises ``TooManyTokens``. A long
-            piece is counted in parts first. Their ends add few tokens, so it has more than ``most`` in any case.
+    Raises ``TooManyTokens`` if there are more than twice as many as ``most``, which also bounds time and memory: a long
+    piece is first counted in parts, whose ends add only a few tokens.
     """
     tokens: list[int] = []
     for piece in filter(None, pieces):
-        is_long = most is not None and len(piece) > max(_COUNTED_CHARS, _USUAL_CHARS * most)
-        counted = len(tokens)
-        for start in range(0, len(piece) if is_long else 0, _COUNTED_CHARS):
-            part = piece[start : start + _COUNTED_CHARS]
-            counted = _limited(counted + len(tokenizer.encode(part, add_special_tokens=False)), most)
-        tokens += tokenizer.encode(piece, add_special_tokens=False)
-        _limited(len(tokens), most)
-    return tokens
-
-
-def _limited(tokens: int, most: int | None) -> int:
-    if most is not None and tokens > 2 * most:
-        raise TooManyTokens(tokens)
+        is_long, counted = len(piece) > max(_COUNTED_CHARS, _USUAL_CHARS * most), len(tokens)
+        parts = (piece[at : at + _COUNTED_CHARS] for at in range(0, len(piece) if is_long else 0, _COUNTED_CHARS))
+        for part in chain(parts, [piece]):
+            new: list[int] = tokenizer.encode(part, add_special_tokens=False)
+            counted = len(new) + (len(tokens) if part is piece else counted)
+            if counted > 2 * most:
+                raise TooManyTokens(counted)
+        tokens += new
     return tokens
 
 

@@ -17,52 +17,52 @@ class TimeLimitExceeded(Exception):
 
 @contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """Raise ``TimeLimitExceeded`` inside after ``seconds`` of this thread's processor time. Limits do not nest.
+    """Raise ``TimeLimitExceeded`` inside after ``seconds`` of this thread's processor time, between two operations.
 
-    The code is interrupted between two operations of the interpreter. One that takes long, such as building a huge
-    text, is not cut short.
+    One long operation, such as building a huge text, is not cut short. Limits do not nest.
     """
-    thread, watch = threading.get_ident(), _watch()
+    watch = _Watch.running()
     with watch.lock:
-        watch.ends[thread] = time.thread_time() + seconds
+        watch.ends[threading.get_ident()] = time.thread_time() + seconds
     try:
         yield
     finally:
         try:
-            watch.forget(thread)
+            watch.forget(threading.get_ident())
         finally:  # the interruption may come while the first call begins
-            watch.forget(thread)
+            watch.forget(threading.get_ident())
 
 
-class _Watch:
-    """A thread that interrupts others. ``ends``: processor time at which each is interrupted, and later again."""
+class _Watch(threading.Thread):
+    """Interrupts other threads at their ``ends``, in processor time, and again until they have left."""
 
     def __init__(self) -> None:
+        super().__init__(name="time limits", daemon=True)
         self.lock = threading.Lock()
         self.ends: dict[int, float] = {}
-        threading.Thread(target=self._run, name="time limits", daemon=True).start()
+
+    @staticmethod
+    @cache
+    def running() -> "_Watch":
+        (watch := _Watch()).start()
+        return watch
+
+    def run(self) -> None:
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            with self.lock:
+                for thread, end in self.ends.items():
+                    if time.clock_gettime(time.pthread_getcpuclockid(thread)) > end:
+                        _raise_in(thread, ctypes.py_object(TimeLimitExceeded))
 
     def forget(self, thread: int) -> None:
         with self.lock:
             self.ends.pop(thread, None)
             _raise_in(thread, None)  # withdraws an interruption that has not begun
 
-    def _run(self) -> None:
-        while True:
-            time.sleep(_LOOK_EVERY_S)
-            with self.lock:
-                for thread, end in self.ends.items():
-                    if time.clock_gettime(time.pthread_getcpuclockid(thread)) > end:
-                        _raise_in(thread, TimeLimitExceeded)
+
+def _raise_in(thread: int, error: "ctypes.py_object[type[Exception]] | None") -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
 
-def _raise_in(thread: int, error: type[Exception] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))
-
-
-@cache
-def _watch() -> _Watch:
-    return _Watch()
-
-
-os.register_at_fork(after_in_child=_watch.cache_clear)  # a child has only the thread that forked
+os.register_at_fork(after_in_child=_Watch.running.cache_clear)  # a child has only the thread that forked

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -383,6 +384,84 @@ async def test_tokens_are_counted_without_a_call_and_a_probe_needs_no_key() -> N
         await client.messages.create(model="m", max_tokens=1, system="be", messages=[USER])
         assert counted.input_tokens == len(here.model.asked[0].prompt.token_ids)
         assert (await probe.head(here.server.base_url)).status == 200
+
+
+@pytest.mark.parametrize("text", ["x" * 3_000_000, "<eos>" * 600_000], ids=["letters", "specials"])
+@bounded
+async def test_a_long_prompt_is_refused_early_and_holds_no_event_loop(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``benchmarks/agent_load.py`` measures how long another session waits meanwhile."""
+    seen: list[tuple[int, int]] = []
+    usual = TOKENIZER.encode
+
+    def encode(piece: str, **settings: Any) -> list[int]:
+        seen.append((threading.get_ident(), len(piece)))
+        return list(usual(piece, **settings))
+
+    async with endpoint() as here, here.openai() as one, here.anthropic() as other:
+        monkeypatch.setattr(TOKENIZER, "encode", encode)
+        long: Any = {"role": "user", "content": text}
+        call = one.chat.completions.create(model="m", messages=[long])
+        assert await rejected(call) == (400, "context_length_exceeded")
+        assert await rejected(other.messages.count_tokens(model="m", messages=[long])) == (
+            400,
+            "context_length_exceeded",
+        )
+    threads, lengths = zip(*seen, strict=True)
+    assert threading.get_ident() not in threads and sum(lengths) < 200_000
+
+
+@bounded
+async def test_a_rendering_without_end_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = tokenizer("{% set r = range(99999) %}{% for a in r if endless %}{% for b in r %}{% for c in r %}"
+                        "{% endfor %}{% endfor %}{% endfor %}" + PLAIN)  # fmt: skip
+    monkeypatch.setattr("slime_like.models.chat_turns._RENDERING_S", 0.2)
+    monkeypatch.setitem(globals(), "TOKENIZER", endless)
+    async with endpoint() as here, here.openai() as client:
+        for variables, code in (({"endless": True}, 400), ({}, 200), ({"endless": True}, 400)):
+            asked: Any = {"model": "m", "messages": [USER], "extra_body": {"chat_template_kwargs": variables}}
+            if code == 200:
+                await client.chat.completions.create(**asked)
+            else:
+                call = client.chat.completions.create(**asked)
+                assert await rejected(call) == (code, "template_rejects_messages")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), STREAMED)
+@bounded
+async def test_half_of_a_surrogate_pair_is_anywhere_in_a_call(
+    path: str, body: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second call has arguments that the model sampled with one."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
+    async with endpoint("ok", call) as here, aiohttp.ClientSession(headers={"x-api-key": here.session.key}) as client:
+        url, odd = f"{here.server.base_url}/v1/{path}", "a\ud800"
+        field = "input" if "input" in body else "messages"
+        made = {"model": odd, field: [{**USER, "content": odd}], "stream": stream, "stop": [odd], odd: odd}
+        made |= {"chat_template_kwargs": {"x": odd}} if path.startswith("chat") else {}
+        tool = {"name": "add", "parameters": PARAMETERS, "input_schema": PARAMETERS, "function": {"name": "add"}}
+        tool |= {} if path == "messages" else {"type": "function"}
+        for given in (made, {**body, "stream": stream, "tools": [tool]}):
+            async with client.post(url, json=given) as answer:
+                text = (await answer.read()).decode()
+                assert answer.status == 200 and "error" not in text.replace('"error": null', ""), text
+        assert "\\ud800" in text
+        assert {name for name in here.session.ignored if name.startswith("a")} == {"a?"}
+    assert not caplog.records
+
+
+@bounded
+async def test_what_clients_write_is_bounded_and_printable() -> None:
+    async with endpoint() as here, here.openai() as client:
+        odd = {"a\x1b[31m\nforged": "\u202e\n", "x" * 999: "y" * 999, **{f"f{index}": 1 for index in range(999)}}
+        tools: Any = [{"type": "\x1b[2J" * 999}]
+        await client.responses.create(model="m", input="hi", tools=tools, extra_body=odd)
+        ignored = here.session.ignored
+        assert len(ignored) == 32 and all(
+            len(text) <= 80 and text.isprintable() for text in (*ignored, *ignored.values())
+        )
 
 
 HOSTILE = 1000

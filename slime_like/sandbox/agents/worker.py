@@ -27,8 +27,8 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     adopt_orphans()
     run: _Run
     if setup["name"] is None:
-        given = {"needs_result": setup["needs_result"], "inherited": setup["environment"]}
-        name, run = command[0], partial(run_command, command, **given)
+        needs_result, inherited = setup["needs_result"], setup["environment"]
+        name, run = command[0], partial(run_command, command, needs_result=needs_result, inherited=inherited)
     else:
         name, (run, code) = setup["name"], _function(setup["name"], setup["options"])
     of_module = process_ids()

@@ -1,7 +1,9 @@
 """Sampled tokens are trained exactly where they were sampled, whatever agents, models and templates do."""
 
 import asyncio
+import gc
 import random
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -237,3 +239,45 @@ def test_further_fields_keep_what_each_turn_recorded() -> None:
         history = [*history, said(text), user("d")]
     (row,) = turns.rows()
     assert row.segment.fields["layers"].tolist() == [0] * read[1] + [1] * (read[2] - read[1])
+
+
+@pytest.mark.parametrize("template", ["plain", "drops earlier thoughts"])
+def test_memory_grows_with_the_text_and_not_with_the_calls(template: str) -> None:
+    """Each call sends its whole history. Twice as many calls take twice the memory, whether they extend or fork."""
+    made = tokenizer(TEMPLATES[template])
+
+    def used(calls: int) -> int:
+        tracemalloc.start()
+        tree, history = TurnTree(ChatFormat(made)), [user("a")]
+        for number in range(calls):
+            prompt = tree.prompt([replace(message, content=f"{message.content} "[:-1]) for message in history], [])
+            reply = Message("assistant", f"<think>{number}</think>b")
+            tree.record(prompt, generation(made.encode(reply.content, add_special_tokens=False)), reply)
+            history += [reply, user(f"{number} " * 2000)]
+        del prompt
+        gc.collect()
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(tree.turns) == calls
+        return size
+
+    used(2)
+    assert used(32) < 2.5 * used(16)
+
+
+def test_fields_of_a_branch_are_stored_once_and_joined_in_its_row() -> None:
+    turns, history, told = TurnTree(ChatFormat(TOKENIZER)), [user("a")], list[np.ndarray]()
+    for number in range(3):
+        prompt = turns.prompt(history, [])
+        ids = [*TOKENIZER.encode("b", add_special_tokens=False), TOKENIZER.eos_token_id]
+        routes = number * 1000 + np.arange(len(prompt.input.token_ids) + len(ids))
+        told.append(routes)
+        reply = Message("assistant", "b")
+        turns.record(prompt, replace(generation(ids), fields={"routes": routes}), reply)
+        history += [reply, user("c")]
+    expected = told[0]
+    for routes in told[1:]:
+        expected = np.concatenate([expected, routes[len(expected) :]])
+    (row,) = turns.rows()
+    assert row.segment.fields["routes"].tolist() == expected.tolist()
+    assert sum(len(turn.generation.fields["routes"]) for turn in turns.turns) == len(expected)
