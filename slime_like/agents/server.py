@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from slime_like.agents import anthropic_protocol, openai_protocol, responses_protocol
 from slime_like.agents.calls import MODEL, Call, CallRejected
@@ -19,6 +21,11 @@ _BODY_TIMEOUT_S = 30.0
 _SHUTDOWN_TIMEOUT_S = 2.0
 _PING_S = 10.0
 """Time between signs of life in a stream. Clients give up after some minutes of silence."""
+_CLIENTS_FAULTS = (HttpProcessingError, web.RequestPayloadError)
+"""Requests that are not HTTP. Clients get the reason, and could fill the log with it."""
+
+_LOGGER = logging.getLogger(__name__)
+_LOGGER.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_FAULTS)))
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,7 +65,7 @@ class AgentServer:
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_head("/", _alive)
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S, logger=_LOGGER
         )
         await self._runner.setup()
         listener = listen(self._host, 0)
@@ -138,6 +145,8 @@ async def _body(request: web.Request) -> bytes:
     try:
         async with asyncio.timeout(_BODY_TIMEOUT_S):
             return await request.read()
+    except web.RequestPayloadError as error:
+        raise CallRejected(400, "invalid_body", "the body cannot be decoded") from error
     except TimeoutError as error:
         raise CallRejected(408, "body_timeout", f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from error
 

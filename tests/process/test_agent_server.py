@@ -453,11 +453,21 @@ async def test_half_of_a_surrogate_pair_is_anywhere_in_a_call(
 
 
 @bounded
-async def test_what_clients_write_is_bounded_and_printable() -> None:
+async def test_what_clients_write_is_bounded_and_printable(caplog: pytest.LogCaptureFixture) -> None:
     async with endpoint() as here, here.openai() as client:
         odd = {"a\x1b[31m\nforged": "\u202e\n", "x" * 999: "y" * 999, **{f"f{index}": 1 for index in range(999)}}
         tools: Any = [{"type": "\x1b[2J" * 999}]
         await client.responses.create(model="m", input="hi", tools=tools, extra_body=odd)
+        for head in (
+            "Bad\x1b[31mHeader",
+            "Content-Length: z",
+            f"x-api-key: {here.session.key}\r\nContent-Encoding: gzip",
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(here.server.base_url.rpartition(":")[2]))
+            writer.write(f"POST /v1/messages HTTP/1.1\r\nHost: a\r\n{head}\r\nContent-Length: 3\r\n\r\nabc".encode())
+            assert b" 400 " in await reader.readline()
+            writer.close()
+        assert not caplog.records
         ignored = here.session.ignored
         assert len(ignored) == 32 and all(
             len(text) <= 80 and text.isprintable() for text in (*ignored, *ignored.values())
