@@ -18,7 +18,7 @@ from slime_like.agents.turns import Prompt, Row, Turn, TurnTree
 from slime_like.config.rollout import Untrained
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation, PromptInput
-from slime_like.models.chat_turns import TemplateFault, TooManyTokens
+from slime_like.models.chat_turns import EndlessRendering, TemplateFault, TooManyTokens
 
 _Result = TypeVar("_Result")
 
@@ -154,7 +154,8 @@ class Session:
         except TooManyTokens as error:
             raise self._too_long(*error.args) from error
         except TemplateFault as fault:
-            refused = "role 'system' is not supported here: " if self._refuses_system(call) else ""
+            ended = not isinstance(fault, EndlessRendering)
+            refused = "role 'system' is not supported here: " if ended and self._refuses_system(call) else ""
             raise CallRejected(400, "template_rejects_messages", f"{refused}{fault}") from fault
 
     def _ignore(self, settings: Mapping[str, Any]) -> None:

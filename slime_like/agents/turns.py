@@ -6,7 +6,6 @@ the prompt of another row. Sampled ids are never encoded again.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from slime_like.agents.messages import Message, Tool
 from slime_like.agents.rendering import ChatFormat, Rendering
 from slime_like.interfaces import Generation, PromptInput, Segment, Supports
-from slime_like.models.chat_turns import TemplateFault
+from slime_like.models.chat_turns import EndlessRendering, TemplateFault
 
 _BLOCK = 2048
 """Bytes or characters."""
@@ -139,9 +138,13 @@ class TurnTree:
             sent, sampled = turn.forms
             for reply, extend in ((sent, self._extended), (sent, self._continued), (sampled, self._extended)):
                 shown = (*turn.prompt.messages, reply, *messages[len(turn.keys) :])
-                with suppress(TemplateFault):  # only in this form; the client's own messages are rendered in any case
+                try:
                     if (extended := extend(chat, turn, shown, keys, tools)) is not None:
                         return extended
+                except EndlessRendering:
+                    raise
+                except TemplateFault:  # only in this form; the client's own messages are rendered in any case
+                    pass
         rendering = chat.render(messages, tools)
         text = (rendering.text,)
         return Prompt(PromptInput(chat.encode(rendering)), text, tuple(messages), keys, text)

@@ -48,6 +48,10 @@ class TemplateFault(ValueError):
             self.remedy = "correct the template, or give model.path another one"
 
 
+class EndlessRendering(TemplateFault):
+    """A rendering was interrupted."""
+
+
 def rendered(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -61,7 +65,7 @@ def rendered(
                 messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
             )
     except TimeLimitExceeded as error:
-        raise TemplateFault(TimeoutError(f"a rendering took more than {_RENDERING_S:g} s")) from error
+        raise EndlessRendering(TimeoutError(f"a rendering took more than {_RENDERING_S:g} s")) from error
     except Exception as error:  # templates are programs of the checkpoint and can raise anything
         raise TemplateFault(error) from error
     return text

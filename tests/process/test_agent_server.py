@@ -431,7 +431,7 @@ async def test_a_rendering_without_end_is_interrupted(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), STREAMED)
 @bounded
-async def test_half_of_a_surrogate_pair_is_anywhere_in_a_call(
+async def test_half_of_a_surrogate_pair_may_be_anywhere_in_a_call(
     path: str, body: dict[str, Any], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second call has arguments that the model sampled with one."""
