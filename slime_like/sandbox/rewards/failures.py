@@ -121,7 +121,7 @@ class TimeBudget:
         bound = self.timeout_s
         self._seen += 1
         if answer.get("reason") in ("timeout", "cpu"):  # a later refusal blames what all of them had in common
-            about = {name: answer[name] for name in ("function", "fault") if name in answer}
+            about: dict[str, Any] = {name: answer[name] for name in ("function", "fault") if name in answer}
             self._about = dict(about.items() & self._about.items()) if self._timeouts else about
             self._timeouts += 1
         if self._seen == self._responses:
