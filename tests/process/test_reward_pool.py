@@ -268,7 +268,7 @@ def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPa
     """The first may take the whole limit, the next a tenth, and the rest of the step is not scored."""
     monkeypatch.setattr(failures, "_FULL_TIMEOUTS", 1)
     monkeypatch.setattr(failures, "_MAX_TIMEOUTS", 2)
-    towers = [rf"\boxed{{{base}99999999!}}" for base in range(2, 6)]
+    towers = [rf"\boxed{{\{{{base}99999999!\}}}}" for base in range(2, 6)]  # a set of one number
     with closing(RewardPool(RewardConfig(timeout_s=3.0), step_responses=8)) as pool:
         pool.start()
         first = [pool.score(items(response))[0] for response in ("46", towers[0], "46", towers[1])]
