@@ -118,7 +118,10 @@ def is_assignment(argument: str) -> bool:
 
 def _read(path: Path) -> DictConfig:
     try:
-        read = OmegaConf.create(_usable(path.read_text(encoding="utf-8")))
+        text = _usable(path.read_text(encoding="utf-8"))
+        # OmegaConf asserts that a text is no number.
+        is_one_value = isinstance(yaml.compose(text, yaml.CSafeLoader), yaml.ScalarNode)
+        read = OmegaConf.create("" if is_one_value else text)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "give the path of a YAML configuration file"

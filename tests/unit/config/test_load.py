@@ -361,8 +361,13 @@ def test_a_critic_has_its_learning_rate_next_to_other_settings(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("content", "code"),
-    [(None, "file-unreadable"), (b"- a list", "file-content"), (b"\xff\xfe\x00", "file-unreadable")],
-    ids=["absent", "list", "binary"],
+    [
+        (None, "file-unreadable"),
+        (b"- a list", "file-content"),
+        (b"5.0", "file-content"),
+        (b"\xff\xfe\x00", "file-unreadable"),
+    ],
+    ids=["absent", "list", "number", "binary"],
 )
 def test_an_unusable_file_is_named(tmp_path: Path, rejects: Rejects, content: bytes | None, code: str) -> None:
     path = tmp_path / "run.yaml"
