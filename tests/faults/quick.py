@@ -1,5 +1,6 @@
 """Flags of a run for fault tests, and a wait for a call of one of its actors."""
 
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,16 +16,18 @@ def quick(tiny: Tiny, run_dir: Path, *more: str) -> list[str]:
     return tiny.rl_flags(run_dir, "--rollout.engine", "transformers", "--evaluation.files", "[]", *more)
 
 
-def running(command: Command, call: str) -> psutil.Process:
-    """Wait for an actor to run ``call``, which Ray shows in the title of its process."""
-    while True:
+def running(command: Command, call: str, timeout_s: float = 240.0) -> psutil.Process:
+    """Wait for a worker in a call that matches ``call``, a pattern. Ray shows the call in the title of its process."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
         assert command.process.poll() is None, command.output
-        actors = [each for each in command.descendants() if title(each).startswith(call.partition(".")[0])]
+        workers = [each for each in command.descendants() if title(each).startswith("ray::")]
         for _ in range(50):  # finding processes takes longer than a short call, and reading titles does not
-            for process in actors:
-                if title(process) == call:
+            for process in workers:
+                if re.fullmatch(call, title(process)):
                     return process
             time.sleep(0.001)
+    raise AssertionError(f"no worker was in {call} within {timeout_s:.0f} s: {command.output}")
 
 
 def title(process: psutil.Process) -> str:

@@ -15,7 +15,7 @@ from tests.support.processes import Command
 
 
 def _impatient(arguments: Sequence[str]) -> int:
-    """Run the command with short times. ``benchmarks/kills`` measures the default ones."""
+    """Run the command with short times. ``test_kill_campaign.py`` has the default ones."""
     stopped.LOOK_EVERY_S, stopped.REPORT_AFTER_S, stopped.END_AFTER_S = 0.5, 1.0, 3.0
     return main(arguments)
 

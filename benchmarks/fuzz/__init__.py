@@ -1,1 +1,0 @@
-"""Damaged and forged input for the commands' own readers; see ``__main__``."""

@@ -1,1 +1,0 @@
-"""Runs whose processes are killed and stopped."""
