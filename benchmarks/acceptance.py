@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import publish, table
 from slime_like.observability.metrics import read_metrics
 
 MOST_BEFORE, LEAST_AFTER, MOST_CONTROL_RISE = 0.5, 0.9, 0.05
@@ -41,26 +42,17 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return table
 
 
-def render(table: list[dict[str, Any]]) -> str:
-    lines = [
-        f"Quickstart, {datetime.date.today()}, {platform.machine()} CPU, `bash benchmarks/acceptance.sh`.",
-        f"Bounds: at most {MOST_BEFORE} before, at least {LEAST_AFTER} after; the control (advantages shuffled over "
-        f"the batch) rises by at most {MOST_CONTROL_RISE}.",
-        "",
-        "| run | held-out greedy accuracy before | after | bound held |",
-        "|---|---|---|---|",
-    ]
-    lines += [f"| {r['run']} | {r['before']:.3f} | {r['after']:.3f} | {'yes' if r['held'] else 'NO'} |" for r in table]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
-    out, result = Path(sys.argv[1]), Path(sys.argv[2])
-    table = rows(out)
-    result.parent.mkdir(parents=True, exist_ok=True)
-    result.write_text(render(table), encoding="utf-8")
-    print(render(table))
-    return 0 if all(row["held"] for row in table) else 1
+    table_rows = rows(Path(sys.argv[1]))
+    cells = [(r["run"], f"{r['before']:.3f}", f"{r['after']:.3f}", "yes" if r["held"] else "NO") for r in table_rows]
+    publish(
+        f"Quickstart, {datetime.date.today()}, {platform.machine()} CPU, `bash benchmarks/acceptance.sh`.\n"
+        f"Bounds: at most {MOST_BEFORE} before, at least {LEAST_AFTER} after; the control (advantages shuffled over "
+        f"the batch) rises by at most {MOST_CONTROL_RISE}.\n\n"
+        + table("run | held-out greedy accuracy before | after | bound held", cells),
+        Path(sys.argv[2]),
+    )
+    return 0 if all(row["held"] for row in table_rows) else 1
 
 
 if __name__ == "__main__":

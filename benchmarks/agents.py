@@ -8,9 +8,7 @@ endpoint, the driver, Ray and rewards, as a share of all processor time. The rep
 "orchestration", which is wall time between phases.
 """
 
-import argparse
 import asyncio
-import datetime
 import subprocess
 import sys
 import time
@@ -20,8 +18,7 @@ from statistics import fmean
 
 import psutil
 
-from benchmarks.orchestration import phase_report
-from benchmarks.step.machine import describe_machine, load_average
+from benchmarks.report import flags, heading, met, parser, publish, run_to_its_end, steady_steps, table
 from rollout.transformers.engine import TransformersEngine
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -29,6 +26,7 @@ from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.interfaces import ConversationTask, GenerationRequest, SamplingParams
 from slime_like.observability.metrics import METRICS_FILE, read_metrics
+from slime_like.observability.names import STEP_TIME, phase_seconds
 from slime_like.orchestration.rollout.agents import AgentRollouts
 
 GOAL = 15.0
@@ -56,11 +54,11 @@ class Run:
     phase: float
 
 
-def measure_run(run_dir: Path, flags: list[str]) -> Run:
+def measure_run(run_dir: Path, arguments: list[str]) -> Run:
     """Train and measure."""
     log = run_dir.with_suffix(".log")
     with log.open("wb") as file:
-        command = [*_COMMAND, "train", str(RECIPE), *flags, "--run_dir", str(run_dir)]
+        command = [*_COMMAND, "train", str(RECIPE), *arguments, "--run_dir", str(run_dir)]
         process = subprocess.Popen(command, stdout=file, stderr=file)
         try:
             first, last = (_at_step(process, run_dir, step) for step in (_WARM_UP, _WARM_UP + _STEPS))
@@ -70,10 +68,10 @@ def measure_run(run_dir: Path, flags: list[str]) -> Run:
     seconds = dict.fromkeys((*_ROLES, "others"), 0.0)
     for pid, (role, used) in last.items():
         seconds[role] += (used - first.get(pid, (role, 0.0))[1]) / _STEPS
-    steps = [r for r in read_metrics(run_dir / METRICS_FILE) if "rollout/turns_mean" in r][_WARM_UP:][:_STEPS]
-    report = phase_report(run_dir / METRICS_FILE, _WARM_UP)
+    steps = steady_steps(run_dir, _WARM_UP)
+    step_s = fmean(step[STEP_TIME] for step in steps)
     turns = fmean(step["rollout/turns_mean"] for step in steps)
-    return Run(seconds, report.step_s, turns, report.share("orchestration"))
+    return Run(seconds, step_s, turns, 100 * fmean(step[phase_seconds("orchestration")] for step in steps) / step_s)
 
 
 def _at_step(process: "subprocess.Popen[bytes]", run_dir: Path, step: int) -> dict[int, tuple[str, float]]:
@@ -136,56 +134,55 @@ def endpoint_s(config: RunConfig, waves: int) -> float:
     return asyncio.run(run())
 
 
-def table(run: Run, call_s: float) -> tuple[str, bool]:
+def report(run: Run, call_s: float) -> tuple[str, bool]:
     """Return the result as Markdown, and whether the goal is met."""
     calls, total = _GROUPS * _SAMPLES * run.turns, sum(run.seconds.values())
     endpoint = calls * call_s
     share = 100 * (endpoint + run.seconds["others"]) / total
-    rows = [
-        ("agents' own processes", run.seconds["agents"]),
-        ("engine", run.seconds["actor"] - endpoint),
-        ("trainer", run.seconds["trainer"]),
-        (f"endpoint: {calls:.0f} calls of {1000 * call_s:.2f} ms", endpoint),
-        ("driver, Ray, rewards", run.seconds["others"]),
-    ]
-    lines = ["| processor seconds a step | | share |", "|---|---:|---:|"]
-    lines += [f"| {what} | {seconds:.3f} | {100 * seconds / total:.1f} % |" for what, seconds in rows]
-    verdict = "met" if share < GOAL else "**not met**"
-    lines += [
-        "",
-        f"Orchestration, the last two: {share:.1f} % (goal below {GOAL:.0f} %: {verdict}). Wall time of a step "
-        f"{run.step_s:.2f} s; the phase orchestration has {run.phase:.1f} % of it.",
-    ]
-    return "\n".join(lines), share < GOAL
+    parts = {
+        "agents' own processes": run.seconds["agents"],
+        "engine": run.seconds["actor"] - endpoint,
+        "trainer": run.seconds["trainer"],
+        f"endpoint: {calls:.0f} calls of {1000 * call_s:.2f} ms": endpoint,
+        "driver, Ray, rewards": run.seconds["others"],
+    }
+    rows = [(what, f"{seconds:.3f}", f"{100 * seconds / total:.1f} %") for what, seconds in parts.items()]
+    return (
+        f"{table('processor seconds a step | | share', rows)}\n\n"
+        f"Orchestration, the last two: {share:.1f} % (goal below {GOAL:.0f} %: {met(share < GOAL)}). Wall time of a "
+        f"step {run.step_s:.2f} s; the phase orchestration has {run.phase:.1f} % of it."
+    ), share < GOAL
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__)
-    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark_agents"), help="new directory")
-    parser.add_argument("--result", type=Path, help="write the table here, too")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--directory", type=Path, default=Path("runs/benchmark_agents"), help="new directory")
+    options = arguments.parse_args()
     directory: Path = options.directory.absolute()
     directory.mkdir(parents=True)
-    started, tiny, warm = load_average(), directory / "tiny", directory / "warm_start"
+    head, tiny, warm = heading(), directory / "tiny", directory / "warm_start"
     rows = tiny / "data" / "calculator"
-    subprocess.run([*_COMMAND, "make-tiny-model", str(tiny)], check=True, timeout=_TIMEOUT_S)
-    flags = ["--model.path", str(tiny), "--data.train", str(rows / "sft.jsonl"), "--run_dir", str(warm)]
-    warm_start = ["train", "configs/calculator_warm_start.yaml", *flags]
-    subprocess.run([*_COMMAND, *warm_start], check=True, timeout=_TIMEOUT_S)
-    flags = [
-        "--model.path", str(warm / "hf"), "--data.train", str(rows / "train.jsonl"), "--evaluation.files", "[]",
-        "--steps", str(_WARM_UP + _STEPS + 5), "--rollout.prompts_per_step", str(_GROUPS),
-        "--rollout.samples_per_prompt", str(_SAMPLES), "--rollout.agent.workers", str(_GROUPS * _SAMPLES),
-        "--rollout.agent.start_timeout_s", "300", "--checkpoint.export_hf", "false", "--logging.tensorboard", "false",
-    ]  # fmt: skip
-    run = measure_run(directory / "run", flags)
-    text, met = table(run, endpoint_s(load_config(RECIPE, flags, directory / "unused"), waves=10))
-    machine = f"{datetime.date.today().isoformat()}, {describe_machine()}, load average {started:.1f} at the start"
-    text = f"{machine}, `python -m benchmarks.agents`.\n\n{text}\n"
-    print(text)
-    if options.result is not None:
-        options.result.write_text(text, encoding="utf-8")
-    return 0 if met else 1
+    run_to_its_end([*_COMMAND, "make-tiny-model", str(tiny)], directory / "tiny.log")
+    given = flags({"model.path": tiny, "data.train": rows / "sft.jsonl", "run_dir": warm})
+    run_to_its_end([*_COMMAND, "train", "configs/calculator_warm_start.yaml", *given], directory / "warm_start.log")
+    given = flags(
+        {
+            "model.path": warm / "hf",
+            "data.train": rows / "train.jsonl",
+            "evaluation.files": [],
+            "steps": _WARM_UP + _STEPS + 5,
+            "rollout.prompts_per_step": _GROUPS,
+            "rollout.samples_per_prompt": _SAMPLES,
+            "rollout.agent.workers": _GROUPS * _SAMPLES,
+            "rollout.agent.start_timeout_s": 300,
+            "checkpoint.export_hf": "false",
+            "logging.tensorboard": "false",
+        }
+    )
+    run = measure_run(directory / "run", given)
+    text, is_met = report(run, endpoint_s(load_config(RECIPE, given, directory / "unused"), waves=10))
+    publish(f"{head}\n\n{text}", options.result)
+    return 0 if is_met else 1
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ idle share is the time that it waits for samples. A step fills about nine micro-
 streamed (``rollout.stream``).
 """
 
-import argparse
-import datetime
 import os
 import sys
 import threading
@@ -20,9 +18,8 @@ from statistics import fmean
 
 import psutil
 
-from benchmarks.step.machine import describe_machine, load_average
+from benchmarks.report import flags, heading, met, parser, publish, steady_steps, table
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
-from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import IDLE_TIME, STEP_TIME, phase_seconds
 from tests.support.processes import Command
 
@@ -66,8 +63,13 @@ class Figures:
     length: float
     staleness: float
 
+    @property
+    def samples(self) -> tuple[str, str]:
+        return f"{self.length:.0f}", f"{self.staleness:.2f}"
 
-def flags(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> list[str]:
+
+def measure(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> Figures:
+    """Run once, pinned, and read the steady steps."""
     settings = {
         "run_dir": root / manner.directory,
         "resume": "never",
@@ -92,13 +94,8 @@ def flags(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> l
         "logging.tensorboard": "false",
         "logging.progress": "off",
     }
-    return ["train", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
-
-
-def measure(root: Path, model: Path, engine: str, manner: Manner, steps: int) -> Figures:
-    """Run once, pinned, and read the steady steps."""
     log = root / f"log-{manner.directory}"
-    with Command(flags(root, model, engine, manner, steps), log, forked=False) as command:
+    with Command(["train", *flags(settings)], log, forked=False) as command:
         ended = threading.Event()
         pinning = threading.Thread(target=_keep_pinned, args=(command.descendants, ended), daemon=True)
         pinning.start()
@@ -109,10 +106,8 @@ def measure(root: Path, model: Path, engine: str, manner: Manner, steps: int) ->
             pinning.join(10)
     if finished.code != 0:
         sys.exit(f"error: the run {manner} ended with {finished.code}: {finished.stderr[-500:]}")
-    metrics = read_metrics(root / manner.directory / METRICS_FILE)
-    records = [record for record in metrics if STEP_TIME in record]
     # A run that samples ahead has nothing left to sample in its last steps, so they are not steady.
-    steady = records[_WARM_UP : len(records) - 3]
+    steady = steady_steps(root / manner.directory, _WARM_UP)[:-3]
 
     def mean(*names: str) -> float:
         return fmean(sum(float(record[name]) for name in names) for record in steady)
@@ -143,47 +138,40 @@ def _keep_pinned(descendants: Callable[[], list[psutil.Process]], ended: threadi
                 continue
 
 
-def report(found: dict[Manner, Figures], engine: str, steps: int, load: float) -> str:
+def report(found: dict[Manner, Figures]) -> str:
     """Report ``found``, which starts with unstreamed turns; its last entry is compared with the goal."""
     turns, best = next(iter(found.values())), list(found)[-1]
     bound = (turns.sampling + turns.training) / max(turns.sampling, turns.training)
     ratio = turns.step / found[best].step
-    table = "\n".join(
-        f"| {manner} | {run.step:.3f} | {turns.step / run.step:.2f} | {100 * run.idle / run.step:.0f} % | "
-        f"{run.length:.0f} | {run.staleness:.2f} |"
+    rows = [
+        (manner, f"{run.step:.3f}", f"{turns.step / run.step:.2f}", f"{run.idle / run.step:.0%}", *run.samples)
         for manner, run in found.items()
-    )
+    ]
+    columns = "max_staleness | step (s) | times as fast | trainer idle | response (tokens) | staleness"
     return (
-        f"{datetime.date.today()}, {describe_machine()}, engine {engine}, load average {load:.1f} at the start, "
-        f"`python -m benchmarks.ahead --engine {engine} --steps {steps}`.\n\n"
-        "| max_staleness | step (s) | times as fast | trainer idle | response (tokens) | staleness |\n"
-        f"|---|---:|---:|---:|---:|---:|\n{table}\n\n"
-        f"{best}: {ratio:.2f} times as fast (goal {GOAL}: {'met' if ratio >= GOAL else 'NOT MET'}); sampling takes "
+        f"{table(columns, rows)}\n\n"
+        f"{best}: {ratio:.2f} times as fast (goal {GOAL}: {met(ratio >= GOAL)}); sampling takes "
         f"{turns.sampling:.3f} s and training {turns.training:.3f} s in turn, so that overlap alone is bounded by "
         f"{bound:.2f}. What is beyond it comes from the engine, whose batch stays full over the ends of steps."
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ahead", description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--ahead", type=int, default=2, help="max_staleness to compare with 0 (default: 2)")
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--out", type=Path, default=Path("runs/ahead"))
-    parser.add_argument("--result", type=Path, help="also write the report to this file")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--engine", default="vllm")
+    arguments.add_argument("--ahead", type=int, default=2, help="max_staleness to compare with 0")
+    arguments.add_argument("--steps", type=int, default=25)
+    arguments.add_argument("--out", type=Path, default=Path("runs/ahead"))
+    options = arguments.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("error: two cores are needed, one for the engine and one for the trainer")
     os.environ["OMP_NUM_THREADS"] = "1"  # an engine would use all cores it starts on, and is pinned only later
-    load, model = load_average(), options.out / "model"
+    head, model = heading(), options.out / "model"
     make_tiny_model(model)
     make_arithmetic_data(model / "data")
     manners = [Manner(ahead, streams) for ahead in (0, options.ahead) for streams in (False, True)]
     found = {manner: measure(options.out, model, options.engine, manner, options.steps) for manner in manners}
-    text = report(found, options.engine, options.steps, load)
-    print(text)
-    if options.result:
-        options.result.write_text(f"{text}\n", encoding="utf-8")
+    publish(f"{head}\n\n{report(found)}", options.result)
 
 
 if __name__ == "__main__":

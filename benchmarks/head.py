@@ -4,7 +4,6 @@ Each row is one chunk size with one kind of row kernel. On CUDA the default shap
 with a pack of 8,192 tokens; on a CPU it is a tiny head in float32. The fastest of ``--repeats`` runs is reported.
 """
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.report import heading, parser, publish, table
 from slime_like.algorithms import head
 
 SHAPES = {"cuda": (8192, 151_936, 2560), "cpu": (512, 2048, 64)}
@@ -30,22 +30,30 @@ class Row:
     tflops: float
     peak_bytes: int | None
 
-    def line(self, tokens: int) -> str:
-        memory = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:8.2f} GiB"
-        return (
-            f"{self.chunk:6,} tokens  {self.kernels:6}  {self.ms:9.2f} ms  {self.ms / tokens:.6f} ms/token  "
-            f"{self.tflops:7.2f} TFLOP/s  {memory}".rstrip()
-        )
+    def cells(self, tokens: int) -> tuple[str, ...]:
+        memory = "-" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:.2f}"
+        times = (f"{self.ms:.2f}", f"{self.ms / tokens:.6f}", f"{self.tflops:.2f}")
+        return f"{self.chunk:,}", self.kernels, *times, memory
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a row as soon as it is measured."""
-    options = _parser().parse_args(arguments)
+def main() -> None:
+    """Print the table after every row."""
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--shape", type=int, nargs=3, metavar=("TOKENS", "VOCABULARY", "WIDTH"), help="by device if left out")
+    add("--chunks", type=int, nargs="+", help="tokens per chunk; 0 is the default chunk")
+    add("--entropy", action="store_true", help="entropies have a gradient, too")
+    add("--repeats", type=int, default=5)
+    options = arguments.parse_args()
     device = torch.device(options.device)
     shape = tuple(options.shape or SHAPES[device.type])
-    print(f"{shape[0]:,} tokens, {shape[1]:,} x {shape[2]:,} weight, {_machine(device)}", flush=True)
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    top = f"{heading()}\n{shape[0]:,} tokens, {shape[1]:,} x {shape[2]:,} weight, {named}."
+    columns, found = "chunk (tokens) | kernels | ms | ms a token | TFLOP/s | peak (GiB)", list[tuple[str, ...]]()
     for row in rows(device, shape, options.chunks or CHUNKS[device.type], options.entropy, options.repeats):
-        print(row.line(shape[0]), flush=True)
+        found.append(row.cells(shape[0]))
+        publish(f"{top}\n\n{table(columns, found)}", options.result)
 
 
 def rows(
@@ -94,21 +102,6 @@ def _peak(device: torch.device) -> int | None:
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peak
-
-
-def _machine(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.head", description=__doc__)
-    add = parser.add_argument
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
-    add("--shape", type=int, nargs=3, metavar=("TOKENS", "VOCABULARY", "WIDTH"), help="default: by device")
-    add("--chunks", type=int, nargs="+", help="tokens per chunk; 0 is the default chunk")
-    add("--entropy", action="store_true", help="entropies have a gradient, too")
-    add("--repeats", type=int, default=5, help="default: %(default)s")
-    return parser
 
 
 if __name__ == "__main__":

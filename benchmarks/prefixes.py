@@ -9,13 +9,11 @@ Goals: 0.40 of the time and 0.45 of the memory if sharing leaves 0.30 of the tok
 can be shared.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.step.machine import load_average, processor_name
+from benchmarks.report import heading, met, parser, publish, table
 from benchmarks.trainer.measure import in_process
 from benchmarks.trainer.sides import free_port
 from slime_like.algorithms import pack_sequences, real_tokens
@@ -159,24 +157,22 @@ def _step(trainer: Any, pack: PackedTrajectory) -> tuple[float, float]:
     return seconds, float(trainer.finish_step(denominator).grad_norm)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    options = parser.parse_args(arguments)
-    print(f"one thread of {processor_name()}, torch {torch.__version__}, load {load_average():.1f}")
-    print("model, trainer, prompt + samples x response: time, memory, tokens computed (of those without sharing)")
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    arguments.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    options, head, rows = arguments.parse_args(), heading(), []
+    columns = "model, trainer, prompt + samples x response | time | memory | tokens | goals | | without sharing (ms)"
     with tempfile.TemporaryDirectory() as directory:
         for model, side, shape in product(options.models, options.sides, SHAPES):
             found = in_process(measure, Path(directory) / model, model, side, shape)
             assert found is not None
-            met = found.time <= shape.most_time and found.memory <= shape.most_memory
-            print(
-                f"{'met    ' if met else 'NOT MET'}  {model}, {side}, {shape.prompt} + {shape.samples} x "
-                f"{shape.response}: {found.time:.2f}, {found.memory:.2f}, {found.tokens:.2f} "
-                f"(goals {shape.most_time:.2f}, {shape.most_memory:.2f}); without {1000 * found.copied_s:.0f} ms",
-                flush=True,
-            )
+            goals = f"{shape.most_time:.2f}, {shape.most_memory:.2f}"
+            is_met = met(found.time <= shape.most_time and found.memory <= shape.most_memory)
+            ratios = (f"{ratio:.2f}" for ratio in (found.time, found.memory, found.tokens))
+            case = f"{model}, {side}, {shape.prompt} + {shape.samples} x {shape.response}"
+            rows.append((case, *ratios, goals, is_met, f"{1000 * found.copied_s:.0f}"))
+            publish(f"{head}\n\n{table(columns, rows)}", options.result)
 
 
 if __name__ == "__main__":

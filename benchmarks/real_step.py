@@ -7,18 +7,15 @@ settings, e.g. another model and its data; ``--flags-here`` gives only this one 
 """
 
 import argparse
-import datetime
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.step.machine import describe_machine, load_average
+from benchmarks.report import flags, heading, parser, publish, run_to_its_end, steady_steps, table
 from slime_like.examples.tiny_model import make_arithmetic_data, make_tiny_model
-from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.observability.names import STEP_TIME, phase_seconds
 
 _SHAPE: dict[str, Any] = {
@@ -33,10 +30,10 @@ _SHAPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
 }
 _PHASES = ("generate", "score", "train", "sync")
-_TIMEOUT_S = 1800.0
 
 
-def flags(run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -> list[str]:
+def measure(checkout: Path, run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
+    """Return median seconds of all steps but the first, which touches memory for the first time."""
     settings = {
         "run_dir": run_dir,
         "resume": "never",
@@ -56,77 +53,53 @@ def flags(run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -
         "logging.tensorboard": "false",
         "logging.progress": "off",
     }
-    return ["train", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
-
-
-def measure(checkout: Path, run_dir: Path, model: Path, options: argparse.Namespace, dtype: str) -> dict[str, float]:
-    """Return median seconds of all steps but the first, which touches memory for the first time."""
     more = options.flags + (options.flags_here if checkout == Path.cwd() else [])
-    command = [str(Path(sys.executable).parent / "slime-like"), *flags(run_dir, model, options, dtype), *more]
+    command = [str(Path(sys.executable).parent / "slime-like"), "train", *flags(settings), *more]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    if done.returncode != 0:
-        sys.exit(f"error: the run of {checkout} ended with {done.returncode}: {done.stderr[-500:]}")
-    records = [record for record in read_metrics(run_dir / METRICS_FILE) if STEP_TIME in record][1:]
+    run_to_its_end(command, run_dir.with_suffix(".log"), cwd=checkout, env=environment)
+    steps = steady_steps(run_dir, 1)
     names = {"step": STEP_TIME, **{phase: phase_seconds(phase) for phase in _PHASES}}
-    return {column: median(float(record[name]) for record in records) for column, name in names.items()}
+    return {column: median(float(step[name]) for step in steps) for column, name in names.items()}
 
 
-def report(found: dict[tuple[str, str], list[dict[str, float]]], load: float, arguments: str) -> str:
+def report(found: dict[tuple[str, str], list[dict[str, float]]]) -> str:
     columns = ("step", *_PHASES)
     rows = [
-        f"| {dtype} | {side} | " + " | ".join(f"{median(run[column] for run in runs):.2f}" for column in columns) + " |"
+        [dtype, side, *(f"{median(run[column] for run in runs):.2f}" for column in columns)]
         for (dtype, side), runs in found.items()
     ]
-    ratios = []
+    text = table(f"dtype | checkout | {' (s) | '.join(columns)} (s)", rows)
     for (dtype, side), runs in found.items():
-        if side == "other" and (ours := found[dtype, "this"]):
-            pairs = [other["step"] / one["step"] for one, other in zip(ours, runs, strict=True)]
-            ratios.append(f"{dtype}: {median(pairs):.2f} times as fast ({min(pairs):.2f} to {max(pairs):.2f}).")
-    return "\n".join(
-        [
-            f"{datetime.date.today()}, {describe_machine()}, load average {load:.1f} at the start and "
-            f"{load_average():.1f} at the end, `python -m benchmarks.real_step {arguments}`.",
-            "",
-            f"| dtype | checkout | {' | '.join(f'{column} (s)' for column in columns)} |",
-            f"|---|---|{'---:|' * len(columns)}",
-            *rows,
-            *(["", *ratios] if ratios else []),
-        ]
-    )
+        if side == "other":
+            pairs = [other["step"] / ours["step"] for ours, other in zip(found[dtype, "this"], runs, strict=True)]
+            text += f"\n\n{dtype}: {median(pairs):.2f} times as fast ({min(pairs):.2f} to {max(pairs):.2f})."
+    return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--flags", type=shlex.split, default=[], help="further settings, as one argument")
-    parser.add_argument("--flags-here", type=shlex.split, default=[], help="further settings of this checkout alone")
-    parser.add_argument("--against", type=Path, help="another checkout, measured in turn with this one")
-    parser.add_argument("--out", type=Path, default=Path("runs/real_step"))
-    parser.add_argument("--result", type=Path, help="also write the report to this file")
-    options = parser.parse_args()
-    if options.steps < 2:
-        parser.error(f"--steps {options.steps} leaves nothing to time after the first; give 2 or more")
-    load, out = load_average(), options.out.absolute()
+    options = parser(__doc__)
+    add = options.add_argument
+    add("--dtype", nargs="+", default=["float32", "bfloat16"])
+    add("--engine", default="vllm")
+    add("--steps", type=int, default=3)
+    add("--new-tokens", type=int, default=64)
+    add("--rounds", type=int, default=1)
+    add("--flags", type=shlex.split, default=[], help="further settings, as one argument")
+    add("--flags-here", type=shlex.split, default=[], help="further settings of this checkout alone")
+    add("--against", type=Path, help="another checkout, measured in turn with this one")
+    add("--out", type=Path, default=Path("runs/real_step"))
+    chosen = options.parse_args()
+    head, out = heading(), chosen.out.absolute()
     make_tiny_model(out / "model", "llama", dtype="bfloat16", **_SHAPE)
     make_arithmetic_data(out / "model" / "data")
-    sides = {"this": Path.cwd()} | ({"other": options.against.absolute()} if options.against else {})
+    sides = {"this": Path.cwd()} | ({"other": chosen.against.absolute()} if chosen.against else {})
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for number in range(options.rounds):
-        for dtype in options.dtype:
+    for number in range(chosen.rounds):
+        for dtype in chosen.dtype:
             for side, checkout in sides.items():
-                run = measure(checkout, out / f"{dtype}-{side}-{number}", out / "model", options, dtype)
+                run = measure(checkout, out / f"{dtype}-{side}-{number}", out / "model", chosen, dtype)
                 found.setdefault((dtype, side), []).append(run)
-    text = report(found, load, " ".join(sys.argv[1:]))
-    print(text)
-    if options.result:
-        options.result.write_text(f"{text}\n", encoding="utf-8")
+    publish(f"{head}\n\n{report(found)}", chosen.result)
 
 
 if __name__ == "__main__":

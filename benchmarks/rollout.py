@@ -9,7 +9,6 @@ worker process and get their advantages. Both sides have as many threads, and ar
 
 import argparse
 import asyncio
-import datetime
 import gc
 import json
 import os
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.step.machine import describe_machine, load_average
+from benchmarks.report import heading, met, parser, publish, table
 from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.data.tokenizer import load_tokenizer
@@ -100,7 +99,6 @@ def _hash(total: int, answers: Sequence[Sequence[Generation]]) -> int:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------- bare
 async def measure_bare(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figures:
     from rollout.vllm.sampling import generations
 
@@ -166,7 +164,6 @@ def measure_in_a_process(options: argparse.Namespace) -> Figures:
     return Figures(**json.loads(finished.stdout.strip().splitlines()[-1]))
 
 
-# ---------------------------------------------------------------------------------------------------------- whole path
 def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figures:
     from slime_like.orchestration.cluster.bundles import pieces_of
     from slime_like.orchestration.cluster.cluster import Cluster
@@ -205,39 +202,33 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     return Figures(seconds, tokens, sampled)
 
 
-# -------------------------------------------------------------------------------------------------------------- report
-def report(bare: Figures, path: Figures, config: RunConfig, options: argparse.Namespace, load: float) -> str:
+def report(bare: Figures, path: Figures, config: RunConfig, options: argparse.Namespace) -> str:
     parameters = ModelDimensions.from_checkpoint(config.model.path).active_parameters / 1e6
     ratio = path.per_s / bare.per_s
     same = "the same ids on both sides" if bare.sampled == path.sampled else "ids differ between the sides"
-    by_round = zip(path.speeds, bare.speeds, strict=True)
-    spread = ", ".join(f"{ours:.0f} of {other:.0f}" for ours, other in by_round)
+    spread = ", ".join(f"{a:.0f} of {b:.0f}" for a, b in zip(path.speeds, bare.speeds, strict=True))
+    sides = {"bare engine": bare, "whole path, to scored trajectories": path}
+    rows = [(name, f"{side.per_s:,.0f}", f"{median(side.seconds):.2f}") for name, side in sides.items()]
     return (
-        f"{datetime.date.today()}, {describe_machine()}, engine {config.rollout.engine}, load average {load:.1f} at "
-        f"the start, `python -m benchmarks.rollout --engine {config.rollout.engine}`.\n\n"
         f"Qwen3 of {parameters:.0f} M parameters, float32, {options.threads} thread(s) for the engine; "
         f"{options.rounds} rounds of {options.prompts} prompts x {options.samples} samples of up to {options.tokens} "
-        f"tokens; {same}.\n\n"
-        "| | tokens/s | seconds of a round |\n|---|---:|---:|\n"
-        f"| bare engine | {bare.per_s:,.0f} | {median(bare.seconds):.2f} |\n"
-        f"| whole path, to scored trajectories | {path.per_s:,.0f} | {median(path.seconds):.2f} |\n\n"
-        f"{ratio:.1%} of the bare engine's speed (goal {GOAL:.0%}: {'met' if ratio >= GOAL else 'NOT MET'}; by rounds "
-        f"{spread} tokens/s)."
+        f"tokens; {same}.\n\n{table(' | tokens/s | seconds of a round', rows)}\n\n"
+        f"{ratio:.1%} of the bare engine's speed (goal {GOAL:.0%}: {met(ratio >= GOAL)}; by rounds {spread} tokens/s)."
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--prompts", type=int, default=16, help="of one round (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="responses to each (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, help="of a response, at most (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="of the engine; Ray gives an actor one per CPU slot")
-    parser.add_argument("--out", type=Path, default=Path("runs/rollout_benchmark"))
-    parser.add_argument("--result", type=Path, help="also write the report to this file")
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    add = arguments.add_argument
+    add("--engine", default="vllm")
+    add("--prompts", type=int, default=16, help="of one round")
+    add("--samples", type=int, default=8, help="responses to each")
+    add("--tokens", type=int, default=64, help="of a response, at most")
+    add("--rounds", type=int, default=2)
+    add("--threads", type=int, default=1, help="of the engine; Ray gives an actor one per CPU slot")
+    add("--out", type=Path, default=Path("runs/rollout_benchmark"))
+    add("--bare", action="store_true", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     options.out = options.out.absolute()
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # torch reads it when an engine starts
     config = configure(options)
@@ -245,16 +236,13 @@ def main() -> None:
         figures = asyncio.run(measure_bare(config, rounds(config, options.rounds, options.prompts)))
         print(json.dumps(asdict(figures)))
         return
-    load = load_average()
+    head = heading()
     if not (config.model.path / "config.json").is_file():
         make_tiny_model(config.model.path, max_position_embeddings=512, **_SIZES)
         make_arithmetic_data(config.model.path / "data")
     bare = measure_in_a_process(options)
     path = measure_path(config, rounds(config, options.rounds, options.prompts))
-    text = report(bare, path, config, options, load)
-    print(text)
-    if options.result:
-        options.result.write_text(f"{text}\n", encoding="utf-8")
+    publish(f"{head}\n\n{report(bare, path, config, options)}", options.result)
 
 
 if __name__ == "__main__":

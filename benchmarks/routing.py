@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 
+from benchmarks.report import heading, met, parser, publish, table
 from slime_like.config import ClusterConfig, RolloutConfig
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.rollout.supervisor import EngineStart, EngineSupervisor
@@ -89,22 +90,20 @@ def ask_an_actor(sizes: Sequence[int]) -> float:
 
 
 def main() -> None:
-    rng = random.Random(0)
+    options = parser(__doc__).parse_args()
+    head, rng = heading(), random.Random(0)
     as_in_a_run = [int(rng.lognormvariate(5.5, 0.8)) + 1 + 8 * 1024 for _ in range(REQUESTS)]
     lognormal = [int(rng.lognormvariate(6.0, 0.8)) + 1 for _ in range(REQUESTS)]
-    found = route(as_in_a_run)
-    for what, value, met in (
-        (f"decisions a second (goal {GOAL_PER_S:,})", f"{found.per_s:,.0f}", found.per_s >= GOAL_PER_S),
-        (f"busiest above the mean (goal {GOAL_IMBALANCE:.0%})", f"{found.imbalance:.1%}", found.imbalance <= 0.10),
-    ):
-        print(f"{'met    ' if met else 'NOT MET'}  requests as in a run, {what}: {value}")
-    other = route(lognormal)
-    print(
-        f"         lognormal requests, {other.per_s:,.0f} decisions a second, busiest above the mean: "
-        f"{other.imbalance:.1%}; the largest request alone is {other.largest:.1%} of a worker's mean load"
-    )
-    per_s = ask_an_actor(as_in_a_run[:ASKED])
-    print(f"         the same object as a Ray actor, asked for each decision: {per_s:,.0f} decisions a second")
+    found, other = route(as_in_a_run), route(lognormal)
+    rows = [
+        (what, f"{each.per_s:,.0f}", f"{each.imbalance:.1%}", f"{each.largest:.1%}")
+        for what, each in (("requests as in a run", found), ("lognormal requests", other))
+    ]
+    rows.append(("the same object as a Ray actor", f"{ask_an_actor(as_in_a_run[:ASKED]):,.0f}", "", ""))
+    columns = " | decisions a second | busiest above the mean | largest request, of a mean load"
+    is_met = found.per_s >= GOAL_PER_S and found.imbalance <= GOAL_IMBALANCE
+    goal = f"Goals as in a run: {GOAL_PER_S:,} a second, {GOAL_IMBALANCE:.0%} above the mean: {met(is_met)}."
+    publish(f"{head}\n\n{table(columns, rows)}\n\n{goal}", options.result)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ class Row:
         case: measured case.
         form: implementation.
         value, unit: measured value.
-        note: a ratio, or a bound and whether it holds.
+        note: a ratio, or what the value is compared with.
+        goal, is_met: in words, and whether the row meets it; None if there is no goal.
     """
 
     case: str
@@ -29,6 +30,8 @@ class Row:
     value: float
     unit: str
     note: str = ""
+    goal: str = ""
+    is_met: bool | None = None
 
 
 def best_times(forms: Mapping[str, Callable[[], object]], repeats: int = 25) -> dict[str, float]:
@@ -53,12 +56,18 @@ def _best_time(form: Callable[[], object], repeats: int) -> float:
     return min(times) * 1e3
 
 
-def time_rows(case: str, times: Mapping[str, float], baseline: str) -> list[Row]:
-    """Return a row per form with its speed relative to the baseline."""
-    return [
-        Row(case, name, ms, "ms", "baseline" if name == baseline else f"{times[baseline] / ms:.2f} x as fast")
-        for name, ms in times.items()
-    ]
+def time_rows(
+    case: str, times: Mapping[str, float], baseline: str, goals: Mapping[str, float] | None = None
+) -> list[Row]:
+    """Return a row per form with its speed relative to the baseline; ``goals`` has the least of some forms."""
+    rows = []
+    for name, ms in times.items():
+        speed = times[baseline] / ms
+        note = "baseline" if name == baseline else f"{speed:.2f} x as fast"
+        least = (goals or {}).get(name)
+        goal = () if least is None else (f"at least {least:.2f} x as fast", speed >= least)
+        rows.append(Row(case, name, ms, "ms", note, *goal))
+    return rows
 
 
 def peak_bytes(prepare: Callable[[], object], run: Callable[[object], object]) -> int:

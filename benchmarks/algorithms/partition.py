@@ -36,8 +36,10 @@ def _rows(name: str, lengths: list[int], ranks: int) -> list[Row]:
     counts = {len(batches) for batches in partition}
     ms = best_times({case: lambda: partition_by_tokens(lengths, BUDGET, ranks)}, repeats=3)[case]
     equal = "equal counts" if len(counts) == 1 else f"counts {sorted(counts)}"
+    more = found / greedy - 1
+    note = f"lower bound {bound}, first fit {greedy} ({more:+.2%})"
     return [
-        Row(case, "micro-batches", found, "", f"lower bound {bound}, first fit {greedy} ({found / greedy - 1:+.2%})"),
-        Row(case, "rank imbalance", 100 * imbalance, "%", equal),
-        Row(case, "time", ms, "ms"),
+        Row(case, "micro-batches", found, "", note, "at most 3 % more than first fit", more <= 0.03),
+        Row(case, "rank imbalance", 100 * imbalance, "%", equal, "at most 2 %", imbalance <= 0.02),
+        Row(case, "time", ms, "ms", "", "at most 1,000 ms", ms <= 1000.0),
     ]

@@ -1,119 +1,132 @@
 """The command ``python -m benchmarks.step``."""
 
 import argparse
-import datetime
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 
-from benchmarks.step import ours, trl_side
-from benchmarks.step.machine import describe_machine, load_average
-from benchmarks.step.table import Comparison, Round, render
-from benchmarks.step.workload import NUM_PROMPTS, SAMPLES_PER_PROMPT, Workload, make_inputs
+from benchmarks.report import heading, parser, publish, table
+from benchmarks.step import trl_side
+from benchmarks.step.workload import (
+    NUM_PROMPTS,
+    PARTS,
+    SAMPLES_PER_PROMPT,
+    Measurement,
+    Workload,
+    make_inputs,
+    measure_ours,
+)
 from benchmarks.trainer.shapes import SHAPES
-from slime_like.errors import SlimeLikeError
 
+GOALS = {4: 2.0, 64: 0.65, 256: 0.35}
+"""Maps the limit on new tokens to our goal for the ratio of our time to TRL's."""
 _STEPS = {4: 24, 64: 14, 256: 9}
 _WARMUP_STEPS = 4
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} measures nothing; give 1 or more")
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One workload, measured on both systems in turns: a pair of ours and TRL's per round, one right after the other.
+
+    If the machine's speed drifts, compare seconds only within a round.
+    """
+
+    max_new_tokens: int
+    rounds: Sequence[tuple[Measurement, Measurement]]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Our seconds per step divided by TRL's: we are faster below 1."""
+        return [ours.step_s / trl.step_s for ours, trl in self.rounds]
+
+    def median_of(self, figure: Callable[[Measurement], float], side: int = 0) -> float:
+        """Return the median of one value of ours, or of TRL's if ``side`` is 1."""
+        return median(figure(pair[side]) for pair in self.rounds)
+
+
+def main() -> None:
+    options = _parser().parse_args()
     if importlib.util.find_spec("trl") is None:
-        sys.exit(
-            "error: TRL is not installed; run `bash benchmarks/step.sh`, which installs the tested version, or "
-            "`pip install --no-deps -r <(grep '# bench$' constraints.txt)`"
-        )
-    try:
-        load = load_average()
-        report = _report(_compare(options), options, load, arguments)
-    except SlimeLikeError as error:
-        sys.exit(f"error: {error}")
-    print(report)
-    if options.result:
-        options.result.write_text(f"{report}\n", encoding="utf-8")
+        sys.exit("error: TRL is not installed; run `bash benchmarks/step.sh`, which installs the tested version")
+    head = heading()
+    comparisons = _compare(options)
+    explained = (
+        f"{options.shape}, {options.prompts} prompts a step, {SAMPLES_PER_PROMPT} samples each. {options.rounds} "
+        f"rounds: TRL runs, then ours; a run's figure is its median over the steps after the first {_WARMUP_STEPS}, "
+        "and the table shows the median of the rounds. Ratio: ours over TRL's in the same round, which a drift of the "
+        f"machine's speed does not change. Ours: {options.processes} {options.engine} engines and as many "
+        "data-parallel ranks in turn; TRL: one process with all cores' threads."
+    )
+    publish(f"{head}\n{explained}\n\n{_render(comparisons)}", options.result)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description="Seconds of a step, next to TRL's.")
-    parser.add_argument(
-        "--new-tokens",
-        type=int,
-        nargs="+",
-        default=list(_STEPS),
-        help="length limits to compare (default: %(default)s)",
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="of the model (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="of a step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="steps of each run (default: 24, 14 and 9 for 4, 64 and 256 tokens)")
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="runs of each system, in turns (default: %(default)s); a drift hits both"
-    )
-    parser.add_argument("--engine", default="transformers", help="our inference engine (default: %(default)s)")
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=min(2, len(os.sched_getaffinity(0))),
-        help="our engines, and our data-parallel ranks (default: one a core, at most 2)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/step"), help="for model, runs and logs (default: %(default)s)"
-    )
-    parser.add_argument("--result", type=Path, help="also write the report to this file")
-    return parser
+    options = parser("Seconds of a step, next to TRL's.")
+    add = options.add_argument
+    add("--new-tokens", type=int, nargs="+", default=list(_STEPS), help="length limits to compare")
+    add("--shape", choices=SHAPES, default="tiny", help="of the model")
+    add("--prompts", type=int, default=NUM_PROMPTS, help="of a step")
+    add("--steps", type=int, help="steps of each run; by default 24, 14 and 9 for 4, 64 and 256 tokens")
+    add("--rounds", type=int, default=3, help="runs of each system, in turns; a drift hits both")
+    add("--engine", default="transformers", help="our inference engine")
+    cores = len(os.sched_getaffinity(0))
+    add("--processes", type=int, default=min(2, cores), help="our engines, and our data-parallel ranks")
+    add("--out", type=Path, default=Path("runs/step"), help="for model, runs and logs")
+    return options
 
 
 def _compare(options: argparse.Namespace) -> list[Comparison]:
     model, prompts = make_inputs(options.out / "model", options.shape)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     comparisons = []
     for limit in options.new_tokens:
-        steps = options.steps or _STEPS.get(limit, 20)
         workload = Workload(
             model,
             prompts,
             limit,
-            steps,
+            options.steps or _STEPS.get(limit, 20),
             _WARMUP_STEPS,
             prompts_per_step=options.prompts,
             engine=options.engine,
             processes=options.processes,
-            device=device,
+            device="cuda" if torch.cuda.is_available() else "cpu",
         )
-        directory = options.out / f"{limit}-tokens"
-        rounds = [_round(workload, directory / f"round-{number}") for number in range(1, options.rounds + 1)]
+        rounds = []
+        for number in range(1, options.rounds + 1):
+            directory = options.out / f"{limit}-tokens" / f"round-{number}"
+            print(f"up to {limit} new tokens, round {number}", file=sys.stderr, flush=True)
+            theirs = trl_side.measure(workload, directory)
+            rounds.append((measure_ours(workload, directory), theirs))
         comparisons.append(Comparison(limit, rounds))
     return comparisons
 
 
-def _round(workload: Workload, directory: Path) -> Round:
-    print(f"up to {workload.max_new_tokens} new tokens, {directory.name}: TRL", file=sys.stderr, flush=True)
-    theirs = trl_side.measure(workload, directory)
-    print(f"up to {workload.max_new_tokens} new tokens, {directory.name}: slime-like", file=sys.stderr, flush=True)
-    return Round(ours.measure(workload, directory), theirs)
-
-
-def _report(
-    comparisons: Sequence[Comparison], options: argparse.Namespace, load: float, arguments: Sequence[str] | None
-) -> str:
-    command = " ".join(["python -m benchmarks.step", *(sys.argv[1:] if arguments is None else arguments)])
-    return (
-        f"{datetime.date.today()}, {describe_machine()}, load average {load:.1f} at the start, `{command}`.\n"
-        f"{options.shape}, {options.prompts} prompts a step, {SAMPLES_PER_PROMPT} samples each. {options.rounds} "
-        f"rounds: TRL runs, then ours; a run's figure is its median over the steps after the first {_WARMUP_STEPS}, "
-        "and what is shown the median of the rounds. Ratio: ours over TRL's in the same round, so that it stays what "
-        "it is where the machine's speed drifts from round to round. "
-        f"Ours: {options.processes} {options.engine} engines and as many data-parallel ranks in turn; TRL: one process "
-        "with all cores' threads.\n\n"
-        f"{render(comparisons)}"
-    )
+def _render(comparisons: Sequence[Comparison]) -> str:
+    """Return two Markdown tables: both systems' steps, and the phases of ours."""
+    columns = "new tokens, up to | mean length, ours | TRL | step, ours (s) | TRL (s) | ratio | of rounds | goal | met"
+    rows, parts = [], []
+    for each in comparisons:
+        goal, ratio = GOALS.get(each.max_new_tokens), median(each.ratios)
+        lengths = [fmean(pair[side].response_length for pair in each.rounds) for side in (0, 1)]
+        seconds = [each.median_of(lambda one: one.step_s, side) for side in (0, 1)]
+        rows.append(
+            [
+                each.max_new_tokens,
+                *(f"{length:.1f}" for length in lengths),
+                *(f"{value:.3f}" for value in seconds),
+                f"{ratio:.2f}",
+                f"{min(each.ratios):.2f} to {max(each.ratios):.2f}",
+                *(("-", "-") if goal is None else (f"{goal:.2f}", "yes" if ratio <= goal else "NO")),
+            ]
+        )
+        phases = [each.median_of(lambda one, part=part: one.parts[part]) for part in PARTS]  # type: ignore[misc]
+        parts.append([each.max_new_tokens, *(f"{value:.3f}" for value in phases)])
+    return f"{table(columns, rows)}\n\n{table(' (s) | '.join(['new tokens, up to', *PARTS]) + ' (s)', parts)}"
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from benchmarks.step.measurement import Measurement, from_records
-from benchmarks.step.process import run_bounded
-from benchmarks.step.workload import REWARD, REWARD_OPTIONS, Workload
+from benchmarks.report import run_to_its_end
+from benchmarks.step.workload import REWARD, REWARD_OPTIONS, Measurement, Workload
 from slime_like.sandbox.rewards.registry import resolve_reward
 
 _REWARD = resolve_reward(REWARD)
@@ -20,8 +20,10 @@ def measure(workload: Workload, directory: Path) -> Measurement:
     given, records = directory / "workload.json", directory / "trl.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     workload.write(given)
-    run_bounded([sys.executable, "-m", "benchmarks.step.trl_side", str(given), str(records)], directory / "trl.log")
-    return from_records(records, workload.warmup_steps)
+    command = [sys.executable, "-m", "benchmarks.step.trl_side", str(given), str(records)]
+    run_to_its_end(command, directory / "trl.log")
+    steps = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()][workload.warmup_steps :]
+    return Measurement(median(s["step_s"] for s in steps), fmean(s["response_length"] for s in steps))
 
 
 def reward(prompts: list[str], completions: list[str], answer: list[str], **unused: Any) -> list[float]:
@@ -42,7 +44,7 @@ def _settings(workload: Workload, scratch: str) -> Any:
         max_steps=workload.steps,
         seed=workload.seed,
         # One batch is the whole step: generated at once, with one update without accumulation.
-        per_device_train_batch_size=workload.sequences,
+        per_device_train_batch_size=workload.prompts_per_step * workload.samples_per_prompt,
         gradient_accumulation_steps=1,
         num_generations=workload.samples_per_prompt,
         max_completion_length=workload.max_new_tokens,

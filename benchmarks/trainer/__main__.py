@@ -6,19 +6,15 @@ tokens per pack. On a CPU it is the tiny Qwen3 in float32, with a minibatch of t
 """
 
 import argparse
-import datetime
-import os
-import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from benchmarks.step.machine import processor_name
+from benchmarks.report import heading, parser
 from benchmarks.trainer.jobs import (
     BACKENDS,
     HUGGING_FACE,
@@ -34,20 +30,20 @@ from benchmarks.trainer.shapes import SHAPES, write_checkpoint
 from benchmarks.trainer.table import Row, Workload, render
 from slime_like.models.dimensions import ModelDimensions
 
-RECOMPUTE = ("none", "full")
+RECOMPUTE = ["none", "full"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Measure all sides; if one fails, the others still run and the exit code is 1.
 
     The report is written after every row, so that a time limit keeps finished rows.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="slime-like-trainer-") as directory:
         products = in_process(ceiling, options.threads)
         if products is None:
             sys.exit("error: matrix products did not fit the device's memory; is somebody else using it?")
-        head = _head(options, arguments, products)
+        head = f"{heading()} {_device(options.threads)} Matrix products: {products / 1e12:.2f} TFLOP/s."
         print(head, flush=True)
         rows = []
         for row in _rows(options, Path(directory)):
@@ -61,32 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    on_cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__)
-    shapes = ["0.6b", "1.7b", "4b"] if on_cuda else ["tiny"]
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=shapes, help="default: %(default)s")
-    parser.add_argument(
-        "--tokens",
-        type=_positive,
-        nargs="+",
-        default=[8192, 32768] if on_cuda else None,
-        help="of a full pack; without it a step is a minibatch of the quickstart's (default: %(default)s)",
+    on_cuda, options = torch.cuda.is_available(), parser(__doc__)
+    add, sides = options.add_argument, [*BACKENDS, *HUGGING_FACE]
+    add("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "1.7b", "4b"] if on_cuda else ["tiny"])
+    tokens = [8192, 32768] if on_cuda else None
+    add(
+        "--tokens", type=_positive, nargs="+", default=tokens, help="of a full pack; None is the quickstart's minibatch"
     )
-    parser.add_argument("--micro-batches", type=_positive, default=4, help="full packs a step (default: %(default)s)")
-    sides = [*BACKENDS, *HUGGING_FACE]
-    parser.add_argument("--backend", nargs="+", choices=sides, default=sides, help="default: %(default)s")
-    parser.add_argument("--repeats", type=_positive, default=10, help="steps measured (default: %(default)s)")
-    parser.add_argument("--threads", type=_positive, help="of each process; all cores if left out")
-    parser.add_argument(
-        "--recompute",
-        nargs="+",
-        choices=RECOMPUTE,
-        default=list(RECOMPUTE),
-        help="of layers in backward, tried in this order: the first that fits the memory is measured "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--result", type=Path, help="also write the report to this file")
-    return parser
+    add("--micro-batches", type=_positive, default=4, help="full packs a step")
+    add("--backend", nargs="+", choices=sides, default=sides)
+    add("--repeats", type=_positive, default=10, help="steps measured")
+    add("--threads", type=_positive, help="of each process; all cores if left out")
+    recompute = "of layers in backward, tried in this order: the first that fits the memory is measured"
+    add("--recompute", nargs="+", choices=RECOMPUTE, default=RECOMPUTE, help=recompute)
+    return options
 
 
 def _positive(text: str) -> int:
@@ -120,16 +104,10 @@ def _row(side: str, work: Workload, model: Path, tokens: int | None, options: ar
     return Row(work, side, recompute, None)
 
 
-def _head(options: argparse.Namespace, arguments: Sequence[str] | None, products: float) -> str:
-    command = shlex.join(["python", "-m", "benchmarks.trainer", *(sys.argv[1:] if arguments is None else arguments)])
-    cores = options.threads or len(os.sched_getaffinity(0))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cores} threads of {processor_name()}"
-    attention = [name for name in ("transformer_engine", "flash_attn") if find_spec(name)]
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core", "transformers"))
-    return (
-        f"`{command}`, {datetime.date.today()}, {device}, {packages}, {' and '.join(attention) or 'torch alone'} for "
-        f"attention. Matrix products: {products / 1e12:.2f} TFLOP/s."
-    )
+def _device(threads: int | None) -> str:
+    attention = " and ".join(name for name in ("transformer_engine", "flash_attn") if find_spec(name))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{threads or 'all'} threads"
+    return f"{device}, {attention or 'torch alone'} for attention."
 
 
 if __name__ == "__main__":

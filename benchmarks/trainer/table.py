@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.report import table
 from benchmarks.trainer.measure import Figures
 
 _COLUMNS = (
-    "model", "tokens a pack", "trained by", "recompute", "tokens/s", "forward + backward (s)", "optimizer (s)",
-    "of the ceiling, forward + backward", "of the ceiling, step", "peak memory (GiB)", "planned (GiB)", "score (s)",
-    "processor (s)", "start (s)", "gradient norm",
-)  # fmt: skip
+    "model | tokens a pack | trained by | recompute | tokens/s | forward + backward (s) | optimizer (s) | "
+    "of the ceiling, forward + backward | of the ceiling, step | peak memory (GiB) | planned (GiB) | score (s) | "
+    "processor (s) | start (s) | gradient norm"
+)
 
 _OUT_OF_MEMORY = "out of memory"
 
@@ -63,24 +64,15 @@ class Row:
 
 
 def render(rows: Sequence[Row], ceiling: float) -> str:
-    """Render a Markdown table.
-
-    Args:
-        ceiling: FLOP/s of matrix products.
-    """
-    lines = [_line(_COLUMNS), _line(["---"] * len(_COLUMNS))]
-    return "\n".join([*lines, *(_line(_cells(row, ceiling)) for row in rows)])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    """Render a Markdown table; ``ceiling`` is the FLOP/s of matrix products."""
+    return table(_COLUMNS, [_cells(row, ceiling) for row in rows])
 
 
 def _cells(row: Row, ceiling: float) -> list[str]:
     work, figures = row.workload, row.figures
     named = [work.shape, f"{work.pack_tokens:,}", row.side, row.recompute]
     if figures is None:
-        return [*named, row.failed or _OUT_OF_MEMORY, *[""] * (len(_COLUMNS) - len(named) - 1)]
+        return [*named, row.failed or _OUT_OF_MEMORY, *[""] * (_COLUMNS.count("|") - len(named))]
     return [
         *named,
         f"{work.tokens / figures.step_s:,.0f}",

@@ -23,7 +23,7 @@ from slime_like.weights.transports.registry import open_receiver, open_sender
 
 RATES = (1e-6, 1e-5)
 _SIZES = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 4, "num_attention_heads": 6}
-_WARM_STEPS, _STEPS = 60, 10
+_WARM_STEPS, STEPS = 60, 10
 _BATCH = 16
 
 
@@ -106,7 +106,7 @@ def _run_at(rate: float, trained: Trained, batches: Iterator[Tensor]) -> Iterato
     sender = open_sender("shared_memory", "changes-benchmark", TransportSettings(delta=True))
     receiver = open_receiver("shared_memory", sender.rendezvous())
     try:
-        for step in range(_STEPS + 1):
+        for step in range(STEPS + 1):
             exported = trained.exported()
             wire = changed = elements = 0
             for bucket in buckets_of(exported, 64 << 20):
