@@ -93,7 +93,6 @@ LANES = {
     "mutation": "known bugs put into the code, each caught by a test",
     "parallel": "several ranks of a trainer",
     "process": "starts processes, or takes longer than a second",
-    "benchmarks": "the arithmetic of the benchmarks",
     "gpu": "needs a CUDA device",
     "unit": "one process, well below a second a test",
 }

@@ -31,6 +31,8 @@ from benchmarks.trainer.table import Row, Workload, render
 from slime_like.models.dimensions import ModelDimensions
 
 RECOMPUTE = ["none", "full"]
+_ROUNDING = 1.05
+"""Bound on the ratio of gradient norms of one step, in bfloat16."""
 
 
 def main() -> None:
@@ -52,6 +54,10 @@ def main() -> None:
             if options.result:
                 options.result.write_text(f"{head}\n\n{render(rows, products)}\n", encoding="utf-8")
     print(f"\n{render(rows, products)}")
+    for work in {row.workload for row in rows}:
+        norms = [row.figures.grad_norm for row in rows if row.workload == work and row.figures is not None]
+        if norms and max(norms) > _ROUNDING * min(norms):
+            sys.exit(f"error: {work.shape}: gradient norms {norms} differ, so the sides did not compute the same step")
     if any(row.failed for row in rows):
         sys.exit(1)
 

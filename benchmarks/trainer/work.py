@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slime_like.algorithms import training_flops
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 
@@ -13,20 +14,14 @@ _REPEATS = 10
 
 
 def step_flops(dimensions: ModelDimensions, packs: Sequence[PackedTrajectory]) -> float:
-    """Return the necessary FLOPs of forward and backward, without recomputation and padding.
-
-    Counts 6 FLOPs (2 forward, 4 backward) per matrix parameter of the layers and token, and per head parameter and
-    response token. Causal attention needs half of L x L per sequence: in every layer 2 products of
-    2 * L^2 / 2 * heads * head_dim forward, and 4 backward.
-    """
-    layers = dimensions.attention.matrices(dimensions) + dimensions.mlp_parameters(dimensions.moe_top_k)
-    head = dimensions.vocab_size * dimensions.hidden_size
-    width = dimensions.num_heads * (dimensions.head_dim + dimensions.value_dim) / 2
+    """Return the necessary FLOPs of forward and backward, without recomputation, padding and the prompts' head."""
+    width = dimensions.num_heads * (dimensions.head_dim + dimensions.value_dim) // 2
+    head = 6.0 * dimensions.vocab_size * dimensions.hidden_size
     flops = 0.0
     for pack in packs:
-        lengths = pack.cu_seqlens.diff().double()
-        attention = 6.0 * dimensions.num_layers * width * float((lengths * lengths).sum())
-        flops += 6.0 * (layers * pack.actual_total_tokens + head * int(pack.response_lens.sum())) + attention
+        lengths = pack.cu_seqlens.diff()
+        flops += sum(training_flops(lengths, width, dimensions.active_parameters, dimensions.attention_layers))
+        flops -= head * int(pack.prompt_lens.sum())
     return flops
 
 

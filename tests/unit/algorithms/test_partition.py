@@ -1,14 +1,20 @@
 """Partitions lose nothing, keep the budget and are balanced."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from slime_like.algorithms import partition_by_tokens, partition_full_batches
 from slime_like.algorithms.packing.balance import balance
 from slime_like.algorithms.packing.bins import first_fit_decreasing, pack_into
 from slime_like.algorithms.packing.partition import training_flops
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.dimensions import ModelDimensions
 from tests.support.properties import examples
 
 
@@ -124,6 +130,20 @@ def test_balance_by_flops_differs_from_tokens() -> None:
     # Equal counts move little: the rank with the long sequence gets the cheapest of the others.
     partition = partition_by_tokens(lengths, 4096, 2, costs=flops)
     assert sorted(sum(map(len, bins)) for bins in partition) == [2, 23]
+
+
+def test_flops_match_torchs_count(tmp_path: Path) -> None:
+    """Hugging Face's eager attention computes all of L x L, so the half that causality saves is added."""
+    make_tiny_model(tmp_path, num_hidden_layers=2, hidden_size=32, intermediate_size=48, vocab_size=264)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model = ModelDimensions.from_checkpoint(tmp_path)
+    width, lengths = model.num_heads * model.head_dim, [40, 7]
+    with FlopCounterMode(display=False) as counter:
+        for length in lengths:
+            network(input_ids=torch.arange(length)[None], use_cache=False).logits.sum().backward()
+    flops = sum(training_flops(lengths, width, model.active_parameters, model.attention_layers))
+    saved = 6 * model.attention_layers * width * sum(length**2 for length in lengths)
+    assert counter.get_total_flops() == pytest.approx(flops + saved, rel=2e-3)
 
 
 def test_tensors_are_accepted() -> None:
