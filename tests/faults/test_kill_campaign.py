@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-import torch
 
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.ledger import audit_run
@@ -36,7 +35,8 @@ NOTICED_S = {"SIGKILL": 30.0, "SIGSTOP": 120.0}
 """Bounds on the time from the signal until the message."""
 GIVE_UP_S, DRIVER_RESTS_S, START_S, END_S, LOOK_EVERY_S = 160.0, 45.0, 240.0, 60.0, 0.05
 STEPS_AFTER, FIRST_STEP = 3, "| step time "
-FIGURES = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
+NAMES = ("loss", "policy_loss", "kl_loss", "ratios", "entropy", "grad_norm", "num_tokens")
+FIGURES = [f"train_actor_training/{name}" for name in NAMES]
 CALLS = {
     "start": "",
     "generate": r"ray::EngineActor\.generate",
@@ -49,13 +49,9 @@ CALLS = {
 
 
 class Victim(NamedTuple):
-    """A class of processes.
+    """A class of processes: a pattern of the command line with ">" and the log's name, and one of the message about it.
 
-    Attributes:
-        found: pattern in the command line, followed by ">" and the name of the file at standard output.
-        named: pattern in the message about it.
-        needed: a run that continues while such a process is stopped has not noticed it yet.
-        vital: the run ends if it does.
+    A run that continues while a needed process is stopped has not noticed it yet. A run ends if a vital one does.
     """
 
     found: str
@@ -103,10 +99,9 @@ def draw(victims: list[str], counts: dict[str, int], seed: int) -> list[Case]:
     """Return the cases of each signal in random order. Those of a victim pass through all phases."""
     generator, chosen = random.Random(seed), []
     for how, count in counts.items():
-        some = generator.sample(victims, len(victims))
-        phases = {victim: generator.sample(list(CALLS), len(CALLS)) for victim in victims}
-        places = ((some[index % len(some)], index // len(some) % len(CALLS)) for index in range(count))
-        chosen += [(victim, how, phases[victim][turn]) for victim, turn in places]
+        some, phases = (generator.sample(all_, len(all_)) for all_ in (victims, list(CALLS)))
+        turns = (divmod(index, len(some)) for index in range(count))
+        chosen += [(some[place], how, phases[(place + turn) % len(phases)]) for turn, place in turns]
     return [Case(number, *case) for number, case in enumerate(generator.sample(chosen, len(chosen)))]
 
 
@@ -260,17 +255,6 @@ def trained(root: Path) -> dict[int, dict[str, float]]:
     return {row["step"]: row for row in read_metrics(metrics) if LOSS in row} if metrics.is_file() else {}
 
 
-def figures(root: Path) -> torch.Tensor:
-    rows = trained(root).values()
-    return torch.tensor(
-        [[row[f"train_actor_training/{name}"] for name in FIGURES] for row in rows], dtype=torch.float64
-    )
-
-
-def sampled(root: Path, step: int) -> list[list[int]]:
-    return [sample.response_tokens.tolist() for sample in load_trajectories(dump_path(root / "rollouts", step))]
-
-
 @pytest.mark.acceptance
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
@@ -294,6 +278,8 @@ def test_a_run_survives_a_campaign_of_kills(tmp_path: Path, monkeypatch: pytest.
     with Command(flags(whole, model, engine, steps), whole / "log", forked=False) as command:
         command.succeed(START_S + 10.0 * steps)
     assert not [case for case in done if case.faults]
-    torch.testing.assert_close(figures(root), figures(whole), rtol=0, atol=1e-6)
+    figures, expected = ([row[name] for row in trained(each).values() for name in FIGURES] for each in (root, whole))
+    assert figures == pytest.approx(expected, rel=0, abs=1e-6)
     for step in range(1, steps + 1):
-        assert sampled(root, step) == sampled(whole, step), step
+        ours, theirs = (load_trajectories(dump_path(each / "rollouts", step)) for each in (root, whole))
+        assert [one.response_tokens.tolist() for one in ours] == [one.response_tokens.tolist() for one in theirs], step
