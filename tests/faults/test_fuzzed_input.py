@@ -137,6 +137,7 @@ def forge_trainer(trainer: Path, draw: random.Random) -> None:
         damage(trainer, draw)
     if draw.random() < 0.8:
         reseal(trainer)
+    (trainer / "executed").unlink(missing_ok=True)  # torch's own reader has run the program
 
 
 def reseal(trainer: Path) -> None:

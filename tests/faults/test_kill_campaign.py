@@ -268,12 +268,16 @@ def test_a_run_survives_a_campaign_of_kills(tmp_path: Path, monkeypatch: pytest.
     model, whole = root / "model", root / "undisturbed"
     make_tiny_model(model, family="qwen3", seed=0)
     make_calculator_data(model / "data")
-    with tempfile.TemporaryDirectory(prefix="k") as temporary:  # paths of vLLM's sockets must be short
-        monkeypatch.setenv("TMPDIR", temporary)
-        monkeypatch.setattr(tempfile, "tempdir", temporary)
-        campaign = Campaign(root, flags(root, model, engine, 100_000), Path(temporary))
+    temporary = Path(tempfile.gettempdir(), f"k{os.getpid():x}")  # paths of vLLM's sockets must be short
+    temporary.mkdir()
+    try:
+        monkeypatch.setenv("TMPDIR", str(temporary))
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        campaign = Campaign(root, flags(root, model, engine, 100_000), temporary)
         done, steps = campaign.run(cases), campaign.steps()
+    finally:
         monkeypatch.undo()
+        shutil.rmtree(temporary)
     shutil.rmtree(whole, ignore_errors=True)
     with Command(flags(whole, model, engine, steps), whole / "log", forked=False) as command:
         command.succeed(START_S + 10.0 * steps)

@@ -30,9 +30,11 @@ def torchs_index(directory: Path) -> Metadata:
 
 
 def pieces_of(directory: Path) -> dict[str, list[Piece]]:
-    """All that the index lists, with the checksums of what is there."""
+    """Return what the index lists in files, with the checksums of what is there."""
     pieces: dict[str, list[Piece]] = {}
     for index, info in torchs_index(directory).storage_data.items():
+        if not (directory / info.relative_path).is_file():  # removed, or a pipe, whose reader would wait
+            continue
         content = (directory / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
         piece = Piece(index.fqn, info.offset, info.length, zlib.crc32(content))
         pieces.setdefault(info.relative_path, []).append(piece)
