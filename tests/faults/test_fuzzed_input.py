@@ -58,7 +58,7 @@ YAML = [
     "2024-01-01", "~", "? a\n: b", "a: b: c", "\t", "- a", "%YAML 9.9", "nan", "-.inf", "'", "auto", "10000000",
     "/dev/zero", "/", "..", "{tensor: 1000000000}", "[a, b, a]", "\x00", "\ud800", "[" + "&x [" * 30 + "]" * 30 + "]",
 ]  # fmt: skip
-OBJECTS = [
+OBJECTS: list[Any] = [
     -1, 0, 1, 3, 2**31, 2**62, 2**70, None, "", "..", "/etc/passwd", "../state.json", ".metadata", "a\x00b", "x" * 999,
     [], [3], ["zstd"], {}, torch.int8, torch.complex128, *map(torch.Size, ([0], [2**62], [1, 3, 2**31])),
 ]  # fmt: skip
