@@ -126,7 +126,8 @@ def _render(comparisons: Sequence[Comparison]) -> str:
         )
         phases = [each.median_of(lambda one, part=part: one.parts[part]) for part in PARTS]  # type: ignore[misc]
         parts.append([each.max_new_tokens, *(f"{value:.3f}" for value in phases)])
-    return f"{table(columns, rows)}\n\n{table(' (s) | '.join(['new tokens, up to', *PARTS]) + ' (s)', parts)}"
+    phase_columns = f"new tokens, up to | {' (s) | '.join(PARTS)} (s)"
+    return f"{table(columns, rows)}\n\n{table(phase_columns, parts)}"
 
 
 if __name__ == "__main__":
