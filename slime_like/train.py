@@ -22,7 +22,7 @@ from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep, adjust, score, update
 from slime_like.orchestration.trainer.batcher import WindowStream
 from slime_like.orchestration.trainer.rank_training import RankTraining
-from slime_like.planning.recompute import chosen_recompute
+from slime_like.planning.search import choose_recompute
 
 _WINDOW = "training on a window"
 
@@ -36,7 +36,7 @@ def train(config: RunConfig) -> TrainSummary:
         SlimeLikeError: anything a user can act on, in one sentence; all processes have ended.
     """
     started = time.monotonic()
-    config = chosen_recompute(config)
+    config = choose_recompute(config)
     train_step = _train_on_stream if config.rollout.stream else _train_on_batch
     with open_run(config) as run:
         recorder = StepRecorder(run)

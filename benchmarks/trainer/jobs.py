@@ -15,7 +15,7 @@ from benchmarks.trainer.work import matmul_ceiling, step_flops
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.memory import trainer_phases
-from slime_like.planning.planned_run import PlannedRun, estimated_kinds, plannable_backend
+from slime_like.planning.planned_run import PlannedRun, estimate_kinds, plannable_backend
 from slime_like.system.onednn import use_onednn
 from slime_like.trajectory import PackedTrajectory
 
@@ -83,7 +83,7 @@ def planned_bytes(config: RunConfig) -> int:
     The plan's reserve and fragmentation are not allocations of torch.
     """
     backend = plannable_backend(config.trainer.backend)
-    ((kind, estimate),) = estimated_kinds(config, backend, backend.planner().rank_kinds(config.trainer))
+    ((kind, estimate),) = estimate_kinds(config, backend, backend.planner().rank_kinds(config.trainer))
     training, *_ = trainer_phases(PlannedRun.of(config), None, kind, estimate)
     return sum(nbytes for name, nbytes in training.items.items() if not name.endswith("(assumed)"))
 

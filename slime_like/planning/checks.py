@@ -9,8 +9,8 @@ from slime_like.config import CheckpointConfig, ClusterConfig, RunConfig
 from slime_like.config.filling import gpus_needed
 from slime_like.models.tower import language_names
 from slime_like.models.weight_files import header_shapes
-from slime_like.planning.units import memory_text, traffic_text
 from slime_like.system.network import is_free
+from slime_like.system.words import memory_text, traffic_text
 
 _OPTIMIZER_BYTES = 12
 """Bytes of a parameter's optimizer state in a checkpoint: main weight and two moments in float32."""

@@ -1,14 +1,12 @@
-"""Memory of a GPU in each phase, memory of a node, and whether they fit."""
+"""Memory of an engine, of a GPU in each phase and of a node, and whether everything fits."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slime_like.checks.engine_arguments import can_keep_weights
+from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, can_keep_weights
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
-from slime_like.planning.engines import EnginePlan
-from slime_like.planning.hardware import FRAGMENTATION, Hardware
-from slime_like.planning.planned_run import PlannedRun
+from slime_like.planning.planned_run import GIB, Hardware, PlannedRun
 from slime_like.weights.transports.registry import use_delta
 from slime_like.weights.transports.shared_memory import NAME as SHARED_MEMORY
 
@@ -19,6 +17,88 @@ _ENGINE_RESERVE = "engine's reserve (assumed)"
 
 _ONLY_KIND = re.compile(r"(, )?(stage 1 of 1|all ranks)$")
 """Name of the kind of ranks if a layout has only one."""
+
+_ENGINE_COMMUNICATORS = 2
+"""Groups of a rank in an engine with several GPUs: all ranks, and its tensor-parallel group or its pipeline."""
+
+_GRAPHS_BYTES = GIB
+"""CUDA graphs of an engine. Sleeping vLLM engines of two GPUs have been reported to keep 2.4 to 7.4 GB, including
+context and groups (NeMo-RL issue 223)."""
+
+_PREFILL_BYTES = GIB // 2
+"""Activations of an engine's prefill."""
+
+_FRAGMENTATION = 0.05
+"""Share of activations and temporaries that the allocator loses."""
+
+_DEFAULT_SHARE = 0.9
+"""Share of a GPU's memory that a custom engine takes."""
+_MOST_AT_ONCE = 512
+"""Sequences that the adapters let an engine decode at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine. Bytes are per GPU.
+
+    Attributes:
+        gpus: GPUs of the engine.
+        sleeping_bytes: context, groups and graphs (assumed), which a sleeping engine keeps.
+        reserve_bytes: ``sleeping_bytes`` and a prefill's activations.
+        kv_bytes_per_token: KV cache of one token in a stage's layers; if the model has fewer KV heads than the stage
+            has GPUs, heads are repeated.
+        state_tokens: tokens whose KV cache is as large as the states of one sequence's recurrent layers.
+        kv_tokens: tokens that the cache of the whole engine holds.
+        longest_sequences: sequences of ``rollout.max_model_len`` that it holds at the same time.
+        at_once: sequences of mean length that it decodes at the same time, within the adapter's limit.
+    """
+
+    gpus: int
+    weight_bytes: int
+    kv_bytes: int
+    sleeping_bytes: int
+    reserve_bytes: int
+    kv_bytes_per_token: int
+    state_tokens: int
+    kv_tokens: int
+    longest_sequences: int
+    at_once: int
+
+
+def plan_engine(run: PlannedRun) -> EnginePlan:
+    rollout = run.config.rollout
+    layers, outer = run.dimensions.num_layers, run.dimensions.vocab_size * run.dimensions.hidden_size
+    stage, outer = -(-layers // rollout.pipeline), outer * run.element_bytes  # the longest stage, and its embedding
+    weights = run.weight_bytes if rollout.pipeline == 1 else outer + (run.weight_bytes - 2 * outer) * stage // layers
+    weights = weights // rollout.tensor + 2 * run.adapter_bytes  # one slot stays empty
+    per_token = run.dimensions.attention.cached(run.dimensions, rollout.tensor) * run.element_bytes * stage // layers
+    linear = run.dimensions.attention.linear
+    states = 0 if linear is None else linear.state_bytes(run.element_bytes) // rollout.tensor * stage // layers
+    state_tokens = -(-states // per_token)
+    given = rollout.own_engine_args.get("kv_cache_memory_bytes")
+    default = DEFAULT_SHARES.get(rollout.engine, _DEFAULT_SHARE)
+    share = rollout.own_engine_args.get(SHARES.get(rollout.engine, ""), default)
+    if not isinstance(share, int | float):  # a check reports it
+        share = default
+    taken = int(share * run.hardware.memory_bytes)
+    groups = _ENGINE_COMMUNICATORS * (rollout.ranks > 1) + (rollout.tensor > 1 and rollout.pipeline > 1)
+    sleeping = run.hardware.process_bytes(groups) + _GRAPHS_BYTES
+    reserve = sleeping + _PREFILL_BYTES
+    cache = int(given) if given is not None else taken - weights - reserve
+    tokens = max(0, cache) // per_token
+    limit = min(rollout.max_concurrent_requests * rollout.samples_per_prompt, _MOST_AT_ONCE)
+    return EnginePlan(
+        gpus=rollout.ranks,
+        weight_bytes=weights,
+        kv_bytes=cache,
+        sleeping_bytes=sleeping,
+        reserve_bytes=reserve,
+        kv_bytes_per_token=per_token,
+        state_tokens=state_tokens,
+        kv_tokens=tokens,
+        longest_sequences=tokens // (run.config.max_model_len + state_tokens),
+        at_once=min(limit, int(tokens / (run.workload.mean_length + state_tokens))),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +211,7 @@ def _training(memory: TrainerMemory) -> dict[str, int]:
         "head": memory.head_bytes,
         "optimizer step's temporaries": excess,
         "communication buffers": memory.communication_bytes,
-        "fragmentation (assumed)": int(FRAGMENTATION * (busy + excess)),
+        "fragmentation (assumed)": int(_FRAGMENTATION * (busy + excess)),
     }
 
 
@@ -140,7 +220,7 @@ def _scoring(memory: TrainerMemory, swapped: int = 0) -> dict[str, int]:
         ACTIVATIONS: memory.forward_bytes,
         "policy, swapped out": swapped,
         "communication buffers": memory.communication_bytes,
-        "fragmentation (assumed)": int(FRAGMENTATION * memory.forward_bytes),
+        "fragmentation (assumed)": int(_FRAGMENTATION * memory.forward_bytes),
     }
 
 
@@ -204,7 +284,7 @@ def host_memory(
         items["Ray's object store"] = config.cluster.object_store_mb * 2**20
     capacity = config.cluster.host_memory_gib
     items = {name: nbytes for name, nbytes in items.items() if nbytes}
-    return HostMemory(items, None if capacity is None else int(capacity * 2**30))
+    return HostMemory(items, None if capacity is None else int(capacity * GIB))
 
 
 def save_bytes(run: PlannedRun, memory: TrainerMemory) -> int:

@@ -1,8 +1,10 @@
-"""A whole cluster's run, planned in this process: every kind of rank, engines, hosts, time, and all problems."""
+"""The plan of a whole cluster's run: every kind of rank, engines, hosts, time, and all problems."""
 
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
+from typing import Any
 
 from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
@@ -12,22 +14,130 @@ from slime_like.checks.packages import rejected_on_cuda
 from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.config.filling import gpus_needed
-from slime_like.config.roles import CRITIC, ModelRole
+from slime_like.config.roles import CRITIC, POLICY
 from slime_like.config.trainer import FSDP
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces import TrainerBackend
-from slime_like.interfaces.estimate import RankEstimate
+from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
 from slime_like.planning import checks
-from slime_like.planning.engines import plan_engine, predict_generation
-from slime_like.planning.memory import engine_phase, host_memory, trainer_phases, worker_phase
-from slime_like.planning.planned_run import Note, PlannedRun, estimated_kinds, plannable_backend
-from slime_like.planning.recompute import chosen_recompute
-from slime_like.planning.result import KindPlan, Plan
-from slime_like.planning.step_time import critic_seconds, predict, worker_seconds
-from slime_like.planning.units import traffic_text
+from slime_like.planning.memory import (
+    EnginePlan,
+    HostMemory,
+    PhaseMemory,
+    engine_phase,
+    host_memory,
+    plan_engine,
+    trainer_phases,
+    worker_phase,
+)
+from slime_like.planning.planned_run import Note, PlannedRun, estimate_kinds, plannable_backend
+from slime_like.planning.search import choose_recompute
+from slime_like.planning.step_time import (
+    Generation,
+    StepTime,
+    critic_seconds,
+    predict_generation,
+    predict_step,
+    worker_seconds,
+)
 from slime_like.system.gpus import local_gpus
+from slime_like.system.words import memory_text, traffic_text
+
+_CURE = "docs/tuning.md lists the settings that lower it, and slime-like plan --search the layouts that fit"
+
+
+@dataclass(frozen=True, slots=True)
+class KindPlan:
+    """One kind of ranks: the estimate of one of them, and its memory by phase."""
+
+    kind: RankKind
+    estimate: RankEstimate
+    phases: tuple[PhaseMemory, ...]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Result of ``slime-like plan``.
+
+    Attributes:
+        run: the planned run, with the chosen number of recomputed layers.
+        kinds, references: every kind of rank of the trainer, and of roles' workers; empty without workers, or if the
+            layout itself is rejected.
+        engine_phase: contents of a separate engine's GPU.
+        problems: reasons why the run cannot start on this cluster, each with a remedy.
+        notes: facts that could not be checked here, or are worth knowing.
+        seconds: duration of planning.
+    """
+
+    run: PlannedRun
+    nodes: int
+    gpus_in_use: int
+    kinds: list[KindPlan] = field(default_factory=list)
+    references: list[KindPlan] = field(default_factory=list)
+    engine: EnginePlan | None = None
+    engine_phase: PhaseMemory | None = None
+    generation: Generation | None = None
+    host: HostMemory | None = None
+    step: StepTime | None = None
+    transport: str | None = None
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def phases(self) -> list[PhaseMemory]:
+        phases = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
+        return phases + ([self.engine_phase] if self.engine_phase is not None else [])
+
+    @property
+    def fits(self) -> bool:
+        """True if GPU memory suffices, including a KV cache for one sequence of the maximum length."""
+        holds_one = self.engine is None or self.engine.longest_sequences > 0
+        return holds_one and all(phase.fits for phase in self.phases)
+
+    def misfits(self) -> Iterator[str]:
+        config = self.run.config
+        for phase in self.phases:
+            if not phase.fits:
+                needed, missing = memory_text(phase.total), memory_text(-phase.margin)
+                yield (
+                    f"GPU memory, {phase.place}: {needed} are needed, {missing} more than the GPU's "
+                    f"{memory_text(phase.capacity)}; {_largest(phase.items)}; {_CURE}"
+                )
+        if self.engine is not None and self.engine.longest_sequences < 1:
+            yield (
+                f"rollout.max_model_len={config.max_model_len}: an engine's KV cache holds {self.engine.kv_tokens:,} "
+                f"tokens, less than one sequence; {_CURE}"
+            )
+        if self.host is not None and not self.host.fits:
+            yield (
+                f"cluster.host_memory_gib={config.cluster.host_memory_gib:g}: a node needs "
+                f"{memory_text(self.host.total)} of host memory; {_largest(self.host.items)}; {_CURE}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON values, with sums and verdicts."""
+        written = asdict(self)
+        run = written.pop("run")
+        written |= {name: run[name] for name in ("hardware", "workload")}
+        written["recompute"] = self.run.config.trainer.recompute
+        entries = [entry for kind in (*written["kinds"], *written["references"]) for entry in kind["phases"]]
+        entries += [written["engine_phase"]] if self.engine_phase is not None else []
+        for entry, phase in zip(entries, self.phases, strict=True):
+            entry |= {"total": phase.total, "margin": phase.margin, "fits": phase.fits}
+        if self.host is not None:
+            checked = {"fits": self.host.fits} if self.host.capacity is not None else {}
+            written["host"] |= {"total": self.host.total, **checked}
+        if self.step is not None:
+            written["step"]["total"] = self.step.total
+        return {"verdict": "does not fit" if self.problems else "fits", **written}
+
+
+def _largest(items: dict[str, int]) -> str:
+    name, nbytes = max(items.items(), key=lambda item: item[1])
+    return f"most of it is {name}, {memory_text(nbytes)}"
 
 
 def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: None) -> Plan:
@@ -41,8 +151,8 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
         ConfigError: the backend is unknown or cannot be planned.
     """
     started, backend = time.monotonic(), plannable_backend(run.config.trainer.backend)
-    config = chosen_recompute(run.config)
-    dimensions, needs = counted_dimensions(config, run.dimensions, backend), training_needs(config)
+    config = choose_recompute(run.config)
+    dimensions, needs = count_parameters(config, run.dimensions, backend), training_needs(config)
     run = replace(run, config=config, dimensions=dimensions)
     needed = gpus_needed(config)
     nodes = config.cluster.nodes or needed.nodes(config.cluster.gpus_per_node)
@@ -67,15 +177,13 @@ def make_plan(run: PlannedRun, preflight: bool = False, note: Note = lambda _: N
     if not layout_problems(config.trainer.parallel, dimensions):
         note("checking that every tensor has a place")
         _check_tensors(plan, backend)
-        _work_out(plan, backend, note)
+        _estimate_run(plan, backend, note)
         plan.problems += plan.misfits()
     plan.seconds = time.monotonic() - started
     return plan
 
 
-def counted_dimensions(
-    config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]
-) -> ModelDimensions:
+def count_parameters(config: RunConfig, dimensions: ModelDimensions, backend: type[TrainerBackend]) -> ModelDimensions:
     """Add the counted parameters of a model without formulas; return other dimensions unchanged.
 
     A token uses all parameters except an embedding that is not also the head, and the experts it is not routed to.
@@ -117,7 +225,8 @@ def _check_tensors(plan: Plan, backend: type[TrainerBackend]) -> None:
         plan.notes.append(f"all {len(expected)} tensors of this architecture map onto the ranks; {weights}")
 
 
-def _work_out(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
+def _estimate_run(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
+    """Add the memory and the time of engines, workers, trainer ranks, critic and hosts to the plan."""
     run, config = plan.run, plan.run.config
     if config.starts_engines:
         plan.engine = plan_engine(run)
@@ -127,38 +236,34 @@ def _work_out(plan: Plan, backend: type[TrainerBackend], note: Note) -> None:
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
         except ConfigError as error:
             plan.problems.append(str(error))
-    seconds = [_work_out_workers(plan, role, backend, note) for role in config.roles.with_workers]
-    found = estimated_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
-    estimates = [estimate for _, estimate in found]
-    plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in found]
-    critic = _work_out_critic(plan, backend, note) if config.algorithm.needs_critic else []
-    plan.host = host_memory(run, estimates, plan.engine, plan.transport, critic)
-    critics = critic_seconds(run.for_critic(), critic) if critic else 0.0
-    plan.step = predict(run, estimates, plan.engine, plan.transport, max(seconds, default=0.0), critics)
+    references = 0.0
+    for role in config.roles.with_workers:
+        if found := _estimate_role(config.for_worker(role), role.name, backend, note):
+            phases = [worker_phase(run.hardware, role.name, kind, one) for kind, one in found]
+            plan.references += [KindPlan(*pair, (phase,)) for pair, phase in zip(found, phases, strict=True)]
+            references = max(references, worker_seconds(run, role, [one for _, one in found]))
+    kinds = estimate_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
+    plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in kinds]
+    critics: list[RankEstimate] = []
+    critic_s = 0.0
+    if config.algorithm.needs_critic and (found := _estimate_role(config.for_critic(), CRITIC, backend, note, CRITIC)):
+        critic, engine = run.for_critic(), plan.engine if config.critic.placement == "shared" else None
+        plan.references += [KindPlan(*pair, tuple(trainer_phases(critic, engine, *pair)[:1])) for pair in found]
+        critics = [one for _, one in found]
+        critic_s = critic_seconds(critic, critics)
+    estimates = [one for _, one in kinds]
+    plan.host = host_memory(run, estimates, plan.engine, plan.transport, critics)
+    plan.step = predict_step(run, estimates, plan.engine, plan.transport, references, critic_s)
 
 
-def _work_out_critic(plan: Plan, backend: type[TrainerBackend], note: Note) -> list[RankEstimate]:
-    """Plan the critic's ranks. Return their estimates; none if its model or layout has a problem, told elsewhere."""
-    path, layout = plan.run.config.for_critic().model.path, plan.run.config.roles[CRITIC].parallel
-    if not (path / "config.json").is_file() or layout_problems(layout, ModelDimensions.from_checkpoint(path, True)):
+def _estimate_role(
+    config: RunConfig, name: str, backend: type[TrainerBackend], note: Note, role: str = POLICY
+) -> list[tuple[RankKind, RankEstimate]]:
+    """Estimate a worker's or the critic's ranks. Return none if a check rejects their model or their layout."""
+    path, layout = config.model.path, config.trainer.parallel
+    if not (path / "config.json").is_file():
         return []
-    run, is_shared = plan.run.for_critic(), plan.run.config.critic.placement == "shared"
-    kinds = [replace(kind, name=f"critic, {kind.name}") for kind in backend.planner().rank_kinds(run.config.trainer)]
-    found = estimated_kinds(run.config, backend, kinds, note, CRITIC)
-    for kind, estimate in found:
-        phases = trainer_phases(run, plan.engine if is_shared else None, kind, estimate)[:1]
-        plan.references.append(KindPlan(kind, estimate, tuple(phases)))
-    return [estimate for _, estimate in found]
-
-
-def _work_out_workers(plan: Plan, role: ModelRole, backend: type[TrainerBackend], note: Note) -> float:
-    """Plan a role's workers. Return their seconds, 0 if their model or layout has a problem, reported elsewhere."""
-    run, worker = plan.run, plan.run.config.for_worker(role)
-    path = worker.model.path
-    if not (path / "config.json").is_file() or layout_problems(role.parallel, ModelDimensions.from_checkpoint(path)):
-        return 0.0
-    kinds = [replace(kind, name=f"{role.name}, {kind.name}") for kind in backend.planner().rank_kinds(worker.trainer)]
-    found = estimated_kinds(worker, backend, kinds, note)
-    for kind, estimate in found:
-        plan.references.append(KindPlan(kind, estimate, (worker_phase(run.hardware, role.name, kind, estimate),)))
-    return worker_seconds(run, role, [estimate for _, estimate in found])
+    if layout_problems(layout, ModelDimensions.from_checkpoint(path, values=role == CRITIC)):
+        return []
+    kinds = [replace(kind, name=f"{name}, {kind.name}") for kind in backend.planner().rank_kinds(config.trainer)]
+    return estimate_kinds(config, backend, kinds, note, role)

@@ -1,31 +1,115 @@
-"""Search for the fastest layouts that fit the same GPUs."""
+"""Search for the fewest recomputed layers that fit, and for the fastest layouts that fit the same GPUs."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.layout import divisors, layout_problems
+from slime_like.checks.layout import divisors, layers_per_stage, layout_problems
 from slime_like.checks.transport import chosen_transport
-from slime_like.config import ClusterConfig, ParallelConfig, TrainerConfig
+from slime_like.config import ClusterConfig, ParallelConfig, RunConfig, TrainerConfig
 from slime_like.config.filling import GpusNeeded, gpus_needed
 from slime_like.config.trainer import FSDP
 from slime_like.errors import ConfigError
 from slime_like.interfaces import TrainerBackend
+from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.checks import placement_problems
-from slime_like.planning.engines import plan_engine
-from slime_like.planning.hardware import CONTEXT_BYTES
-from slime_like.planning.memory import PhaseMemory, host_memory
-from slime_like.planning.planned_run import Note, PlannedRun, Workload, plannable_backend
-from slime_like.planning.recompute import fewest_recomputed
-from slime_like.planning.step_time import StepTime, predict
+from slime_like.planning.memory import ACTIVATIONS, TRAINING, PhaseMemory, host_memory, plan_engine, trainer_phases
+from slime_like.planning.planned_run import (
+    CONTEXT_BYTES,
+    Note,
+    PlannedRun,
+    Workload,
+    estimate_kinds,
+    plannable_backend,
+)
+from slime_like.planning.step_time import StepTime, predict_step
+
+ERROR = 0.1
+"""Share of planned activations that stays free, because real ranks differ by up to this share from the plan
+(``tests/parallel/test_planned_memory.py``)."""
 
 _FILLED = 0.9
 """Share of its token budget that the worst micro-batch fills at least."""
 _GROUPS, _TRACED = 16, 1.8
 """Guesses for the order of the search: groups of a rank, and traced activations relative to their lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A run with a number of recomputed layers, the estimates of its kinds of ranks, and their memory.
+
+    Attributes:
+        spare: free bytes in training after ``ERROR`` of its activations; below 0 if training does not fit.
+    """
+
+    run: PlannedRun
+    found: list[tuple[RankKind, RankEstimate]]
+    phases: list[PhaseMemory]
+    spare: float
+
+
+def choose_recompute(config: RunConfig) -> RunConfig:
+    """Replace ``trainer.recompute: auto`` by the fewest layers that fit ``cluster.gpu``, or by all if none do."""
+    if config.trainer.recompute != "auto":
+        return config
+    run = PlannedRun.of(config)
+    if layout_problems(config.trainer.parallel, run.dimensions):
+        return config
+    fitted = fewest_recomputed(run, plannable_backend(config.trainer.backend))
+    return with_recompute(run, "full").config if fitted is None else fitted.run.config
+
+
+def fewest_recomputed(run: PlannedRun, backend: type[TrainerBackend]) -> Fitted | None:
+    """Recompute as few layers of every stage as fit; ``None`` if training does not fit even with all recomputed.
+
+    Memory is nearly linear in the number of layers, so each try interpolates between a number that is too small and one
+    that fits.
+    """
+    none = _try_layers(run, backend, 0)
+    if none.spare >= 0:
+        return none
+    parallel, high = run.config.trainer.parallel, run.dimensions.num_layers
+    if run.config.trainer.backend != FSDP:
+        high = max(layers_per_stage(run.dimensions, parallel.pipeline * parallel.virtual_pipeline))
+    low, fails, fits = 0, none, _try_layers(run, backend, high)
+    if fits.spare < 0:
+        return None
+    while high - low > 1:
+        share = fails.spare / (fails.spare - fits.spare)
+        number = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
+        tried = _try_layers(run, backend, number)
+        low, fails, high, fits = (low, fails, number, tried) if tried.spare >= 0 else (number, tried, high, fits)
+    return fits
+
+
+def with_recompute(run: PlannedRun, recompute: int | str) -> PlannedRun:
+    trainer = run.config.trainer.model_copy(update={"recompute": recompute})
+    return replace(run, config=run.config.model_copy(update={"trainer": trainer}))
+
+
+def _try_layers(run: PlannedRun, backend: type[TrainerBackend], layers: int) -> Fitted:
+    run = with_recompute(run, layers or "none")
+    engine = plan_engine(run) if run.config.starts_engines else None
+    found: list[tuple[RankKind, RankEstimate]] = []
+    phases: list[PhaseMemory] = []
+    kinds = backend.planner().rank_kinds(run.config.trainer)
+    # The first stage has the most micro-batches in flight, and the last one the head.
+    for kind in dict.fromkeys((kinds[0], kinds[-1])):
+        found += estimate_kinds(run.config, backend, [kind])
+        phases += trainer_phases(run, engine, *found[-1])
+        if min(map(_spare, phases)) < 0:
+            break
+    return Fitted(run, found, phases, min(map(_spare, phases)))
+
+
+def _spare(phase: PhaseMemory) -> float:
+    if phase.phase != TRAINING:
+        return math.inf
+    return phase.margin - ERROR * phase.items[ACTIVATIONS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,4 +280,4 @@ def _candidate(run: PlannedRun, backend: type[TrainerBackend]) -> Candidate | No
     if not host_memory(run, estimates, engine, transport).fits:
         return None
     tightest = min(fitted.phases, key=lambda phase: phase.margin)
-    return Candidate(run.config.trainer, tightest, predict(run, estimates, engine, transport))
+    return Candidate(run.config.trainer, tightest, predict_step(run, estimates, engine, transport))

@@ -1,4 +1,4 @@
-"""Predicted time of a step, from the ranks' computation and messages and from assumed hardware figures."""
+"""Predicted time of a step, from the ranks' computation and messages and from assumed figures of the hardware."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
 from slime_like.orchestration.trainer.scoring import packs_per_request
-from slime_like.planning.engines import EnginePlan, predict_generation
-from slime_like.planning.hardware import HOST_MEMORY_GB_PER_S
+from slime_like.planning.memory import EnginePlan
 from slime_like.planning.planned_run import PlannedRun
 
 SYNC_GB_PER_S = {"nccl": 40.0, "colocated": 40.0, "shared_memory": 8.0, "gloo": 2.0, "directory": 1.0}
@@ -19,6 +18,90 @@ SYNC_GB_PER_S = {"nccl": 40.0, "colocated": 40.0, "shared_memory": 8.0, "gloo": 
 _KERNEL_BYTES = 0.5
 """Assumed share of the traced bytes of small kernels that remains after fusion (Transformer Engine, torch's
 compiler)."""
+
+_HOST_MEMORY_GB_PER_S = 200.0
+"""Memory bandwidth of a node while it updates offloaded optimizer state."""
+
+ALL_REDUCE_S = 20e-6
+"""Assumed latency of one all-reduce of a decoded token inside a node; each layer has two. Between nodes, twice that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Sampling of one step on one engine. All engines have the same share of the sequences.
+
+    Attributes:
+        sequences: sequences of one step.
+        at_once: sequences decoded at the same time; the others wait for a later one of the ``waves``.
+        tokens: tokens that each sequence decodes.
+        prefill: seconds of prefill of all prompts.
+        weights, cache, products, messages: seconds of decoding one token of each sequence of a wave of mean size:
+            reading weights, reading KV cache, matrix products (which overlap with reading), and messages between the
+            engine's GPUs.
+    """
+
+    sequences: int
+    at_once: int
+    tokens: float
+    prefill: float
+    weights: float
+    cache: float
+    products: float
+    messages: float
+
+    @property
+    def waves(self) -> int:
+        return math.ceil(self.sequences / self.at_once)
+
+    @property
+    def token(self) -> float:
+        """Seconds of decoding one token of each sequence of a wave."""
+        return max(self.weights + self.cache, self.products) + self.messages
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.waves * self.tokens * self.token
+
+
+def predict_generation(run: PlannedRun, engine: EnginePlan) -> Generation:
+    """Predict prefill at the rate of matrix products, and decoding at the rate of memory or of matrix products.
+
+    A pipeline's stages decode parts of a wave in turn. Each part waits for all stages, which read all their weights.
+    """
+    rollout, hardware, workload, dimensions = run.config.rollout, run.hardware, run.workload, run.dimensions
+    sequences = math.ceil(workload.samples * rollout.oversample / rollout.num_engines)
+    at_once = max(1, min(engine.at_once, sequences))
+    wave = sequences / math.ceil(sequences / at_once)
+    per_token = 2.0 * dimensions.active_parameters / engine.gpus
+    # Samples of one prompt share its prefill.
+    prompts = sequences / rollout.samples_per_prompt
+    # States are read and written.
+    read_tokens = workload.mean_prompt + workload.mean_response / 2 + 2 * engine.state_tokens
+    cache = wave * read_tokens * engine.kv_bytes_per_token
+    # A step of a mixture of experts reads at most the experts of the wave's tokens.
+    read = min(1.0, wave / rollout.pipeline * dimensions.active_parameters / dimensions.num_parameters)
+    return Generation(
+        sequences=sequences,
+        at_once=at_once,
+        tokens=workload.mean_response,
+        prefill=hardware.matmul_seconds(prompts * workload.mean_prompt * per_token),
+        weights=hardware.memory_seconds(rollout.pipeline * engine.weight_bytes * read),
+        cache=hardware.memory_seconds(cache),
+        products=hardware.matmul_seconds(wave * per_token),
+        messages=_message_seconds(run, wave / rollout.pipeline),
+    )
+
+
+def _message_seconds(run: PlannedRun, sequences: float) -> float:
+    """Predict two all-reduces of hidden states per layer among a stage's GPUs, and the hidden states to each stage."""
+    tensor, hidden = run.config.rollout.tensor, sequences * run.dimensions.hidden_size * run.element_bytes
+    gpus = range(run.config.rollout.ranks)
+    seconds = (run.config.rollout.pipeline - 1) * (ALL_REDUCE_S + run.hardware.link_seconds(hidden, gpus))
+    if tensor == 1:
+        return seconds
+    sent, slower = 2 * (tensor - 1) / tensor * hidden, 1 + run.hardware.crosses_nodes(gpus[:tensor])
+    per_layer = 2 * (slower * ALL_REDUCE_S + run.hardware.link_seconds(sent, gpus[:tensor]))
+    return seconds + run.dimensions.num_layers * per_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +137,7 @@ class StepTime:
         return together + self.sync + self.moving
 
 
-def predict(
+def predict_step(
     run: PlannedRun,
     estimates: Sequence[RankEstimate],
     engine: EnginePlan | None,
@@ -108,7 +191,7 @@ def critic_seconds(run: PlannedRun, estimates: Sequence[RankEstimate]) -> float:
     """Predict the time in which the critic's ranks score a batch and train on it."""
     passes = run.workload.micro_batches * run.config.algorithm.minibatches + run.config.trainer.parallel.pipeline - 1
     scoring = passes * max(pass_seconds(run, one, one.forward) for one in estimates)
-    return scoring + predict(run, estimates, None, None).training
+    return scoring + predict_step(run, estimates, None, None).training
 
 
 def worker_seconds(run: PlannedRun, role: ModelRole, estimates: Sequence[RankEstimate]) -> float:
@@ -171,7 +254,7 @@ def _update_seconds(run: PlannedRun, estimate: RankEstimate) -> float:
     seconds = sum(hardware.link_seconds(t.nbytes, t.ranks) for t in estimate.update.traffic)
     seconds += hardware.memory_seconds(2 * memory.optimizer_bytes + memory.gradient_bytes)
     ranks = min(hardware.gpus_per_node, run.config.trainer.parallel.world_size)
-    on_host = ranks * 7 / 4 * memory.host_optimizer_bytes / (HOST_MEMORY_GB_PER_S * 1e9)
+    on_host = ranks * 7 / 4 * memory.host_optimizer_bytes / (_HOST_MEMORY_GB_PER_S * 1e9)
     return seconds + hardware.host_seconds(memory.host_optimizer_bytes / 2) + on_host
 
 

@@ -8,12 +8,11 @@ from rich import box
 from rich.table import Table
 
 from slime_like.planning.memory import ENGINES, PhaseMemory
-from slime_like.planning.result import Plan
+from slime_like.planning.plan import Plan
 from slime_like.planning.search import Candidate
 from slime_like.planning.step_time import SYNC_GB_PER_S, StepTime
-from slime_like.planning.units import memory_text, seconds_text, significant
 from slime_like.system.console import Console
-from slime_like.system.words import counted
+from slime_like.system.words import counted, memory_text, seconds_text, significant
 
 _WIDTH = 80
 _MOST_PHASES = 4

@@ -1,6 +1,12 @@
-"""Parts of sentences."""
+"""Words and numbers for sentences. Numbers have three significant digits."""
 
+import math
 from pathlib import Path
+
+_MEMORY = ("B", "KiB", "MiB", "GiB")
+_TRAFFIC = ("B", "kB", "MB", "GB", "TB", "PB")
+_SECONDS = ("us", "ms", "s")
+_HOURS_FROM_S = 3 * 3600
 
 
 def counted(number: int, noun: str) -> str:
@@ -12,3 +18,35 @@ def counted(number: int, noun: str) -> str:
 def from_here(path: Path) -> str:
     """Return a hint for a missing path below the current directory, and "" for other paths."""
     return " (relative paths begin at the current directory)" if path.is_relative_to(Path.cwd()) else ""
+
+
+def memory_text(nbytes: float) -> str:
+    """Format memory, at most in GiB, the unit of ``cluster.gpu_memory_gib`` and ``host_memory_gib``."""
+    return _scaled(nbytes, 1024, _MEMORY)
+
+
+def traffic_text(nbytes: float) -> str:
+    return _scaled(nbytes, 1000, _TRAFFIC)
+
+
+def seconds_text(seconds: float) -> str:
+    if seconds >= _HOURS_FROM_S:
+        return f"{significant(seconds / 3600)} h"
+    return _scaled(seconds * 1e6, 1000, _SECONDS) if seconds else "0 s"
+
+
+def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
+    index, size = 0, abs(value)
+    while index < len(units) - 1 and size >= 0.9995 * step:
+        index, size = index + 1, size / step
+    sign = "-" if value < 0 else ""
+    return f"{sign}{significant(size)} {units[index]}"
+
+
+def significant(value: float) -> str:
+    """Format three significant digits; from 100 on, an integer with a comma per thousand."""
+    if not value:
+        return "0"
+    rounded = float(f"{value:.3g}")
+    decimals = 2 - math.floor(math.log10(abs(rounded)))
+    return f"{value:,.{max(0, decimals)}f}"

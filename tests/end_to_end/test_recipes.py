@@ -10,11 +10,10 @@ from slime_like.commands.root import run
 from slime_like.config import ParallelConfig, RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
-from slime_like.planning.plan import make_plan
+from slime_like.planning.plan import Plan, make_plan
 from slime_like.planning.planned_run import PlannedRun, plannable_backend
-from slime_like.planning.result import Plan
 from slime_like.planning.search import least_bytes, search
-from slime_like.planning.units import memory_text, seconds_text
+from slime_like.system.words import memory_text, seconds_text
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import DEEPSEEK_V3, EXPERTS, write_checkpoint
 from tests.unit.planning.test_arithmetic import MODELS, PUBLISHED

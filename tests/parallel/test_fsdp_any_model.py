@@ -19,7 +19,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.plan import counted_dimensions
+from slime_like.planning.plan import count_parameters
 from tests.parallel.parity import PACKS, make_case
 from tests.parallel.ranks import run_each
 from tests.parallel.test_fsdp_parity import check_case, run_cases
@@ -96,7 +96,7 @@ def test_a_plan_counts_the_model_itself(tmp_path: Path) -> None:
     """A token passes two of four experts and everything else except the embedding."""
     model = save_checkpoint("qwen2_moe", tmp_path)
     found = ModelDimensions.from_checkpoint(model)
-    counted = counted_dimensions(_config(model, ""), found, FsdpTrainer)
+    counted = count_parameters(_config(model, ""), found, FsdpTrainer)
     sizes = {name: value.numel() for name, value in load_file(model / "model.safetensors").items()}
     assert found.attention.unsupported is not None and counted.num_parameters == sum(sizes.values())
     idle = sum(size for name, size in sizes.items() if ".experts.0." in name or ".experts.1." in name)

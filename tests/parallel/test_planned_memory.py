@@ -15,7 +15,7 @@ from backends.common.attention import packed_attention, prefixes, ring
 from backends.common.attention.kernels import CpuFlash
 from slime_like.interfaces import load_backend
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.planning.hardware import Hardware
+from slime_like.planning.planned_run import Hardware
 from tests.parallel.ranks import run_each
 from tests.parallel.taken import compared, measure_rank, planned_config
 from tests.parallel.tiny import save_checkpoint

@@ -16,11 +16,9 @@ from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, Trai
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import header_shapes
 from slime_like.planning import checks
-from slime_like.planning.engines import ALL_REDUCE_S, plan_engine, predict_generation
-from slime_like.planning.hardware import GIB, Hardware
-from slime_like.planning.memory import host_memory, save_bytes, trainer_phases
-from slime_like.planning.planned_run import PlannedRun
-from slime_like.planning.step_time import pass_seconds, predict
+from slime_like.planning.memory import host_memory, plan_engine, save_bytes, trainer_phases
+from slime_like.planning.planned_run import GIB, Hardware, PlannedRun
+from slime_like.planning.step_time import ALL_REDUCE_S, pass_seconds, predict_generation, predict_step
 from tests.parallel.tiny import save_checkpoint
 from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
@@ -244,7 +242,7 @@ def test_factors_are_swapped_saved_and_sent_instead_of_weights(path: Path | None
         items = {phase.phase: phase.items for phase in phases}
         assert items["scoring"]["policy, swapped out"] == swapped * GIB
         assert save_bytes(run, rank.memory) == (2 * 0.25 + 0.25 + 6) * GIB
-        found[sync] = engine.weight_bytes, items["weight sync"], predict(run, [rank], engine, "colocated").sync
+        found[sync] = engine.weight_bytes, items["weight sync"], predict_step(run, [rank], engine, "colocated").sync
     assert found["merged"][2] / found["adapter"][2] == pytest.approx(whole.weight_bytes / (GIB // 4))
     assert found["adapter"][0] - found["merged"][0] == 2 * GIB // 4
     largest = 2 * 5120 * 25_600 * (4 + 4 + 4)
@@ -255,7 +253,7 @@ def test_step_of_known_size() -> None:
     """The step has 4 micro-batches and 1 idle slot of 4 TFLOP and 1 TFLOP of attention."""
     run = planned_run(**EIGHT_LONG_SAMPLES, trainer={"parallel": {"pipeline": 2}})
     assert (run.workload.samples, run.workload.micro_batches, run.workload.filled) == (8, 4, 1.0)
-    step = predict(run, [estimate()], None, None)
+    step = predict_step(run, [estimate()], None, None)
     update = 1e9 / (50e9 * 0.8) + (12 + 8) * GIB / (3350e9 * 0.6)
     assert step.training == pytest.approx(5 * ONE_PASS_S + update)
     assert (step.generation, step.scoring, step.sync) == (0, 0, 0)
@@ -299,7 +297,7 @@ def test_offloaded_state_is_updated_on_the_host() -> None:
     seconds = []
     for size in (0, 16 * GIB):
         work = estimate(host_optimizer_bytes=size)
-        seconds.append(predict(run, [work], None, None).training)
+        seconds.append(predict_step(run, [work], None, None).training)
     assert seconds[1] - seconds[0] == pytest.approx(8 * GIB / (50e9 * 0.8) + 2 * 28 * GIB / 200e9)
 
 
@@ -311,7 +309,7 @@ def test_fsdp_moves_offloaded_weights_in_every_pass() -> None:
         trainer = {"backend": "fsdp", "fsdp": args, "optimizer": {"offload": True}}
         run = planned_run(**EIGHT_LONG_SAMPLES, trainer=trainer)
         work = estimate(host_optimizer_bytes=16 * GIB)
-        seconds.append(predict(run, [work], None, None).training)
+        seconds.append(predict_step(run, [work], None, None).training)
     once = 4 * GIB / (50e9 * 0.8)
     assert once > ONE_PASS_S
     assert seconds[0] - seconds[1] == pytest.approx(run.workload.micro_batches * 2 * once)
@@ -323,7 +321,7 @@ def test_colocated_state_moves_at_the_link_s_rate(name: str, copies: int) -> Non
     layout: dict[str, Any] = {"rollout": {"engine": name, "tensor": 4}, "trainer": {"parallel": {"tensor": 4}}}
     run = planned_run(cluster={"placement": "colocated"}, **layout)
     engine = plan_engine(run)
-    moving = predict(run, [estimate()], engine, "gloo").moving
+    moving = predict_step(run, [estimate()], engine, "gloo").moving
     assert moving == pytest.approx(2 * (4 * GIB + 6 * GIB + copies * engine.weight_bytes) / (50e9 * 0.8))
 
 

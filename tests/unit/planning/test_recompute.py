@@ -6,8 +6,8 @@ import pytest
 
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces.estimate import RankEstimate, RankKind
-from slime_like.planning.hardware import GIB
-from slime_like.planning.recompute import ERROR, fewest_recomputed
+from slime_like.planning.planned_run import GIB
+from slime_like.planning.search import ERROR, fewest_recomputed
 from tests.unit.planning.test_arithmetic import RESERVE, estimate, planned_run
 
 STATE_GIB = 4 + 8 + 6 + RESERVE

@@ -9,10 +9,10 @@ from slime_like.config import ParallelConfig
 from slime_like.config.filling import fill, gpus_needed
 from slime_like.interfaces.estimate import RankKind
 from slime_like.planning import checks
-from slime_like.planning.hardware import GIB, Hardware
 from slime_like.planning.memory import worker_phase
+from slime_like.planning.planned_run import GIB, Hardware
 from slime_like.planning.search import trainer_gpus
-from slime_like.planning.step_time import critic_seconds, predict, worker_seconds
+from slime_like.planning.step_time import critic_seconds, predict_step, worker_seconds
 from tests.unit.planning.test_arithmetic import EIGHT_LONG_SAMPLES, ONE_PASS_S, RESERVE, config, estimate, planned_run
 
 
@@ -46,7 +46,7 @@ def test_a_critic_takes_time_before_or_beside_the_policy() -> None:
     for placement in ("shared", "separate"):
         sections = EIGHT_LONG_SAMPLES | {"algorithm": {"advantage": "gae"}, "critic": {"placement": placement}}
         run = planned_run(**sections)
-        step = predict(run, [estimate()], None, None, critic=50.0)
+        step = predict_step(run, [estimate()], None, None, critic=50.0)
         waits = 50.0 if placement == "shared" else 50.0 - step.training
         assert step.critic == pytest.approx(waits) and step.total == pytest.approx(step.training + waits)
     alone = critic_seconds(run, [estimate()])
@@ -67,7 +67,7 @@ def test_a_step_waits_for_whichever_is_slower() -> None:
         reference = {"placement": "workers", "workers": 2, "parallel": parallel | {"pipeline": pipeline}}
         run = planned_run(reference=reference, algorithm={"kl": {"coef": 0.01}}, **EIGHT_LONG_SAMPLES)
         assert worker_seconds(run, run.config.roles["reference"], [estimate()]) == pytest.approx(ONE_PASS_S * slots)
-    step = predict(run, [estimate()], None, None, references=30.0)
+    step = predict_step(run, [estimate()], None, None, references=30.0)
     assert step.scoring == 0.0
     assert step.total == pytest.approx(30.0 + step.training)
     assert replace(step, generation=40.0).total == pytest.approx(40.0 + step.training)
@@ -76,10 +76,10 @@ def test_a_step_waits_for_whichever_is_slower() -> None:
 def test_streaming_leaves_one_micro_batch_and_the_update_for_the_end() -> None:
     sections = EIGHT_LONG_SAMPLES | {"trainer": {"parallel": {"pipeline": 2}}}
     streamed = sections | {"rollout": EIGHT_LONG_SAMPLES["rollout"] | {"stream": True}}
-    step = predict(planned_run(**streamed), [estimate()], None, None)
+    step = predict_step(planned_run(**streamed), [estimate()], None, None)
     update = step.training - 5 * ONE_PASS_S  # four micro-batches and one idle slot
     assert step.after_last == pytest.approx(2 * ONE_PASS_S + update)
     assert replace(step, generation=100.0).total == pytest.approx(100.0 + 2 * ONE_PASS_S + update)
     assert replace(step, generation=0.0).total == pytest.approx(step.training)
-    whole = predict(planned_run(**sections), [estimate()], None, None)
+    whole = predict_step(planned_run(**sections), [estimate()], None, None)
     assert replace(whole, generation=100.0).total == pytest.approx(100.0 + whole.training)

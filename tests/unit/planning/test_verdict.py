@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from slime_like.interfaces.estimate import RankKind
-from slime_like.planning.engines import plan_engine, predict_generation
-from slime_like.planning.memory import HostMemory, trainer_phases
-from slime_like.planning.result import KindPlan, Plan
-from slime_like.planning.step_time import predict
+from slime_like.planning.memory import HostMemory, plan_engine, trainer_phases
+from slime_like.planning.plan import KindPlan, Plan
+from slime_like.planning.step_time import predict_generation, predict_step
 from slime_like.planning.table import host_verdict, step_lines, verdict
 from tests.unit.planning.test_arithmetic import GIB, RESERVE, estimate, planned_run
 
@@ -27,7 +26,7 @@ RUN = planned_run(
 @pytest.fixture
 def plan() -> Plan:
     kind, one, engine = RankKind("stage 1 of 1", tuple(range(32))), estimate(), plan_engine(RUN)
-    step = predict(RUN, [one], engine, "gloo")
+    step = predict_step(RUN, [one], engine, "gloo")
     return Plan(
         RUN,
         nodes=4,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_like.planning.units import memory_text, seconds_text, traffic_text
+from slime_like.system.words import memory_text, seconds_text, traffic_text
 
 
 @pytest.mark.parametrize(
