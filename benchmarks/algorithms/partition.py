@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.algorithms.measure import Row, best_times
 from slime_like.algorithms import partition_by_tokens
-from slime_like.algorithms.packing.bins import first_fit_decreasing
+from slime_like.algorithms.packing.partition import first_fit_decreasing
 
 NUM_SEQUENCES, BUDGET, LONGEST = 10_000, 8192, 4096
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from slime_like.algorithms.packing.prefixes import pays
+from slime_like.algorithms.packing.prefixes import is_worth_sharing
 from slime_like.checks.model_directories import target_problems
 from slime_like.config import ClusterConfig, ParallelConfig, RunConfig
 from slime_like.config.gpus import GPUS, Gpu
@@ -136,7 +136,7 @@ class Workload:
         samples = config.rollout.prompts_per_step * (1 if config.supervised else config.rollout.samples_per_prompt)
         per_update = samples / config.algorithm.minibatches / config.trainer.parallel.data
         budget, sharing, groups = config.trainer.target_tokens_per_batch, 1, samples
-        if config.trainer.share_prefixes and not config.supervised and pays(prompt, response):
+        if config.trainer.share_prefixes and not config.supervised and is_worth_sharing(prompt, response):
             groups = config.rollout.samples_per_prompt
             sharing = min(groups, max(1, int((budget - prompt) / response)))
         together = prompt + sharing * response

@@ -55,14 +55,14 @@ MUTATIONS = [
     ),
     Mutation(
         "padding belongs to the last sequence",
-        "packing/layout.py",
+        "packing/fields.py",
         "np.append(np.arange(lengths.total.size), -1)",
         "np.append(np.arange(lengths.total.size), lengths.total.size - 1)",
         "test_packing.py::test_padding_belongs_to_no_sequence",
     ),
     Mutation(
         "positions run on over the pack",
-        "packing/layout.py",
+        "packing/fields.py",
         "    positions -= np.repeat(firsts, segments)\n",
         "",
         "test_packing.py::test_layout_written_out_by_loops",

@@ -1,24 +1,95 @@
 """The fields of many sequences as the tensors of a pack, checked as whole arrays.
 
 Torch joins the tensors. It rejects pieces with different numbers of dimensions, on different devices, or with lossy
-conversions (numbers to bools, fractions to integers), but its message names none of the sequences.
+conversions (numbers to bools, fractions to integers), but its message names none of the sequences. NumPy does the index
+arithmetic: it repeats four times and masks integers twice as fast as torch.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing.layout import Array, PackLengths, layout, masked_targets, masked_weights
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, TensorField, Trajectory, tensor_fields
+
+Array = np.ndarray[Any, Any]
 
 RESPONSE_FIELDS = tensor_fields(PackedTrajectory)
 """Tensors of a pack that join those of its trajectories, most with one entry per response token."""
 
 _dtype_of = attrgetter("dtype")
+
+
+class PackLengths:
+    """Lengths of one pack, as lists and as arrays, with padding separate from the sequences."""
+
+    def __init__(self, prompts: list[int], responses: list[int], budget: int | None) -> None:
+        self.prompt_list, self.response_list = prompts, responses
+        self.prompt, self.response = (np.array(lengths, dtype=np.int64) for lengths in (prompts, responses))
+        self.total = self.prompt + self.response
+        self.ends = self.total.cumsum()
+        self.starts = self.ends - self.total
+        self.actual, self.num_responses = int(self.ends[-1]), int(self.response.sum())
+        self.packed = self.actual if budget is None else budget
+        self.padding = self.packed - self.actual
+
+    def owner(self, response_token: int) -> tuple[int, int]:
+        """Return the sequence that a response token of the pack belongs to, and its place in the response."""
+        ends = self.response.cumsum()
+        sequence = int(np.searchsorted(ends, response_token, side="right"))
+        return sequence, response_token - int(ends[sequence] - self.response[sequence])
+
+
+def _lay_out(lengths: PackLengths) -> dict[str, Tensor]:
+    """Compute the tensors that depend only on lengths. Padding is a segment too, but belongs to no sequence."""
+    segments = np.append(lengths.total, lengths.padding)
+    firsts = np.append(lengths.starts, lengths.actual).astype(np.int32)
+    positions = np.arange(lengths.packed, dtype=np.int32)
+    positions -= np.repeat(firsts, segments)
+    owners = np.append(np.arange(lengths.total.size), -1).astype(np.int32)
+    # Prompts and responses by turns, and the padding at the end.
+    runs = np.append(np.stack([lengths.prompt, lengths.response], axis=1), lengths.padding)
+    layout = {
+        "position_ids": positions,
+        "sequence_mask": np.repeat(owners, segments),
+        "response_mask": np.repeat(np.arange(runs.size) % 2 == 1, runs),
+        "cu_seqlens": np.concatenate([[0], lengths.ends]).astype(np.int32),
+        "sequence_map": np.stack([lengths.starts, lengths.ends], axis=1),
+        "prompt_lens": lengths.prompt,
+        "response_lens": lengths.response,
+    }
+    return {name: torch.from_numpy(values) for name, values in layout.items()}
+
+
+def _mask_targets(tokens: Array, response_mask: Array, loss_mask: Array, ignore_index: int) -> Array:
+    """Return (R,) response tokens, or ``ignore_index`` if the loss mask is False.
+
+    Reading them from the joined tokens takes half the time of joining the responses again, and masking them in place as
+    ``mask * (id - ignore) + ignore`` half the time of a masked fill of integers.
+    """
+    ids = tokens[response_mask]
+    ids -= ignore_index
+    ids *= _as_numbers(loss_mask)
+    ids += ignore_index
+    return ids
+
+
+def _mask_weights(per_sequence: Array, lengths: PackLengths, loss_mask: Array) -> Array:
+    """Return (R,) each sequence's weight on its tokens, 0 if the mask is False."""
+    if bool((per_sequence == per_sequence[0]).all()):  # reduction "tokens": nothing to repeat
+        return np.multiply(_as_numbers(loss_mask), per_sequence[0], dtype=np.float64)
+    weights = np.repeat(per_sequence, lengths.response)
+    weights *= _as_numbers(loss_mask)
+    return weights
+
+
+def _as_numbers(mask: Array) -> Array:
+    """Return 0 and 1, with which a product takes half the time of one with bools."""
+    return mask.view(np.int8)
 
 
 def pack_tensors(
@@ -31,26 +102,27 @@ def pack_tensors(
         TypeError, AttributeError, RuntimeError: a field doesn't match its description.
     """
     with torch.no_grad():
-        tensors = layout(lengths)
+        tensors = _lay_out(lengths)
         tensors["tokens"] = _tokens(sequences, lengths, pad_token_id)
         tensors |= _loss_tensors(sequences, lengths, tensors, ignore_index)
-        for name, described in _present(sequences).items():
+        for name, described in _present_fields(sequences).items():
             tensors[name] = _per_response(sequences, lengths, name, described)
             if described.over not in ("inputs", "prompt"):
                 _require_finite(sequences, lengths, name, tensors[name], tensors["loss_mask"])
         if isinstance(sequences[0], ScoredTrajectory):
-            tensors |= _reward_tensors(sequences)
+            tensors |= {name: _stack_rows(sequences, name) for name in ("rewards", "successes")}
+            if (rewards := tensors["rewards"].shape) != (successes := tensors["successes"].shape):
+                raise TypeError(f"rewards {tuple(rewards)} and successes {tuple(successes)}")
     return tensors
 
 
-# ------------------------------------------------------------------------------------------------------------- tensors
 def _tokens(sequences: Sequence[Trajectory], lengths: PackLengths, pad_token_id: int) -> Tensor:
-    prompts = _gathered(sequences, "prompt_tokens", lengths.prompt_list)
-    responses = _gathered(sequences, "response_tokens", lengths.response_list)
+    prompts = _collect(sequences, "prompt_tokens", lengths.prompt_list)
+    responses = _collect(sequences, "response_tokens", lengths.response_list)
     pieces = [*prompts, *responses]
     pieces[0::2], pieces[1::2] = prompts, responses
     tokens = torch.empty(lengths.packed, dtype=torch.int64)
-    _joined(pieces, tokens[: lengths.actual])
+    _join(pieces, tokens[: lengths.actual])
     tokens[lengths.actual :] = pad_token_id
     if tokens.numpy().min() < 0:  # takes a tenth of the time of torch's min
         sequence = int(np.searchsorted(lengths.ends, int(tokens.argmin()), side="right"))
@@ -66,20 +138,22 @@ def _loss_tensors(
 ) -> dict[str, Tensor]:
     loss_mask = _per_response(sequences, lengths, "loss_mask", RESPONSE_FIELDS["loss_mask"])
     mask = loss_mask.numpy()
-    targets = masked_targets(tensors["tokens"].numpy(), tensors["response_mask"].numpy(), mask, ignore_index)
+    targets = _mask_targets(tensors["tokens"].numpy(), tensors["response_mask"].numpy(), mask, ignore_index)
     remedy = "give a finite one, 0 or more"
-    weights = _column(sequences, token_weights_of(sequences), "the token_weight", remedy, least=0.0)
+    weights = _check_column(sequences, token_weights_of(sequences), "the token_weight", remedy, least=0.0)
     remedy = "give the positive one it was sampled at, or 1 if greedily"
     temperatures = [s.temperature for s in sequences]
     return {
         "targets": torch.from_numpy(targets),
         "loss_mask": loss_mask,
-        "token_weights": torch.from_numpy(masked_weights(weights, lengths, mask)),
-        "temperatures": torch.from_numpy(_column(sequences, temperatures, "temperature", remedy, least=math.ulp(0.0))),
+        "token_weights": torch.from_numpy(_mask_weights(weights, lengths, mask)),
+        "temperatures": torch.from_numpy(
+            _check_column(sequences, temperatures, "temperature", remedy, least=math.ulp(0.0))
+        ),
     }
 
 
-def _present(sequences: Sequence[Trajectory]) -> dict[str, TensorField]:
+def _present_fields(sequences: Sequence[Trajectory]) -> dict[str, TensorField]:
     """Return the per-response fields except the loss mask, without those that all sequences lack."""
     first = sequences[0]
     found = {name: each for name, each in RESPONSE_FIELDS.items() if name != "loss_mask" and hasattr(first, name)}
@@ -98,9 +172,9 @@ def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: s
             counts = [sequence.total_len - 1 for sequence in sequences]
         elif described.over == "prompt":
             counts = lengths.prompt_list
-        values = _gathered(sequences, name, counts, len if described.entry_ndim else Tensor.numel)
+        values = _collect(sequences, name, counts, len if described.entry_ndim else Tensor.numel)
         entry = values[0].shape[1:] if described.entry_ndim else ()
-        return _joined(values, torch.empty(sum(counts), *entry, dtype=described.dtype))
+        return _join(values, torch.empty(sum(counts), *entry, dtype=described.dtype))
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(f"{name}: cannot be packed ({error}); give all sequences tensors of one kind") from error
 
@@ -122,14 +196,7 @@ def _require_finite(
         )
 
 
-def _reward_tensors(sequences: Sequence[Trajectory]) -> dict[str, Tensor]:
-    rewards, successes = _rows(sequences, "rewards"), _rows(sequences, "successes")
-    if rewards.shape != successes.shape:
-        raise TypeError(f"rewards {tuple(rewards.shape)} and successes {tuple(successes.shape)}")
-    return {"rewards": rewards, "successes": successes}
-
-
-def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
+def _stack_rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
     """Return one field of every sequence as (S, num_funcs) float32. Stacking checks that all have one shape."""
     rows = torch.stack(list(map(attrgetter(name), sequences)))
     if rows.ndim != 2 or rows.is_complex() or rows.device.type != "cpu":
@@ -144,7 +211,7 @@ def _rows(sequences: Sequence[Trajectory], name: str) -> Tensor:
     return rows.to(torch.float32)
 
 
-def _gathered(
+def _collect(
     sequences: Sequence[Trajectory], name: str, lengths: list[int], count: Callable[[Tensor], int] = Tensor.numel
 ) -> list[Tensor]:
     """Return one field of every sequence, after checking its length."""
@@ -159,7 +226,7 @@ def _gathered(
     return tensors
 
 
-def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
+def _join(pieces: list[Tensor], out: Tensor) -> Tensor:
     """Join the pieces in ``out``. Reject what torch would allow: other numbers of dimensions, bools as integers."""
     if pieces[0].ndim != out.ndim or pieces[0].device.type != "cpu":
         raise TypeError(f"{pieces[0].ndim}-dimensional tensors on {pieces[0].device}")
@@ -169,7 +236,6 @@ def _joined(pieces: list[Tensor], out: Tensor) -> Tensor:
     return torch.cat(pieces, out=out)
 
 
-# ------------------------------------------------------------------------------------------------------- plain numbers
 def token_weights_of(sequences: Sequence[Trajectory]) -> list[float]:
     """Return the weight of each sequence, 1 if it is unscored."""
     if isinstance(sequences[0], ScoredTrajectory):
@@ -177,7 +243,7 @@ def token_weights_of(sequences: Sequence[Trajectory]) -> list[float]:
     return [1.0] * len(sequences)
 
 
-def _column(
+def _check_column(
     sequences: Sequence[Trajectory], values: list[float], name: str, remedy: str, least: float = -math.inf
 ) -> Array:
     """Return the values as (S,) float64, after checking that they are finite and at least ``least``."""

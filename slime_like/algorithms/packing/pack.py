@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing.fields import RESPONSE_FIELDS, pack_tensors, token_weights_of
-from slime_like.algorithms.packing.layout import PackLengths
-from slime_like.algorithms.packing.prefixes import Sharing, tree
+from slime_like.algorithms.packing.fields import RESPONSE_FIELDS, PackLengths, pack_tensors, token_weights_of
+from slime_like.algorithms.packing.prefixes import Sharing, segment_fields
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory, Trajectory, UnscoredTrajectory, tensor_fields
 
 _ALIGNMENT = 8
@@ -67,7 +66,7 @@ def pack_sequences(
     if ignore_index >= 0:
         raise ValueError(f"ignore_index={ignore_index}: could be the id of a token; give a negative one")
     lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
-    tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index) | tree(sequences, lengths, sharing)
+    tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index) | segment_fields(sequences, lengths, sharing)
     values: dict[str, Any] = dict.fromkeys(RESPONSE_FIELDS) | move_together(tensors, torch.device(device))
     return PackedTrajectory(
         **values | _plain_values(sequences),
@@ -194,7 +193,6 @@ def real_tokens(packs: Sequence[PackedTrajectory]) -> int:
     return sum(pack.actual_total_tokens - pack.shared_tokens for pack in packs if not pack.is_filler)
 
 
-# ------------------------------------------------------------------------------------------------------------ transfer
 def move_together(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy CPU tensors of any dtype to ``device`` in one byte buffer. The results are views of it.
 
@@ -215,7 +213,6 @@ def move_together(tensors: dict[str, Tensor], device: torch.device) -> dict[str,
     return {name: moved[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------- unpacking
 def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list[None]:
     if flat is None:
         return [None] * len(lengths)

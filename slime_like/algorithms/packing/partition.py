@@ -1,15 +1,21 @@
 """Distribution of sequences over data-parallel ranks and token-bounded micro-batches. Nothing is dropped."""
 
+import heapq
 from collections.abc import Sequence
 from typing import TypeVar
 
 from torch import Tensor
 
-from slime_like.algorithms.packing.balance import balance, share_out
-from slime_like.algorithms.packing.bins import first_fit_decreasing, pack_into
-
 Partition = list[list[list[int]]]
 _Number = TypeVar("_Number", int, float)
+_Part = tuple[float, object]
+
+# Karmarkar-Karp merges n partial partitions of num_ranks parts each. Beyond this many parts, the greedy rule is used,
+# whose result is then indistinguishable.
+_DIFFERENCING_LIMIT = 400_000
+# Steps of the exhaustive search for fewer bins: some tens of milliseconds. Only a batch with hardly more sequences than
+# micro-batches needs it.
+_SEARCH_STEPS = 50_000
 
 
 def partition_by_tokens(
@@ -54,7 +60,7 @@ def partition_by_tokens(
     partition = [[[share[k] for k in bin_] for bin_ in rank] for share, rank in zip(shares, bins, strict=True)]
     if not _even_out(partition, lengths, costs):
         partition = _even_partition(lengths, max_tokens, num_ranks, costs) or partition
-    return [sorted(sorted(members) for members in _levelled(batches, lengths)) for batches in partition]
+    return [sorted(sorted(members) for members in _level_bins(batches, lengths)) for batches in partition]
 
 
 def partition_full_batches(lengths: Sequence[int] | Tensor, max_tokens: int, num_ranks: int) -> Partition:
@@ -113,19 +119,18 @@ def training_flops(
     return [6.0 * active_parameters * n + 6.0 * num_layers * attention_width * n * n for n in _as_list(lengths)]
 
 
-def _levelled(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+def _level_bins(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
     """Return the sequences in as many bins, but with less in the fullest one, if differencing finds such bins."""
     members = [i for batch in bins for i in batch]
     even = [[members[k] for k in part] for part in balance([lengths[i] for i in members], len(bins))]
     return min((bins, even), key=lambda each: max(sum(lengths[i] for i in batch) for batch in each))
 
 
-# -------------------------------------------------------------------------------------------------------- equal counts
 def _even_out(partition: Partition, lengths: Sequence[int], costs: Sequence[float]) -> bool:
     """Bring every rank to the largest count, with as little change as possible. Return whether that succeeded."""
     most = max(len(batches) for batches in partition)
     for batches in partition:
-        _split_up(batches, lengths, most)
+        _split_bins(batches, lengths, most)
     for batches in partition:
         while len(batches) < most:
             moved = _take_cheapest(partition, costs)
@@ -146,7 +151,7 @@ def _take_cheapest(partition: Partition, costs: Sequence[float]) -> int | None:
     return index
 
 
-def _split_up(bins: list[list[int]], lengths: Sequence[int], count: int) -> None:
+def _split_bins(bins: list[list[int]], lengths: Sequence[int], count: int) -> None:
     """Split the bin with the most tokens in two, until there are ``count`` bins or none has two sequences."""
     while len(bins) < count:
         splittable = [members for members in bins if len(members) > 1]
@@ -170,11 +175,10 @@ def _even_partition(
         if fewer is None:
             return None
         bins = fewer
-    _split_up(bins, lengths, rounds * num_ranks)
-    return share_out(bins, num_ranks, costs)
+    _split_bins(bins, lengths, rounds * num_ranks)
+    return _distribute_bins(bins, num_ranks, costs)
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
 def _as_list(values: Sequence[_Number] | Tensor) -> list[_Number]:
     """Return a tensor's entries as numbers, which are a hundred times faster to compare and add than 0-d tensors."""
     found = values.tolist() if isinstance(values, Tensor) else list(values)
@@ -189,3 +193,147 @@ def _check(lengths: Sequence[int], max_tokens: int) -> None:
             )
         if length < 1:
             raise ValueError(f"sequence {index} has length {length}; every sequence needs at least one token")
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Split indices into ``num_parts`` parts of nearly equal cost, none empty, with the largest differencing method.
+
+    Source: Karmarkar and Karp 1982, in Korf's generalization to k parts.
+    """
+    if num_parts == 1:
+        return [list(range(len(costs)))]
+    if len(costs) * num_parts > _DIFFERENCING_LIMIT:
+        parts = _greedy(costs, num_parts)
+    else:
+        empty: list[_Part] = [(0.0, None)] * (num_parts - 1)
+        parts = _differencing([[(float(cost), index), *empty] for index, cost in enumerate(costs)])
+    for part in parts:
+        if not part:
+            donor = max((p for p in parts if len(p) > 1), key=lambda p: sum(costs[i] for i in p))
+            lightest = min(donor, key=lambda i: costs[i])
+            donor.remove(lightest)
+            part.append(lightest)
+    return parts
+
+
+def _distribute_bins(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> list[list[list[int]]]:
+    """Give every rank equally many bins, by differencing that starts with one bin per rank.
+
+    Source: balanced largest-first differencing, Michiels, Korst, Aarts and van Leeuwen 2003.
+    """
+    weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
+    rounds: list[list[_Part]] = [list(weighed[k : k + num_ranks]) for k in range(0, len(weighed), num_ranks)]
+    return [[bins[k] for k in group] for group in _differencing(rounds)]
+
+
+def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:
+    """Give the largest remaining cost to the lightest part, until none is left (longest processing time)."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap: list[tuple[float, int]] = [(0.0, part) for part in range(num_parts)]
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, part = heap[0]
+        parts[part].append(index)
+        heapq.heapreplace(heap, (load + costs[index], part))
+    return parts
+
+
+def _differencing(partials: list[list[_Part]]) -> list[list[int]]:
+    """Merge the two partial partitions of largest spread, heavy parts with light ones, until one is left.
+
+    If spreads are equal, the larger sum comes first, then the partition made first.
+
+    A partial partition is a list of parts, the heaviest first. A part is ``(load, members)``. Members are nested pairs,
+    flattened once at the end, so merges copy nothing.
+    """
+    heap = [(*_priority(parts), serial, parts) for serial, parts in enumerate(partials)]
+    heapq.heapify(heap)
+    serial = len(partials)
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap)[-1], heap[0][-1]
+        merged = [_join(a, b) for a, b in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heapreplace(heap, (*_priority(merged), serial, merged))
+        serial += 1
+    return [_flatten(members) for _, members in heap[0][-1]]
+
+
+def _priority(parts: list[_Part]) -> tuple[float, float]:
+    """Return negated spread and negated sum of a partial partition: the smallest is merged first."""
+    return parts[-1][0] - parts[0][0], -sum(load for load, _ in parts)
+
+
+def _join(first: _Part, second: _Part) -> _Part:
+    if first[1] is None or second[1] is None:
+        return first if second[1] is None else second
+    return first[0] + second[0], (first[1], second[1])
+
+
+def _flatten(members: object) -> list[int]:
+    found: list[int] = []
+    stack = [members]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, tuple):
+            stack.extend(item)
+        elif isinstance(item, int):
+            found.append(item)
+    return found
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put items, longest first, into the first bin with room. At most 11/9 of the optimum plus one bin (Dósa 2007).
+
+    Bins are the leaves of a tree whose nodes know the largest room below them, so an item finds its bin in logarithmic
+    time. A bin that isn't open yet has its whole room.
+
+    Args:
+        lengths: each 1 to ``capacity``.
+
+    Returns:
+        Indices into ``lengths`` of every bin, in the order the bins were opened.
+    """
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [capacity] * (2 * leaves)
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < lengths[index])
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(index)
+        room[node] -= lengths[index]
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins
+
+
+def pack_into(lengths: Sequence[int], capacity: int, count: int) -> list[list[int]] | None:
+    """Search for a packing into at most ``count`` bins, none empty; return ``None`` if none is found.
+
+    The search is exhaustive, longest items first, for cases in which first-fit-decreasing misses by a few bins. Bins
+    with equal room are tried once. Packing is NP-hard, so the search gives up after a bounded number of steps.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    room, bins = [capacity] * count, [list[int]() for _ in range(count)]
+    tried: list[set[int]] = [set()]
+    chosen: list[int] = []
+    for _ in range(_SEARCH_STEPS):
+        depth = len(chosen)
+        if depth == len(order):
+            return [members for members in bins if members]
+        length = lengths[order[depth]]
+        slot = next((k for k, free in enumerate(room) if free >= length and free not in tried[-1]), None)
+        if slot is None:
+            if not chosen:
+                return None
+            tried.pop()
+            last = chosen.pop()
+            room[last] += lengths[bins[last].pop()]
+            continue
+        tried[-1].add(room[slot])
+        tried.append(set())
+        chosen.append(slot)
+        bins[slot].append(order[depth])
+        room[slot] -= length
+    return None

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Self
 
 from slime_like.algorithms.losses.loss import find_policy
-from slime_like.algorithms.packing.bundles import Bundle, Costs, bundles, split_for
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
 from slime_like.algorithms.packing.partition import (
     Partition,
@@ -16,6 +15,7 @@ from slime_like.algorithms.packing.partition import (
     partition_full_batches,
     training_flops,
 )
+from slime_like.algorithms.packing.prefixes import Bundle, Costs, make_bundles, split_bundles
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from slime_like.data.token_budget import TokenBudget
@@ -280,12 +280,12 @@ def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[
     padded = TokenBudget(trainer).padded_lengths(sequences)
     sharing = trainer.share_prefixes or None
     lengths = padded if sharing is None else [sequence.total_len for sequence in sequences]
-    return bundles(sequences, lengths, sharing, trainer.target_tokens_per_batch)
+    return make_bundles(sequences, lengths, sharing, trainer.target_tokens_per_batch)
 
 
 def partition_over_replicas(given: Sequence[Bundle], budget: int, replicas: int, costs: Costs) -> Partition:
     """Return sequence indices as [replica][pack]. Replicas beyond the number of sequences get none."""
-    found = split_for(replicas, given, costs)
+    found = split_bundles(replicas, given, costs)
     used = min(replicas, len(found))
     each = [bundle.cost(costs) for bundle in found]
     partition = partition_by_tokens([bundle.tokens for bundle in found], budget, used, costs=each)

@@ -10,9 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from slime_like.algorithms import partition_by_tokens, partition_full_batches
-from slime_like.algorithms.packing.balance import balance
-from slime_like.algorithms.packing.bins import first_fit_decreasing, pack_into
-from slime_like.algorithms.packing.partition import training_flops
+from slime_like.algorithms.packing.partition import balance, first_fit_decreasing, pack_into, training_flops
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import ModelDimensions
 from tests.support.properties import examples
