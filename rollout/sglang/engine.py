@@ -13,7 +13,7 @@ from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_p
 from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.hosting.child_process import ChildProcess, ProcessEnded
+from slime_like.hosting.process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions

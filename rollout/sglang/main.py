@@ -20,7 +20,7 @@ from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, StoreQueue
 from rollout.sglang.arguments import engine_arguments
 from slime_like.errors import EngineError
-from slime_like.hosting.parent import Owner
+from slime_like.hosting.process import Owner
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine

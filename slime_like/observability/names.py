@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime_like.observability.phases import PHASES
 from slime_like.observability.records import (
+    PHASES,
     EvaluationRecord,
     RewardRecord,
     RolloutRecord,

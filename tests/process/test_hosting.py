@@ -14,7 +14,7 @@ from slime_like.checks.check import check
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, EngineError, SlimeLikeError, WeightSyncError
 from slime_like.hosting.calls import portable
-from slime_like.hosting.child_process import ChildProcess, ProcessEnded
+from slime_like.hosting.process import ChildProcess, ProcessEnded
 from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
 from tests.unit.checks.checkpoint import sound_flags
 
@@ -31,7 +31,7 @@ import asyncio, os, sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from slime_like.errors import ConfigError, EngineError, WeightSyncError
-from slime_like.hosting.parent import Owner
+from slime_like.hosting.process import Owner
 
 class Custom(EngineError): ...
 

@@ -22,9 +22,9 @@ from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import SlimeLikeError
 from slime_like.launch import commands, coordinator, participant
-from slime_like.launch.agreement import facts
+from slime_like.launch.commands import RefusedError, Verdict
 from slime_like.launch.coordinator import launch
-from slime_like.launch.exit import RefusedError, Verdict
+from slime_like.launch.participant import facts
 from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from tests.conftest import Tiny

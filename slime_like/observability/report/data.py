@@ -10,9 +10,15 @@ from typing import Any
 
 from slime_like.config.reading.load import read_yaml
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.curve import running_mean, smoothing_window
 from slime_like.observability.json_lines import read_lines
-from slime_like.observability.metrics import METRICS_FILE, current_records, read_metrics, series
+from slime_like.observability.metrics import (
+    METRICS_FILE,
+    current_records,
+    read_metrics,
+    running_mean,
+    series,
+    smoothing_window,
+)
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE
@@ -101,22 +107,23 @@ def read_run(run_dir: Path) -> RunData:
 
 def summary(run: RunData) -> list[tuple[str, str]]:
     """Return (label, text) of a run's most important facts, as far as they were recorded."""
-    failed = ("failed", run.failure or "")
-    entries = [*_setup(run.config), ("steps", _steps(run)), failed, *_results(run), *_speed(run)]
+    done, planned = run.trained_steps, run.config.get("steps")
+    none = "" if done else f": no step {'was trained' if run.failure else 'has been trained yet'}"
+    steps = (f"{done} of {planned}" if planned else str(done)) + none
+    entries = [*_setup(run.config), ("steps", steps), ("failed", run.failure or ""), *_results(run), *_speed(run)]
     return [(label, text) for label, text in entries if text]
 
 
-# -------------------------------------------------------------------------------------------------------------- summary
 def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not config:
         return [("configuration", f"not recorded: the run directory has no {CONFIG_FILE}")]
     model, algorithm = config.get("model", {}), config.get("algorithm", {})
     layout = _layout(config.get("trainer", {}))
-    entries = [("model", _joined(model.get("path"), model.get("dtype"))), ("trainer", layout)]
+    entries = [("model", _join(model.get("path"), model.get("dtype"))), ("trainer", layout)]
     loss, advantage, kl = (algorithm.get(part, {}) for part in ("loss", "advantage", "kl"))
     if loss.get("name") == "sft":
         return [*entries, ("objective", "sft (supervised: no engine, no reward)")]
-    objective = _joined(loss.get("name"), advantage.get("name"), f"KL {kl.get('coef', 0)}")
+    objective = _join(loss.get("name"), advantage.get("name"), f"KL {kl.get('coef', 0)}")
     return [*entries, ("objective", objective), ("engine", _engine(config.get("rollout", {})))]
 
 
@@ -126,19 +133,13 @@ def _layout(trainer: Mapping[str, Any]) -> str:
     ranks = prod(axes.values())
     layout = " x ".join(f"{short}{size}" for short, size in axes.items())
     expert = f", EP{sizes['expert']}" if sizes.get("expert", 1) > 1 else ""
-    return _joined(trainer.get("backend"), f"{layout}{expert} ({counted(ranks, 'rank')})")
+    return _join(trainer.get("backend"), f"{layout}{expert} ({counted(ranks, 'rank')})")
 
 
 def _engine(rollout: Mapping[str, Any]) -> str:
     sampling = f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} samples a step"
     engines = f"{counted(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
-    return _joined(rollout.get("engine"), engines, sampling)
-
-
-def _steps(run: RunData) -> str:
-    done, planned = run.trained_steps, run.config.get("steps")
-    none = "" if done else f": no step {'was trained' if run.failure else 'has been trained yet'}"
-    return (f"{done} of {planned}" if planned else str(done)) + none
+    return _join(rollout.get("engine"), engines, sampling)
 
 
 def _results(run: RunData) -> list[tuple[str, str]]:
@@ -190,24 +191,23 @@ def _speed(run: RunData) -> list[tuple[str, str]]:
     return [*entries, ("rollout tokens/s", f"median {median(rollout):,.0f}")] if rollout else entries
 
 
-def _joined(*parts: Any) -> str:
+def _join(*parts: Any) -> str:
     return ", ".join(str(part) for part in parts if part is not None)
 
 
-def spelled_out(text: str, one_line: bool = False) -> str:
+def spell_out(text: str, one_line: bool = False) -> str:
     r"""Replace unprintable characters with escapes such as ``\x1b``; with ``one_line``, also line breaks and tabs."""
     text = _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
     return text.translate(_LAYOUT) if one_line else text
 
 
-def shortened(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Cut out the middle of a text of more than ``limit`` characters. Answers are at the end."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 3]} … ({len(text) - limit} characters) … {text[limit // 3 - limit :]}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
 def _failure(log: Path) -> str | None:
     """Return the last line of a run's log if it is an error."""
     if not log.is_file():

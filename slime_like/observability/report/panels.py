@@ -6,8 +6,7 @@ from html import escape
 from statistics import median
 from typing import Any, NamedTuple
 
-from slime_like.observability.curve import running_mean, smoothing_window
-from slime_like.observability.metrics import current_records
+from slime_like.observability.metrics import current_records, running_mean, smoothing_window
 from slime_like.observability.names import (
     ACCURACY,
     LOSS,
@@ -18,7 +17,7 @@ from slime_like.observability.names import (
     phase_seconds,
     source_means,
 )
-from slime_like.observability.phases import PHASES
+from slime_like.observability.records import PHASES
 from slime_like.observability.report.data import RunData
 
 _TRAINING = "train_actor_training/"

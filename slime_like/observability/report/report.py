@@ -1,4 +1,4 @@
-"""Report of a run as one self-contained HTML page.
+"""Report of a run: one self-contained HTML page, and tables on a terminal.
 
 A model's output is hostile text. It reaches the page escaped, or as JSON that the script shows as text. The content
 security policy allows only plotly and the page's script, by hash, and no network.
@@ -7,13 +7,20 @@ security policy allows only plotly and the page's script, by hash, and no networ
 import base64
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.report.data import Row, RunData, StoredTable, shortened, spelled_out, summary
-from slime_like.observability.report.panels import panels, phase_picture
+from slime_like.observability.report.data import Row, RunData, StoredTable, shorten, spell_out, summary
+from slime_like.observability.report.panels import key_metrics, panels, phase_picture
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, response_column
 from slime_like.system.disk import whole_file
 
@@ -21,6 +28,8 @@ REPORT_FILE = "report.html"
 # Characters shown of one cell. With more, a table of 32k-token responses would not open.
 MAX_CELL_TEXT = 4_000
 _LONG_TEXT = 24
+_NEWEST_SAMPLES = 4
+_MAX_TEXT = 240
 
 SampleKey = tuple[int, Any]
 
@@ -52,8 +61,14 @@ def _render_page(run: RunData) -> str:
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters |= {"hash": _hash, "plain": _plain, "sample": _key, "shown": _shown}
-    environment.filters |= {"reading_order": reading_order, "response_column": response_column}
+    environment.filters |= {
+        "hash": lambda text: "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
+        "plain": lambda value: value if isinstance(value, str) else json.dumps(value),
+        "sample": _key,
+        "shown": lambda text: spell_out(shorten(text, MAX_CELL_TEXT)),
+        "reading_order": reading_order,
+        "response_column": response_column,
+    }
     drawn, phases = panels(run), phase_picture(run)
     tokens = run.tables.get(TOKEN_TABLE)
     samples = _token_samples(tokens)
@@ -82,14 +97,6 @@ def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _shown(text: str) -> str:
-    return spelled_out(shortened(text, MAX_CELL_TEXT))
-
-
 def _key(row: Row) -> SampleKey:
     return row["step"], row.get("Sequence ID")
 
@@ -110,7 +117,7 @@ def _token_data(samples: dict[SampleKey, list[Row]]) -> dict[str, Any]:
             {
                 "label": f"step {step}, {sequence_id}, {len(rows)} tokens",
                 "note": f"The first {first} tokens are in the run directory only." if first else "",
-                "rows": [[_short(row.get(column)) for column in columns] for row in rows],
+                "rows": [[_round(row.get(column)) for column in columns] for row in rows],
             }
             for (step, sequence_id), rows in samples.items()
             for first in [rows[0].get("Token Position", 0)]
@@ -118,9 +125,55 @@ def _token_data(samples: dict[SampleKey, list[Row]]) -> dict[str, Any]:
     }
 
 
-def _short(value: Any) -> Any:
+def _round(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _hash(source: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+def print_summary(run: RunData, console: Console) -> None:
+    """Print a run's summary, metrics, phases, newest samples and held-out responses."""
+    console.print(_list_groups(f"Run {run.run_dir.name}", [summary(run)]))
+    if run.trained_steps:
+        columns = "metric", "first", "last", "lowest", "highest"
+        metrics = [(name, each[0], each[-1], min(each), max(each)) for name, each in key_metrics(run, panels(run))]
+        console.print(_draw_table("Metrics by training step", columns, metrics))
+    if picture := phase_picture(run):
+        phases = [(phase, f"{share:.1f}%", fmean(seconds), max(seconds)) for phase, seconds, share in picture.parts]
+        console.print(_draw_table("Where the time went", ("phase", "share", "mean seconds a step", "longest"), phases))
+    for name, title in ((SAMPLE_TABLE, "Newest samples"), (HELD_OUT_TABLE, "Newest held-out responses")):
+        if (table := run.tables.get(name)) is not None and table.rows:
+            console.print(_list_groups(title, map(_cells, table.rows[-_NEWEST_SAMPLES:])))
+
+
+def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for column in ("step", *reading_order(list(row))):
+        value = row.get(column)
+        if value not in (None, ""):
+            first, *more = value.split("\n") if column == "Conversation" else [value]
+            yield column, first
+            yield from (("", line) for line in more)
+
+
+def _printable(value: Any) -> Text:
+    """Return ``value`` as text without markup or unprintable characters. Long text is shortened."""
+    text = "-" if value is None else str(value)
+    if isinstance(value, float):
+        text = f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+    return Text(spell_out(shorten(text, _MAX_TEXT), one_line=True))
+
+
+def _list_groups(title: str, groups: Iterable[Iterable[tuple[str, Any]]]) -> Table:
+    table = Table(title=Text(title), show_header=False, title_justify="left")
+    for group in groups:
+        for label, value in group:
+            table.add_row(_printable(label), _printable(value))
+        table.add_section()
+    return table
+
+
+def _draw_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(_printable(column), overflow="fold")
+    for row in rows:
+        table.add_row(*map(_printable, row))
+    return table

@@ -8,7 +8,7 @@ from functools import partial
 from slime_like.config import RolloutConfig, RunConfig
 from slime_like.data.ledger import TRAINED, Ledger
 from slime_like.data.prompts import PromptSource
-from slime_like.observability.phases import PhaseClock
+from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout.advantages import configured_estimator, weighted_rewards
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_client import EngineClient

@@ -9,8 +9,7 @@ from typing import Any
 from slime_like.checks.earlier_run import BACKEND, FINGERPRINT
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.weight_files import fingerprint
-from slime_like.observability.curve import plot_reward_curve
-from slime_like.observability.metrics import METRICS_FILE, read_metrics, series
+from slime_like.observability.metrics import METRICS_FILE, plot_reward_curve, read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics
 from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import CRITIC_EXPORT, EXPORT, SUMMARY_FILE, RunDirectory

@@ -9,8 +9,7 @@ import torch
 
 from slime_like.data.dump import dump_path, save_trajectories
 from slime_like.observability.names import step_metrics
-from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.records import PhaseTimes, RewardRecord, RolloutRecord, StepRecord
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import OUTCOME, ZEROED, by_reason, failure_text

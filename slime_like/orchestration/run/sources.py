@@ -10,7 +10,7 @@ import torch
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
-from slime_like.observability.phases import PhaseClock
+from slime_like.observability.records import PhaseClock
 from slime_like.trajectory import ScoredTrajectory
 
 

@@ -12,8 +12,7 @@ import torch
 from slime_like.algorithms.losses.kl import kept_sequences
 from slime_like.algorithms.losses.loss import build_policy
 from slime_like.observability.names import source_kls
-from slime_like.observability.phases import PhaseClock
-from slime_like.observability.records import ScoringRecord
+from slime_like.observability.records import PhaseClock, ScoringRecord
 from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance
 from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.run import Run

@@ -10,7 +10,7 @@ import torch
 from slime_like.data.dump import dump_path, load_trajectories, save_trajectories
 from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.observability.phases import PhaseClock
+from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.run.sources import DumpedSource
 from slime_like.verification.batch import synthetic_batch
 from tests.support.rejections import Rejects

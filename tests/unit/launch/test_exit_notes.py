@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.launch import LaunchOptions
-from slime_like.launch.exit import ExitNotes, NodeEndedError, Verdict
+from slime_like.launch.commands import ExitNotes, NodeEndedError, Verdict
 
 
 def notes(tmp_path: Path, rank: int, silence_s: float = 30, nodes_timeout_s: float = 600) -> ExitNotes:

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import RewardRecord, RolloutRecord, ScoringRecord, StepRecord
+from slime_like.observability.records import PhaseTimes, RewardRecord, RolloutRecord, ScoringRecord, StepRecord
 from slime_like.statistics import GRPOStats, ValueStats
 
 

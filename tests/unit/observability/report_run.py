@@ -13,9 +13,8 @@ from slime_like.config.reading.load import save_config
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.names import evaluation_metrics, step_metrics
 from slime_like.observability.records import EvaluationRecord
-from slime_like.observability.report.console import show
 from slime_like.observability.report.data import read_run
-from slime_like.observability.report.report import write_page
+from slime_like.observability.report.report import print_summary, write_page
 from slime_like.observability.tables import (
     HELD_OUT_TABLE,
     SAMPLE_TABLE,
@@ -74,7 +73,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 def printed(run_dir: Path, width: int = 200) -> str:
     stream = io.StringIO()
-    show(read_run(run_dir), Console(file=stream, width=width, force_terminal=False))
+    print_summary(read_run(run_dir), Console(file=stream, width=width, force_terminal=False))
     return stream.getvalue()
 
 

@@ -10,7 +10,7 @@ import matplotlib.ticker
 import numpy as np
 import pytest
 
-from slime_like.observability.curve import plot_reward_curve, running_mean
+from slime_like.observability.metrics import plot_reward_curve, running_mean
 
 REWARD_BLUE = (0x00, 0x72, 0xB2)
 ACCURACY_VERMILION = (0xD5, 0x5E, 0x00)

@@ -15,8 +15,7 @@ from slime_like.observability.names import (
     sync_metrics,
     update_metrics,
 )
-from slime_like.observability.phases import PhaseTimes
-from slime_like.observability.records import EvaluationRecord, SyncRecord
+from slime_like.observability.records import EvaluationRecord, PhaseTimes, SyncRecord
 from tests.unit.observability.records import mixed_record, phase_times, rl_record, sft_record, value_stats
 
 ZEROS = """

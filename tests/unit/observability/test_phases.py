@@ -2,7 +2,7 @@
 
 import pytest
 
-from slime_like.observability.phases import PhaseClock
+from slime_like.observability.records import PhaseClock
 
 
 def clock_at(*seconds: float) -> PhaseClock:

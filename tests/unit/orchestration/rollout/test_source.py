@@ -21,7 +21,7 @@ from slime_like.data.ledger import ISSUED, Ledger, audit_run
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError, RewardError
 from slime_like.interfaces import Generation, PromptInput, Scores
-from slime_like.observability.phases import PhaseClock
+from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout import source as source_module
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.group_store import GENERATE, GroupTask
