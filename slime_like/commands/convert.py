@@ -83,8 +83,7 @@ def _to_hf(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    from slime_like.conversion.compare import compare_sources
-    from slime_like.conversion.convert import reported
+    from slime_like.conversion.convert import compare_sources, reported
 
     config = load_config(None, ["--model.path", str(options.a), *flags], temporary_run_dir("convert"))
     a, b = (_open(config.model, config.trainer, path, flags) for path in (options.a, options.b))
@@ -116,7 +115,7 @@ def _open(model: ModelConfig, trainer: TrainerConfig, path: Path, flags: Sequenc
 
 def _from_gguf(options: argparse.Namespace, _: Sequence[str]) -> int:
     _require_output(options.file, options.out, options.force)
-    from slime_like.conversion.gguf import gguf_to_hugging_face
+    from slime_like.conversion.convert import gguf_to_hugging_face
 
     print(f"converted: {counted(gguf_to_hugging_face(options.file, options.out, options.dtype), 'tensor')}")
     print(f"output: {options.out}")

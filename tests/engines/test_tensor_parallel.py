@@ -18,7 +18,7 @@ import pytest
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, process_ids
-from slime_like.weights.transports.leftovers import SHARED_MEMORY
+from slime_like.weights.transports.names import SHARED_MEMORY
 from tests.engines.harness import EngineUnderTest, check_logprobs, run_config, started, tiny_pair
 from tests.support.acceptance import some_in_acceptance
 

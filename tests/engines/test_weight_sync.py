@@ -14,7 +14,7 @@ from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.weights.quantization import dequantize, quantize
-from slime_like.weights.transports.leftovers import cleanup
+from slime_like.weights.transports.names import cleanup
 from tests.engines.harness import run_config
 from tests.engines.local_sync import SESSION, Answers, LocalEngines, LocalTrainers, QuantizedTrainers, new_sync
 from tests.support.pending import Later

@@ -17,7 +17,7 @@ from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.checks.model_directories import factor_problems, lora_problems
 from slime_like.config import RunConfig
 from slime_like.config.lora import LoraConfig
-from slime_like.conversion.compare import compare_sources
+from slime_like.conversion.convert import compare_sources
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions

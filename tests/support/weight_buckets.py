@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import WeightBucket
-from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
+from slime_like.weights.transports.names import SHARED_MEMORY, cleanup
 from tests.support.rejections import Rejects
 
 

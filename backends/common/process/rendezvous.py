@@ -1,8 +1,8 @@
-"""Rendezvous of trainer ranks."""
+"""Setup of a trainer rank's process: cores, CUDA allocator, and rendezvous with the other ranks."""
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from backends.common.process.received_objects import read_listed_objects
+from slime_like.checks.environment import ALLOCATOR, expandable_segments
 from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
@@ -18,7 +19,7 @@ from slime_like.system.memory import keep_freed_memory
 from slime_like.system.network import listen
 from slime_like.system.onednn import use_onednn
 from slime_like.system.words import counted
-from slime_like.weights.transports.device_memory import gpu_uuid
+from slime_like.weights.transports.colocated import gpu_uuid
 
 
 def prepare_processor(trainer: TrainerConfig, placement: RankPlacement) -> None:
@@ -123,3 +124,25 @@ def fake_world(rank: int, world_size: int, leave: Callable[[], None]) -> Iterato
         yield
     finally:
         leave()
+
+
+def allocator_problems(transport: str, mapped: bool, environment: Mapping[str, str]) -> Iterator[str]:
+    """Explain why engines could not map this rank's memory, if the run's ``transport`` has them do so (``mapped``).
+
+    Expandable segments are shared by file descriptors, which Linux lets a process take only from descendants (Yama).
+    """
+    given = expandable_segments(environment)
+    if given and mapped:
+        yield (
+            f"sync.transport={transport}: engines map memory of colocated trainers, which they cannot "
+            f"with {given} in the environment; unset it, or use shared_memory"
+        )
+
+
+def use_expandable_segments(mapped: bool, environment: Mapping[str, str]) -> None:
+    """Let the allocator's segments grow unless engines map them: packs of varying size then leave fewer holes.
+
+    Keeps the user's settings.
+    """
+    if not mapped and not any(name in environment for name in ALLOCATOR):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -16,8 +16,7 @@ from torch import Tensor
 from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.hugging_face.tower import as_stored
 from backends.common.process.agreement import rank_error
-from backends.common.process.allocator import allocator_problems, use_expandable_segments
-from backends.common.process.rendezvous import prepare_processor
+from backends.common.process.rendezvous import allocator_problems, prepare_processor, use_expandable_segments
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm

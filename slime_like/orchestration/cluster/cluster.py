@@ -31,7 +31,7 @@ from slime_like.orchestration.cluster.ray_session import (
 )
 from slime_like.orchestration.cluster.stopped import StoppedWorkers
 from slime_like.system.interrupts import raise_if_interrupted, take_interrupt, take_signals_back
-from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
+from slime_like.weights.transports.names import SHARED_MEMORY, cleanup
 
 _REACH_S = 10.0
 _ANSWER_S = 30.0

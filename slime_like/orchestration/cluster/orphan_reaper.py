@@ -22,7 +22,7 @@ import psutil
 from slime_like.orchestration.cluster.ray_session import put_away, remove_private, sessions
 from slime_like.system.disk import end_of_file
 from slime_like.system.processes import is_tracker
-from slime_like.weights.transports.leftovers import SHARED_MEMORY, cleanup
+from slime_like.weights.transports.names import SHARED_MEMORY, cleanup
 
 _GRACE_S = 2.0
 _QUIET_S = 3.0

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from slime_like.weights.transports.leftovers import SHARED_MEMORY
+from slime_like.weights.transports.names import SHARED_MEMORY
 
 RAY_DIRECTORY = "r"
 """Name of Ray's directory in the private directory."""

@@ -33,7 +33,7 @@ from slime_like.system.network import address_towards
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.broadcast_group import GLOO, BroadcastGroup, join_store, one_line, serve_store
-from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
+from slime_like.weights.transports.names import buckets_in_flight, check_session
 
 _CLOSE_S = 5.0
 _JOINED = "joined"
@@ -198,10 +198,15 @@ class CollectiveReceiver:
         if location["sender"] != self._sender:
             problem = f"a receiver of {self._sender} received a bucket of {location['sender']}"
             raise WeightSyncError(problem, code="foreign-bucket")
-        data = self._buffer_of(location["nbytes"])
+        nbytes = location["nbytes"]
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            self._buffer = None  # free it before making the new one
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
+        data = self._buffer[:nbytes]
         try:
             group = self._group_of(location["generation"])
-            group.broadcast(data, self._is_broken)
+            broken = f"broken/{self._generation}"
+            group.broadcast(data, lambda: self._store is not None and self._store.check([broken]))
         except (RuntimeError, OSError, TimeoutError) as error:
             self._group = None
             raise WeightSyncError(
@@ -242,15 +247,6 @@ class CollectiveReceiver:
     def _disconnected(self, problem: str) -> WeightSyncError:
         who = f"weight sync over {self._backend}"
         return WeightSyncError(problem, code="disconnected", who=who, remedy="connect again")
-
-    def _is_broken(self) -> bool:
-        return self._store is not None and self._store.check([f"broken/{self._generation}"])
-
-    def _buffer_of(self, nbytes: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < nbytes:
-            self._buffer = None
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=_device(self._backend))
-        return self._buffer[:nbytes]
 
 
 class _Delivery(threading.Thread):

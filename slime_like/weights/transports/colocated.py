@@ -1,9 +1,9 @@
 """Buckets that engine workers map from the trainer rank on the same device.
 
 The first rank of a pipeline stage gathers a bucket. All ranks, also on other hosts, receive it through the trainers'
-collectives (NCCL or gloo). Each rank holds it in memory that the worker on its device can map: GPU memory, or shared
-memory on a CPU. So every byte reaches a device once, however many engines there are. Stages send one after the other,
-so a rank holds at most two buckets.
+collectives (NCCL or gloo). Each rank holds it in memory that the worker on its device can map: GPU memory (CUDA IPC),
+or shared memory on a CPU. So every byte reaches a device once, however many engines there are. Stages send one after
+the other, so a rank holds at most two buckets.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.json_collectives import all_gather_json
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import TransportSettings
-from slime_like.weights.transports.device_memory import DeviceMemory, gpu_uuid
-from slime_like.weights.transports.leftovers import buckets_in_flight, check_session
+from slime_like.weights.transports.names import buckets_in_flight, check_session
 from slime_like.weights.transports.shared_memory import Segment, SegmentMap, new_segments
 
 NAME = "colocated"
+_GRANULE = 1 << 21
+_BYTES = (1, 4, 6)
+"""Positions of the ``_share_cuda_`` values that are bytes: the handles of memory, reference counter and event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,51 @@ def rank_on(own: Place, ranks: Sequence[Place]) -> int:
     raise WeightSyncError(problem, code="unpaired", who="weight sync between colocated processes", remedy=remedy)
 
 
+class DeviceMemory:
+    """A buffer on the current device that another process on the same GPU maps (CUDA IPC).
+
+    Its handle is taken once, because torch counts the users of each handle. It consists of the plain values in torch's
+    sharing of CUDA storages; no object is unpickled. It names the device by UUID, because a GPU's index differs between
+    processes that see different GPUs.
+
+    Attributes:
+        buffer: (n,) uint8.
+        handle: plain values.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = torch.empty(-(-max(nbytes, 1) // _GRANULE) * _GRANULE, dtype=torch.uint8, device="cuda")
+        values = self.buffer.untyped_storage()._share_cuda_()
+        self.handle = {
+            "device": gpu_uuid(values[0]),
+            "shared": [value.hex() if place in _BYTES else value for place, value in enumerate(values)],
+            "nbytes": self.buffer.numel(),
+        }
+
+    @staticmethod
+    def map(handle: Mapping[str, Any]) -> Tensor:
+        """Map the buffer of ``handle``, (n,) uint8. The mapping ends with the last tensor that views it.
+
+        Raises:
+            WeightSyncError: the GPU is not this process's current one.
+        """
+        index = torch.cuda.current_device()
+        if gpu_uuid(index) != handle["device"]:
+            raise WeightSyncError(
+                f"the weights are on GPU {handle['device']}, and this worker computes on {gpu_uuid(index)}",
+                code="gpu-unseen",
+                remedy="use sync.transport: shared_memory, or gloo between hosts",
+            )
+        values = [bytes.fromhex(value) if place in _BYTES else value for place, value in enumerate(handle["shared"])]
+        storage = torch.UntypedStorage._new_shared_cuda(index, *values[1:])
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (handle["nbytes"],), (1,))
+
+    @staticmethod
+    def collect() -> None:
+        """Free dropped buffers that other processes no longer map."""
+        torch.cuda.ipc_collect()
+
+
 class ColocatedSender:
     """The sender on every trainer rank. All ranks create and use it together. Fills two buffers in turn."""
 
@@ -70,7 +117,10 @@ class ColocatedSender:
         self._session = session
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._stage, self._keep_nbytes = settings.stage, settings.keep_nbytes
-        self._senders = self._gathering_ranks(settings)
+        own = settings.stage if settings.gathers else None
+        stages = [own] if self._num_ranks == 1 else all_gather_json(own, _collective_device())
+        gathering = sorted((stage, rank) for rank, stage in enumerate(stages) if stage is not None)
+        self._senders = [rank for _, rank in gathering]
         self._new_memory: Callable[[int], Segment | DeviceMemory] = new_segments(session)
         if torch.cuda.is_available():
             self._new_memory = DeviceMemory
@@ -119,11 +169,6 @@ class ColocatedSender:
         self._memory = [None, None]
         self._in_flight.clear()
 
-    def _gathering_ranks(self, settings: TransportSettings) -> list[int]:
-        own = settings.stage if settings.gathers else None
-        stages = [own] if self._num_ranks == 1 else all_gather_json(own, _collective_device())
-        return [rank for _, rank in sorted((stage, rank) for rank, stage in enumerate(stages) if stage is not None)]
-
     def _pass_on(self, bucket: WeightBucket | None, sender: int) -> BucketMetadata | None:
         """Pass rank ``sender``'s bucket to all ranks; return ``None`` if it has none.
 
@@ -132,30 +177,24 @@ class ColocatedSender:
         turn = self._sent % len(self._memory)
         if turn in self._in_flight.values():
             raise buckets_in_flight(self._session)
-        nbytes = self._agreed(-1 if bucket is None else bucket_nbytes(bucket), sender)
+        nbytes = -1 if bucket is None else bucket_nbytes(bucket)
+        if self._num_ranks > 1:
+            size = torch.tensor([nbytes], device=_collective_device())
+            dist.broadcast(size, sender)
+            nbytes = int(size)
         if nbytes < 0:
             return None
         memory = self._memory_for(turn, nbytes)
         # Other ranks have no bucket, and hold what they receive.
         entries, hash_s = ((), 0.0) if bucket is None else write_bucket(bucket, memory.buffer)
-        self._broadcast(memory.buffer[:nbytes], sender)
+        if self._num_ranks > 1:
+            dist.broadcast(memory.buffer[:nbytes], sender)
+        if memory.buffer.is_cuda:
+            torch.cuda.current_stream().synchronize()  # workers' streams don't wait for this one
         self._in_flight[self._sent] = turn
         location = {"sender": self._session, "number": self._sent, "held": [{"rank": self._rank, **memory.handle}]}
         self._sent += 1
         return BucketMetadata(NAME, location, entries, hash_s)
-
-    def _agreed(self, nbytes: int, sender: int) -> int:
-        if self._num_ranks == 1:
-            return nbytes
-        size = torch.tensor([nbytes], device=_collective_device())
-        dist.broadcast(size, sender)
-        return int(size)
-
-    def _broadcast(self, data: Tensor, sender: int) -> None:
-        if self._num_ranks > 1:
-            dist.broadcast(data, sender)
-        if data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # workers' streams don't wait for this one
 
     def _memory_for(self, turn: int, nbytes: int) -> Segment | DeviceMemory:
         """Return this turn's memory, replaced by a larger buffer if the bucket doesn't fit."""
@@ -207,8 +246,13 @@ class ColocatedReceiver:
             problem = f"a receiver of {self._session} received a bucket of {location['sender']}"
             raise WeightSyncError(problem, code="foreign-bucket")
         (own,) = [held for held in location["held"] if held["rank"] == self._rank]
-        buffer = self._map(location["number"] % 2, own) if "shared" in own else self._segments.open(own)
-        return read_bucket(metadata.entries, buffer)
+        if "shared" not in own:
+            return read_bucket(metadata.entries, self._segments.open(own))
+        turn, key = location["number"] % 2, str(own["shared"])
+        if turn not in self._mapped or self._mapped[turn][0] != key:
+            self._mapped.pop(turn, None)  # unmap the buffer that this one replaced
+            self._mapped[turn] = key, DeviceMemory.map(own)
+        return read_bucket(metadata.entries, self._mapped[turn][1])
 
     def rest(self) -> None:
         """Unmap GPU memory, so that the rank can free it."""
@@ -219,10 +263,7 @@ class ColocatedReceiver:
         self._mapped.clear()
         self._segments.clear()
 
-    def _map(self, turn: int, handle: Mapping[str, Any]) -> Tensor:
-        """Map the rank's buffer of this turn, and unmap the one it replaced."""
-        key = str(handle["shared"])
-        if turn not in self._mapped or self._mapped[turn][0] != key:
-            self._mapped.pop(turn, None)
-            self._mapped[turn] = key, DeviceMemory.map(handle)
-        return self._mapped[turn][1]
+
+def gpu_uuid(index: int) -> str:
+    """Return the GPU's name, which is the same in every process."""
+    return str(torch.cuda.get_device_properties(index).uuid)

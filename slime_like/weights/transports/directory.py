@@ -21,7 +21,7 @@ from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
-from slime_like.weights.transports.leftovers import check_name, check_session
+from slime_like.weights.transports.names import check_name, check_session
 
 NAME = "directory"
 _APPEARS_S = 10.0

@@ -11,8 +11,7 @@ from slime_like.errors import ConfigError
 from slime_like.interfaces import BucketMetadata
 from slime_like.weights.delta import DeltaReceiver, DeltaSender
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
-from slime_like.weights.transports.libraries import Libraries
-from slime_like.weights.transports.names import TRANSPORTS
+from slime_like.weights.transports.names import TRANSPORTS, Libraries
 
 AUTO, COLOCATED = "auto", "colocated"
 _DELTA, _SENDERS, _SENDER = "delta", "senders", "sender"

@@ -25,7 +25,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.pinning import LockedMemory
 from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
-from slime_like.weights.transports.leftovers import SHARED_MEMORY, buckets_in_flight, check_name, check_session
+from slime_like.weights.transports.names import SHARED_MEMORY, buckets_in_flight, check_name, check_session
 
 NAME = "shared_memory"
 _GRANULE = 1 << 20

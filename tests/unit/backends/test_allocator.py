@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.common.process.allocator import allocator_problems, use_expandable_segments
+from backends.common.process.rendezvous import allocator_problems, use_expandable_segments
 from rollout.sglang.arguments import memory_saver_problem
 from slime_like.config import RunConfig
 

@@ -11,7 +11,7 @@ from slime_like.checks import engine_install
 from slime_like.checks.check import CHECKS
 from slime_like.checks.names import reward_problems
 from slime_like.config.reading.load import load_config
-from slime_like.weights.transports.libraries import Libraries
+from slime_like.weights.transports.names import Libraries
 from tests.unit.checks.checkpoint import sound_flags
 
 

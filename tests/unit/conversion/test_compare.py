@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.conversion.compare import Difference, compare_sources
+from slime_like.conversion.convert import Difference, compare_sources
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import TensorInfo
 

@@ -13,7 +13,7 @@ import torch
 
 from slime_like.errors import WeightSyncError
 from slime_like.weights.transport import Sender, TransportSettings
-from slime_like.weights.transports.device_memory import DeviceMemory
+from slime_like.weights.transports.colocated import DeviceMemory
 from slime_like.weights.transports.registry import open_receiver, open_sender
 from tests.support.rejections import Rejects
 from tests.support.weight_buckets import bucket, refused, require_received

@@ -10,7 +10,7 @@ from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.weights.transports.colocated import Place, rank_on
-from slime_like.weights.transports.libraries import Libraries
+from slime_like.weights.transports.names import Libraries
 from slime_like.weights.transports.registry import transport_of, use_delta
 from tests.support.rejections import Rejects
 

@@ -11,7 +11,7 @@ import pytest
 from slime_like.errors import WeightSyncError
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports import directory, shared_memory
-from slime_like.weights.transports.leftovers import cleanup
+from slime_like.weights.transports.names import cleanup
 from slime_like.weights.transports.registry import open_receiver, open_sender
 from tests.support.locked import Locked
 from tests.support.rejections import Rejects
