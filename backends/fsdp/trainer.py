@@ -40,9 +40,9 @@ class FsdpTrainer(TrainerBase):
 
     @staticmethod
     def planner() -> Planner:
-        from backends.fsdp.planning import estimate
+        from backends.fsdp import planning
 
-        return estimate
+        return planning
 
     @staticmethod
     def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:

@@ -1,9 +1,11 @@
-"""``slime-like plan``."""
+"""``slime-like plan`` and ``slime-like rehearse``: try a run before it has a cluster."""
 
 import argparse
 import json
 import logging
+import shutil
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from slime_like.commands.command import Command, at_least_one, given_path, optio
 from slime_like.config import DataConfig, RolloutConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
+from slime_like.system.words import counted
 
-_DOES_NOT_FIT = 1
+_DOES_NOT_FIT, _FOUND = 1, 1
+_LEAST_STEPS = 2
 _MEAN = "tokens, for the predicted time (default: the configured limit)"
 
 
-def _run(options: argparse.Namespace, flags: list[str]) -> int:
+def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     output: Path | None = options.output
     if output is not None:
         problem = "is a directory; give a file" if output.is_dir() else directory_problem(output.absolute().parent)
@@ -82,10 +86,10 @@ def _note(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-COMMAND = Command(
+PLAN = Command(
     "plan",
     "check whether a run fits a cluster, and predict a step's time; needs no GPU and no weights",
-    _run,
+    _plan,
     "Plan a run on a cluster from this machine: the memory of ranks and engines, the predicted time of a\n"
     "step, and all problems that would stop the run at its start. --output adds every kind of rank and its\n"
     "messages. The model's config.json suffices. Exit code 0: fits. 1: does not fit. 2: the layout is invalid.",
@@ -102,4 +106,56 @@ COMMAND = Command(
     epilog="Every field of the configuration is a flag: --cluster.nodes 8 --cluster.gpus_per_node 8 "
     "--cluster.gpu h200-141gb\n--trainer.parallel.tensor 4 and so on; see `slime-like train --help` and "
     "docs/planning.md.",
+)
+
+
+def _rehearse(options: argparse.Namespace, flags: list[str]) -> int:
+    if options.small_steps < _LEAST_STEPS:
+        raise ConfigError(
+            f"--small_steps={options.small_steps} must be at least {_LEAST_STEPS}: before and after the kill",
+            code="argument-value",
+        )
+    config = load_config(options.config, flags)
+    from slime_like.verification.rehearsal.rehearsal import rehearse
+
+    found, directory = 0, _make_directory(options.directory)
+    try:
+        for is_sound, stage, text in rehearse(config, directory, options.small_steps):
+            found += not is_sound
+            print(f"{'ok' if is_sound else 'FOUND':5}  {stage:11}  {text}", flush=True)
+        print(f"rehearsal: {counted(found, 'fault')} found" if found else "rehearsal: nothing found")
+    finally:
+        if found:
+            print(f"rehearsal: recipe and logs are in {directory}")
+        elif options.directory is None:
+            shutil.rmtree(directory, ignore_errors=True)
+    return _FOUND if found else 0
+
+
+def _make_directory(directory: Path | None) -> Path:
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="slime-like-rehearsal-"))
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        remedy = "give a new one" if isinstance(error, FileExistsError) else "give another place"
+        raise ConfigError(f"--directory={directory}: {error.strerror}; {remedy}", code="argument-value") from error
+    return directory.absolute()
+
+
+REHEARSE = Command(
+    "rehearse",
+    "try a recipe on this machine with a small model: steps, kill, resume, export",
+    _rehearse,
+    "Run a small version of a recipe on this machine before you rent a cluster. It uses the real tokenizer, rows,\n"
+    "template, rewards, environment and loss with a small random model like the real one, whose weights are not\n"
+    "needed. Every parallel axis has size 2 if eight ranks suffice. The run trains, evaluates and writes a\n"
+    "checkpoint; then it is killed with kill -9, resumed and exported. Exit code 1: a stage found a fault.",
+    (
+        option("--directory", type=given_path, metavar="DIR", help="new directory for model, recipe and run to keep"),
+        option("--small_steps", type=int, default=3, metavar="N", help="steps of the small run (default: %(default)s)"),
+    ),
+    usage="[--directory DIR] [--small_steps N] [--section.field VALUE ...]",
+    paths={"[CONFIG.yaml]": "configuration of the real run"},
+    epilog="Every field of the configuration is a flag: see `slime-like train --help`.",
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backends.common.attention.kernels import AttentionKernel, Saved, merged_attention
-from backends.common.attention.ring import RingSegments, ring_step
+from backends.common.attention.packed_attention import RingSegments, ring_step
 from tests.parallel.dense import boundaries
 
 

@@ -16,7 +16,7 @@ from backends.fsdp.parallel import shard_of
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron.attention import context_layout_of
 from backends.megatron.planning.estimate import planned_attention
-from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES
+from backends.megatron.planning.passes import WINDOWS_OF_STAGES
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.context import Layout
 from slime_like.config import RunConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.attention import packed_attention, prefixes, ring
+from backends.common.attention import packed_attention, prefixes
 from backends.common.attention.kernels import CpuFlash
 from slime_like.config import RunConfig
 from slime_like.config.roles import TEACHER
@@ -111,7 +111,7 @@ def test_ranks_take_the_planned_memory(
     ]
     tasks = [(config, model.hidden_size) for config in configs]
     measured = run_each(_measure, 2, tmp_path / "ranks", tasks)
-    for module in (packed_attention, prefixes, ring):
+    for module in (packed_attention, prefixes):
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     planner = load_backend(backend).planner()
     for config, ranks in zip(configs, measured, strict=True):

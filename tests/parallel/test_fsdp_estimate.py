@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.fsdp.parallel import shard_of
-from backends.fsdp.planning.estimate import estimate, rank_kinds
+from backends.fsdp.planning import estimate, rank_kinds
 from slime_like.config import LoraConfig, RunConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel.held import storage_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from backends.common.attention import flash_attn_on_cpu
+from backends.common.attention import ring_flash_attn
 from backends.common.step.balance import BalanceLoss
 from backends.common.step.objective import Objective
 from backends.fsdp.trainer import FsdpTrainer
@@ -97,7 +97,7 @@ def strict_windows(allowed: frozenset[str] = frozenset()) -> Iterator[StrictDevi
         # Packs are on the host up to here; the stand-in for flash-attn is not a device's kernel, either.
         patch.setattr(BatchBuilder, "build", _as_method(device, BatchBuilder.build))
         patch.setattr(FsdpTrainer, "_batch", _as_method(device, FsdpTrainer._batch))
-        patch.setattr(flash_attn_on_cpu, "_parts", device.on_host(flash_attn_on_cpu._parts))
+        patch.setattr(ring_flash_attn, "_parts", device.on_host(ring_flash_attn._parts))
         patch.setattr(BalanceLoss, "of_step", device.on_host(BalanceLoss.of_step))
         yield device
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backends.common.attention import packed_attention, prefixes, ring
+from backends.common.attention import packed_attention, prefixes
 from backends.common.attention.kernels import CpuFlash
 from slime_like.interfaces import load_backend
 from slime_like.models.dimensions import ModelDimensions
@@ -83,7 +83,7 @@ def test_ranks_take_the_planned_memory(
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     tasks = [(config,) for config in selected.values()]
     taken = run_each(measure_rank, world_size, tmp_path / "ranks", tasks, timeout_s=480.0)  # many layouts in one fork
-    for module in (packed_attention, prefixes, ring):
+    for module in (packed_attention, prefixes):
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     planner, far = load_backend(backend).planner(), []
     for (name, config), ranks in zip(selected.items(), taken, strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from backends.common.attention import packed_attention, prefixes, ring
+from backends.common.attention import packed_attention, prefixes
 from backends.common.attention.kernels import CpuFlash
 from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.config.roles import CRITIC
@@ -41,7 +41,7 @@ def test_a_critics_ranks_take_the_planned_memory(backend: str, tmp_path: Path, m
         for config, policy in zip(configs, policies, strict=True)
     ]
     taken = run_each(_measure, 2, tmp_path / "ranks", [(config,) for config in configs])
-    for module in (packed_attention, prefixes, ring):
+    for module in (packed_attention, prefixes):
         monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
     planner = load_backend(backend).planner()
     for config, policy, ranks in zip(configs, policies, taken, strict=True):

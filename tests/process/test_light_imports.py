@@ -13,9 +13,7 @@ import slime_like
 from tests.process.conftest import python
 
 # Log readers and progress. No import may choose a plotting backend for the user.
-OBSERVABILITY = tuple(
-    f"observability.{name}" for name in ("phases", "records", "names", "metrics", "progress", "curve")
-)
+OBSERVABILITY = tuple(f"observability.{name}" for name in ("records", "names", "metrics", "progress"))
 LOGS = {"torch", "ray", "matplotlib", "tensorboard", "wandb"}
 
 
@@ -24,7 +22,7 @@ LOGS = {"torch", "ray", "matplotlib", "tensorboard", "wandb"}
     [
         ("config config.reading.load checks.check commands.main", {"torch", "ray", "transformers"}),
         ("orchestration.cluster.orphan_reaper orchestration.cluster.ray_node", {"torch"}),
-        ("commands.report observability.report.console", LOGS | {"transformers"}),
+        ("commands.report observability.report.report", LOGS | {"transformers"}),
         (" ".join(OBSERVABILITY), LOGS | {"rich"}),
     ],
 )

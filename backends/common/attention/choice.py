@@ -5,9 +5,8 @@ from typing import Literal
 import torch.distributed as dist
 
 from backends.common.attention.kernels import Segments
-from backends.common.attention.packed_attention import LocalAttention, PackedAttention
+from backends.common.attention.packed_attention import LocalAttention, PackedAttention, RingAttention, RingSegments
 from backends.common.attention.prefixes import PrefixAttention
-from backends.common.attention.ring import RingAttention, RingSegments
 from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
 from slime_like.algorithms.context import ContextShard
 from slime_like.errors import TrainerError

@@ -3,28 +3,37 @@
 The package is used unchanged. Its module-level globals and defaults (no mask, the whole world) are never relied on:
 boundaries come with the micro-batch; mask, scale and process group with every call. It gathers ``heads_k_stride`` heads
 of keys and values at a time, and overlaps the next gather with computation.
+
+The package calls two functions of flash-attn, which exists for CUDA only. On the CPU, stand-ins compute them by our
+kernel. They take the same arguments, with the same names and meanings. They reject what the llama3 path never requests:
+dropout, windows, soft caps, slopes, attention without a mask. A causal mask is aligned to the last key, as in
+flash-attn since 2.1: if a segment has more keys than queries, the queries are its last tokens. Our kernels support
+masked squares and unmasked rectangles, so such a segment becomes one of each, merged by the log-sum-exp.
 """
 
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from types import ModuleType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from backends.common.attention.flash_attn_on_cpu import flash_attn_modules
+from backends.common.attention.kernels import CpuFlash, Pairing, Saved, merged_attention
 from backends.common.attention.packed_attention import unsupported
+from backends.common.attention.prefixes import Rows, rows_of, segments_of
 from slime_like.errors import TrainerError
 
 PACKAGE = "ring_flash_attn"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +115,128 @@ def llama3_module(device_type: str) -> ModuleType:
             code="attention-package-missing",
             remedy="pip install ring-flash-attn==0.1.8, or use trainer.attention=ring or allgather",
         )
-    stand_ins = {} if device_type == "cuda" else flash_attn_modules()
+    stand_ins = {} if device_type == "cuda" else _flash_attn_modules()
     bare = ModuleType(PACKAGE)
     bare.__path__ = list(package.submodule_search_locations or ())
-    with _private_imports({PACKAGE: bare, **stand_ins}):
+    with _import_privately({PACKAGE: bare, **stand_ins}):
         return importlib.import_module(f"{PACKAGE}.llama3_flash_attn_varlen")
 
 
 @contextlib.contextmanager
-def _private_imports(modules: dict[str, ModuleType]) -> Iterator[None]:
+def _import_privately(modules: dict[str, ModuleType]) -> Iterator[None]:
     """Let imports find ``modules``; afterwards, forget everything imported below their names."""
     roots = {name.partition(".")[0] for name in modules}
 
-    def taken_out() -> dict[str, ModuleType]:
+    def take_out() -> dict[str, ModuleType]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in roots}
 
-    before = taken_out()
+    before = take_out()
     sys.modules.update(modules)
     try:
         yield
     finally:
-        taken_out()
+        take_out()
         sys.modules.update(before)
+
+
+def _flash_attn_modules() -> dict[str, ModuleType]:
+    """Return, by name, the modules that the llama3 path imports. They contain only these two functions."""
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    for function in (_flash_attn_varlen_forward, _flash_attn_varlen_backward):
+        setattr(interface, function.__name__, function)
+    return {module.__name__: module for module in (package, interface)}
+
+
+def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Return (Tq, H, D) output, (H, Tq) log-sum-exp, and two empty tensors for flash-attn's dropout mask and state."""
+    kernel, ((_, keys, pairing), *far) = CpuFlash(), _parts(**options)
+    out, lse = kernel.forward(q, k[keys], v[keys], pairing)
+    out = out.to(lse.dtype)
+    for rows, keys, pairing in far:
+        part = kernel.forward(q[rows], k[keys], v[keys], pairing)
+        out[rows], lse[:, rows] = merged_attention((out[rows], lse[:, rows]), part)
+    return out.to(q.dtype), lse, q.new_empty(0), q.new_empty(0)
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    **options: Any,
+) -> None:
+    """Write ``dq``, ``dk`` and ``dv``."""
+    dq.zero_()
+    for rows, keys, pairing in _parts(**options):
+        saved = Saved(q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows].contiguous())
+        part, dk[keys], dv[keys] = CpuFlash().backward(dout[rows], saved, pairing)
+        dq[rows] += part
+
+
+def _parts(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    deterministic: bool = False,
+    rng_state: Tensor | None = None,
+) -> list[tuple[Rows, Rows, Pairing]]:
+    """List query rows with the keys that they see, each key in one part: masked squares, and rectangles of queries with
+    the keys before the first of them.
+
+    Arguments are flash-attn's, without the tensors; results are always ``deterministic``.
+
+    Raises:
+        NotImplementedError: another kind of attention.
+        ValueError: flash-attn would silently read wrong rows or skip some.
+    """
+    asked = {
+        "dropout_p": dropout_p != 0,
+        "causal=False": not causal,
+        "window_size": (window_size_left, window_size_right) != (-1, -1),
+        "softcap": softcap != 0,
+        "alibi_slopes": alibi_slopes is not None,
+        "return_softmax": return_softmax,
+    }
+    if wanted := [name for name, is_asked in asked.items() if is_asked]:
+        raise NotImplementedError(
+            f"flash-attn's {', '.join(wanted)} is not supported on the CPU; use plain causal attention"
+        )
+    queries, keys = _spans("q", cu_seqlens_q, max_seqlen_q), _spans("k", cu_seqlens_k, max_seqlen_k)
+    pairs = [(q, k, len(k) - len(q)) for q, k in zip(queries, keys, strict=True)]
+    for q, k, missing in pairs:
+        if missing < 0:
+            raise ValueError(f"a segment has {len(q)} queries and {len(k)} keys; give at least as many keys as queries")
+    parts = [_part(queries, [k[before:] for _, k, before in pairs], True, softmax_scale)]
+    far = [(q, k[:before]) for q, k, before in pairs if before]
+    if far:
+        parts.append(_part([q for q, _ in far], [k for _, k in far], False, softmax_scale))
+    return parts
+
+
+def _part(queries: Sequence[range], keys: Sequence[range], causal: bool, scale: float) -> tuple[Rows, Rows, Pairing]:
+    pairing = Pairing(segments_of(queries, _CPU), segments_of(keys, _CPU), causal, scale)
+    return rows_of(queries, _CPU), rows_of(keys, _CPU), pairing
+
+
+def _spans(what: str, cu_seqlens: Tensor, longest: int) -> list[range]:
+    spans = [range(*ends) for ends in pairwise(cu_seqlens.tolist())]
+    lengths = [len(span) for span in spans]
+    if min(lengths) < 1:
+        raise ValueError(f"cu_seqlens_{what} has an empty segment; leave empty segments out")
+    if max(lengths) > longest:
+        raise ValueError(f"max_seqlen_{what}={longest} is less than the longest segment, {max(lengths)}; give that")
+    return spans

@@ -19,8 +19,7 @@ from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from backends.megatron.overlap import Communication
 from backends.megatron.parallel import alone_as
-from backends.megatron.planning.in_flight import WindowPeak, window_peak
-from backends.megatron.planning.passes import ChunkPasses, Passes
+from backends.megatron.planning.passes import ChunkPasses, Passes, WindowPeak, window_peak
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY, ModelRole
 from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from backends.megatron.planning.in_flight import WINDOWS_OF_STAGES, PassMemory, schedule, window_peak
+from backends.megatron.planning.passes import WINDOWS_OF_STAGES, PassMemory, schedule, window_peak
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])

@@ -1,24 +1,122 @@
 """Estimate of one rank on GPUs, without GPUs: its rows of every parameter, and traced steps of the sharded model on
-shapes, in which FSDP's code gathers weights and sums gradients."""
+shapes. FSDP's code gathers weights, frees them and sums gradients, and every storage and message is traced."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from backends.common.process.rendezvous import communicators, fake_world
+from backends.common.step.shapes import META
 from backends.common.step.teacher import Teachers
 from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import model_input
-from backends.fsdp.model import sharded_meta_model
+from backends.fsdp.model import LogprobModel, sharded_meta_model
 from backends.fsdp.parallel import Groups, shard_of
-from backends.fsdp.planning.sharded_shapes import GATHERED, GRADIENTS, ShardedShapes
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY, ModelRole
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
 from slime_like.trajectory import PackedTrajectory
+
+GATHERED, GRADIENTS = "gathered", "gradients"
+"""Labels of gathered weights with their buffers, and of float32 gradients, whole or summed, with their messages."""
+
+
+class ShardedShapes:
+    """A model whose parameter shards, and everything FSDP makes from them, are on torch's meta device.
+
+    Attributes:
+        on_host: gradients move to host memory as soon as they are summed.
+    """
+
+    def __init__(self, model: LogprobModel, trace: Trace, on_host: bool) -> None:
+        self.model = model
+        self._messages = {GATHERED: Counted(), GRADIENTS: Counted()}
+        self._trace = trace
+        self._on_host = on_host
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._put_on_meta(module._get_fsdp_state()._fsdp_param_group)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Let the trace see the model's passes inside the block."""
+        with self._trace, self._trace.head_labelled(), self._trace.resizes_followed(), _meta_has_streams():
+            yield
+
+    def take_messages(self) -> tuple[Counted, Counted]:
+        """Return messages of weights and of gradients since the last call."""
+        found = self._messages
+        self._messages = {label: Counted() for label in found}
+        return found[GATHERED], found[GRADIENTS]
+
+    def _label_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad.dtype == torch.float32:  # others are cast as soon as their layer has all of them
+            self._trace.relabel(parameter.grad, GRADIENTS)
+
+    def _put_on_meta(self, group: Any) -> None:
+        """Move parameters that FSDP gathers together to meta.
+
+        FSDP takes its device from the ranks' mesh, and rejects shards without memory.
+        """
+        group.device = META
+        for parameter in group.fsdp_params:
+            parameter.device = META
+        group._validate_no_meta_params = lambda: None
+        group.unshard = self._trace_call(group.unshard, GATHERED)
+        group.wait_for_unshard = self._hook_gradients(group, self._trace_call(group.wait_for_unshard, GATHERED))
+        summed = self._trace_call(group.post_backward, GRADIENTS)
+        group.post_backward = self._move_to_host(group, summed) if self._on_host else summed
+
+    def _trace_call(self, call: Callable[..., Any], label: str) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            with self._trace.label(label), self._trace.counting(self._messages[label]):
+                return call(*arguments, **options)
+
+        return noted
+
+    def _hook_gradients(self, group: Any, wait_for_unshard: Callable[..., Any]) -> Callable[..., None]:
+        """Label gradients as soon as autograd has them. Whole parameters exist only after the first gather."""
+        hooked: list[Any] = []
+
+        def waited(*arguments: Any) -> None:
+            wait_for_unshard(*arguments)
+            if not hooked and group.is_unsharded:
+                hooked.extend(
+                    parameter.unsharded_param.register_post_accumulate_grad_hook(self._label_gradient)
+                    for parameter in group.fsdp_params
+                    if parameter.sharded_param.requires_grad
+                )
+
+        return waited
+
+    def _move_to_host(self, group: Any, post_backward: Callable[..., Any]) -> Callable[..., None]:
+        """Move offloaded, summed gradients off the device immediately."""
+
+        def moved(*arguments: Any) -> None:
+            post_backward(*arguments)
+            for parameter in group.fsdp_params:
+                parameter.sharded_param.grad = None
+
+        return moved
+
+
+@contextlib.contextmanager
+def _meta_has_streams() -> Iterator[None]:
+    """Provide streams for meta. FSDP finds a device's streams in torch's module of its name; the CPU's do nothing."""
+    module: Any = torch
+    module.meta = torch.cpu
+    try:
+        yield
+    finally:
+        del module.meta
 
 
 def rank_kinds(trainer: TrainerConfig) -> list[RankKind]:
@@ -36,7 +134,7 @@ def estimate(config: RunConfig, rank: int, role: str = POLICY) -> RankEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class _Followed:
+class _TracedBatch:
     """A traced micro-batch, scored, and trained in a window of several. In bytes on top of the shards.
 
     Attributes:
@@ -75,10 +173,11 @@ class _Rank:
             self._model.teachers = Teachers.planned(config.distillation, rows, getattr(torch, config.model.dtype))
 
     def estimate(self, rank: int) -> RankEstimate:
-        with self._shapes.followed():
-            found = [self._follow(pack) for pack in worst_packs(self._config, "contiguous")]
+        with self._shapes.tracing():
+            found = [self._trace_batch(pack) for pack in worst_packs(self._config, "contiguous")]
         worst = max(found, key=lambda each: each.peak)
         sums = _messages(worst.sums)
+        attention = "ring_flash_attn" if self._config.trainer.attention == "ring_flash_attn" else "allgather"
         return RankEstimate(
             rank=rank,
             memory=self._memory(worst, max(each.forward_peak for each in found)),
@@ -89,18 +188,14 @@ class _Rank:
             update=Work(0.0, 0.0, () if self._sums_always else sums),
             longest=attention_length(worst.pack),
             communicators=communicators(),
-            layers=f"Hugging Face's layers, {'ring_flash_attn' if self._by_package else 'allgather'} attention",
+            layers=f"Hugging Face's layers, {attention} attention",
         )
-
-    @property
-    def _by_package(self) -> bool:
-        return self._config.trainer.attention == "ring_flash_attn"
 
     @property
     def _sums_always(self) -> bool:
         return self._config.trainer.fsdp.accumulate == "sharded"
 
-    def _follow(self, pack: PackedTrajectory) -> _Followed:
+    def _trace_batch(self, pack: PackedTrajectory) -> _TracedBatch:
         """Score, then train a window of two. The second runs with the first one's gradients in memory, and sums."""
         trace, shapes = self._trace, self._shapes
         base = trace.restart()
@@ -120,7 +215,7 @@ class _Rank:
             parameter.grad = None
         self._model.shard_weights()
         gathers = score_gathers, train_gathers
-        return _Followed(pack, forward_peak, peak, labelled, saved, scoring, training, *gathers, sums)
+        return _TracedBatch(pack, forward_peak, peak, labelled, saved, scoring, training, *gathers, sums)
 
     def _train(self, pack: PackedTrajectory, last: bool) -> int:
         """Run forward and backward; return the bytes of activations kept between them."""
@@ -140,7 +235,7 @@ class _Rank:
         scored = self._model(batch.shard.tokens, batch.shard.position_ids, batch.mixers, batch.responses)
         return torch.stack(batch.whole(scored)).sum()
 
-    def _memory(self, worst: _Followed, forward_peak: int) -> TrainerMemory:
+    def _memory(self, worst: _TracedBatch, forward_peak: int) -> TrainerMemory:
         shards = [shard_of(parameter) for parameter in self._model.parameters()]
         padded = sum(shard.untyped_storage().nbytes() for shard in shards)
         state, on_host = sum(shard.nbytes for shard in shards), self._config.trainer.optimizer.offload
