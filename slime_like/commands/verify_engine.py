@@ -58,7 +58,7 @@ def _small_model(given: Path | None, directory: Path) -> Path:
 
         make_tiny_model(directory)
     else:
-        from slime_like.examples.look_alike import make_look_alike
+        from slime_like.examples.tiny_model import make_look_alike
 
         make_look_alike(given, directory, with_vocabulary=False)
     return directory

@@ -10,10 +10,10 @@ from typing import Any
 
 from slime_like.config.reading.load import read_yaml
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.json_lines import read_lines
 from slime_like.observability.metrics import (
     METRICS_FILE,
     current_records,
+    read_lines,
     read_metrics,
     running_mean,
     series,

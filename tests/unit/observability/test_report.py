@@ -13,8 +13,7 @@ import pytest
 
 from slime_like.commands.root import run
 from slime_like.errors import DataError, SlimeLikeError
-from slime_like.observability.json_lines import read_lines
-from slime_like.observability.metrics import MetricLogger
+from slime_like.observability.metrics import MetricLogger, read_lines
 from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_metrics
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
