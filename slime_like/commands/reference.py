@@ -59,7 +59,10 @@ def _field(field: Field, prefix: str) -> str:
 
 def _names(setting: str) -> str:
     """List the names that a setting accepts, with the first line of their documentation."""
-    items = [_item(part.name, part.summary + _options(part)) for part in named_parts()[setting]]
+    items = [
+        _item(part.name, part.summary + (f" Options: {each}." if (each := _shown(part)) else ""))
+        for part in named_parts()[setting]
+    ]
     return f"`{setting}`\n\n" + "\n".join(items) + "\n"
 
 
@@ -68,10 +71,6 @@ def _explained(setting: str) -> str:
     parts = [f"`{part.name}`" + (f" ({each})" if (each := _shown(part)) else "") for part in named_parts()[setting]]
     text = f"`{setting}`, [with formulas](objective.md): {', '.join(parts)}."
     return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False) + "\n"
-
-
-def _options(part: PartDocs) -> str:
-    return f" Options: {shown}." if (shown := _shown(part)) else ""
 
 
 def _shown(part: PartDocs) -> str:

@@ -177,13 +177,16 @@ def evaluation_metrics(record: EvaluationRecord, dataset: str | None = None) -> 
 def _performance(record: StepRecord) -> dict[str, float]:
     prefix, times = "train_actor_performance", record.times
     padded = record.packed_tokens - record.actual_tokens
+    idle = times.seconds["wait"] + times.seconds["generate"] + times.seconds["reward"]
+    if record.trainers_busy_s is not None:  # from a sync's end to the update's end, minus the ranks' work
+        idle = max(0.0, idle + times.seconds["train"] - record.trainers_busy_s)
     metrics = {
         **{f"{prefix}/memory/{name}": float(value) for name, value in record.memory.items()},
         STEP_TIME: times.step_s,
         **_timed(prefix, "grpo_steps", times.seconds["train"], times.step_s),
         **_timed(prefix, "weight_sync", times.seconds["sync"], times.step_s),
         **_timed(prefix, "waiting_buffer", times.seconds["wait"], times.step_s),
-        **_timed(prefix, "idle", _idle_s(record), times.step_s),
+        **_timed(prefix, "idle", idle, times.step_s),
         f"{prefix}/tokens_per_second": _ratio(sum(record.response_lengths), times.step_s),
         f"{prefix}/padded_tokens_percentage (%)": 100 * _ratio(padded, record.packed_tokens),
     }
@@ -193,15 +196,6 @@ def _performance(record: StepRecord) -> dict[str, float]:
     if record.weight_gather_s is not None:
         metrics |= _timed(prefix, "weight_gather", record.weight_gather_s, times.step_s)
     return metrics
-
-
-def _idle_s(record: StepRecord) -> float:
-    """Return the trainer ranks' idle seconds: from a sync's end to the update's end, minus their work."""
-    seconds = record.times.seconds
-    waiting = seconds["wait"] + seconds["generate"] + seconds["reward"]
-    if record.trainers_busy_s is None:
-        return waiting
-    return max(0.0, waiting + seconds["train"] - record.trainers_busy_s)
 
 
 def _rollout(record: RolloutRecord, lengths: Sequence[int], generate_s: float) -> dict[str, float]:

@@ -94,10 +94,12 @@ class PrefixAttention(PackedAttention):
     def of(cls, boundaries: Tensor, parents: Tensor | None, part: range, group: dist.ProcessGroup) -> Self:
         """Create it from all segments' boundaries and parents, and the ``part`` of the axis on this rank."""
         segments = [range(*ends) for ends in pairwise(boundaries.tolist())]
-        levels = [_reaching_in(segments, part), *([] if parents is None else _levels(segments, parents.tolist()))]
-        mine = [[_Seen(both, keys) for queries, keys in level if (both := _shared(queries, part))] for level in levels]
+        levels = [_earlier_parts(segments, part), *([] if parents is None else _levels(segments, parents.tolist()))]
+        mine = [
+            [_Seen(both, keys) for queries, keys in level if (both := _intersect(queries, part))] for level in levels
+        ]
         alone = group.size() == 1
-        needed = [part] if alone else _joined([keys for level in mine for _, keys in level])
+        needed = [part] if alone else _unite([keys for level in mine for _, keys in level])
         device = boundaries.device
         return cls(
             Segments.of((boundaries - part.start).clamp(0, len(part))),
@@ -114,12 +116,12 @@ class PrefixAttention(PackedAttention):
         gathering = [] if self.group is None else [_gather(x, self.group) for x in (k, v)]
         if windowed is not None:
             pairing, rows = windowed
-            near = [_copied(whole.wait(), rows) for whole in gathering]
+            near = [_copy_rows(whole.wait(), rows) for whole in gathering]
             keys, values = (torch.cat(parts) for parts in zip(near, (k, v), strict=True)) if near else (k, v)
             return *kernel.forward(q, keys, values, pairing), *near
         out, lse = kernel.forward(q, k, v, Pairing(self.local, self.local, True, scores.scale))
         out = out.to(lse.dtype)
-        far = [_copied(whole.wait(), self.far) for whole in gathering]
+        far = [_copy_rows(whole.wait(), self.far) for whole in gathering]
         keys, values = far or (k, v)
         for level in self.levels:
             rows = level.rows
@@ -199,7 +201,7 @@ def _longest(segments: Sequence[range], parents: Sequence[int] | None) -> int:
     return max(lengths)
 
 
-def _reaching_in(segments: Sequence[range], part: range) -> list[_Seen]:
+def _earlier_parts(segments: Sequence[range], part: range) -> list[_Seen]:
     """Return the earlier tokens of the segment that the part begins inside."""
     return [
         _Seen(range(part.start, one.stop), range(one.start, part.start))
@@ -226,28 +228,28 @@ def _levels(segments: Sequence[range], parents: Sequence[int]) -> list[list[_See
 def _level(level: Sequence[_Seen], part: range, needed: Sequence[range], device: torch.device) -> Level:
     """Map the level to this rank's queries and to the concatenated ``needed`` tokens."""
     begins = list(accumulate(map(len, needed), initial=0))
-    queries, keys = [_moved(queries, -part.start) for queries, _ in level], []
+    queries, keys = [_shift(queries, -part.start) for queries, _ in level], []
     for _, span in level:
         at, begin = next((one, begin) for one, begin in zip(needed, begins, strict=False) if span.start in one)
-        keys.append(_moved(span, begin - at.start))
+        keys.append(_shift(span, begin - at.start))
     places = rows_of(queries, device), rows_of(keys, device)
     return Level(*places, segments_of(queries, device), segments_of(keys, device))
 
 
-def _copied(x: Tensor, rows: Rows) -> Tensor:
+def _copy_rows(x: Tensor, rows: Rows) -> Tensor:
     """Copy only ``rows`` of x: a view would keep all of it alive."""
     return x[rows].clone() if isinstance(rows, slice) else x[rows]
 
 
-def _shared(one: range, other: range) -> range:
+def _intersect(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _moved(span: range, by: int) -> range:
+def _shift(span: range, by: int) -> range:
     return range(span.start + by, span.stop + by)
 
 
-def _joined(spans: Sequence[range]) -> list[range]:
+def _unite(spans: Sequence[range]) -> list[range]:
     """Return the union of the spans, in order."""
     joined: list[range] = []
     for span in sorted(spans, key=lambda each: each.start):

@@ -174,35 +174,31 @@ class Trace(TorchDispatchMode):
         if func.namespace == "c10d":
             _count_message(func, args, self.counted)
             if func._overloadpacket.__name__ in _NOT_ON_META:
-                args = tree_map_only(Tensor, _nothing, args)
+                args = tree_map_only(Tensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), args)
             return func(*args, **given)
         inputs = [*tensors_in(args), *tensors_in(given.values())]
         on_shapes = any(value.is_meta for value in inputs)
         if on_shapes and not all(value.is_meta for value in inputs):
             if func is _aten.masked_select.default:  # the mask's values determine the shape
                 out = args[0].new_empty(int(args[1].sum()))
-                self._follow([], out)
+                self._record([], [out])
                 return out
             args, given = tree_map_only(Tensor, shape_of, (args, given))
         out = compute_on_shapes(func, args, given) if on_shapes and not types else func(*args, **given)
         before = self.counted.matmul_flops
-        if not _count_flops(func._overloadpacket, args, given, inputs, out, self.counted):
-            self._count_bytes(func, inputs, out)
+        made = [out] if isinstance(out, Tensor) else tensors_in(out)
+        is_product = _count_flops(func._overloadpacket, args, given, inputs, out, self.counted)
+        if not (is_product or func.is_view or func._overloadpacket in _NO_KERNEL):
+            written = sum(tensor.nbytes for tensor in made)
+            read = written if func._overloadpacket in _PICKS else sum(tensor.nbytes for tensor in inputs)
+            self.counted.kernel_bytes += written + read
         if self._label == HEAD:
             self.counted.head_flops += self.counted.matmul_flops - before
-        self._follow(inputs, out)
+        self._record(inputs, made)
         return out
 
-    def _count_bytes(self, func: Any, inputs: list[Tensor], out: Any) -> None:
-        if func.is_view or func._overloadpacket in _NO_KERNEL:
-            return
-        made = sum(tensor.nbytes for tensor in ([out] if isinstance(out, Tensor) else tensors_in(out)))
-        read = made if func._overloadpacket in _PICKS else sum(tensor.nbytes for tensor in inputs)
-        self.counted.kernel_bytes += made + read
-
-    def _follow(self, inputs: list[Tensor], out: Any) -> None:
-        """Record the storages of ``out`` that no input has."""
-        made = [out] if isinstance(out, Tensor) else tensors_in(out)
+    def _record(self, inputs: list[Tensor], made: list[Tensor]) -> None:
+        """Record the storages of ``made`` that no input has."""
         old = {value.untyped_storage()._cdata for value in inputs}
         for tensor in made:
             storage = tensor.untyped_storage()
@@ -226,11 +222,6 @@ class Trace(TorchDispatchMode):
         self.labelled[label] = self.labelled.get(label, 0) + nbytes
 
 
-def _nothing(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=tensor.dtype)
-
-
-# -------------------------------------------------------------------------------------------------------------- FLOPs
 _MATMULS = frozenset({_aten.mm, _aten.bmm, _aten.addmm, _aten.addmm_, _aten.baddbmm})
 
 _ATTENTION: dict[Any, tuple[int, int, int | None, int]] = {
@@ -282,7 +273,6 @@ def _pairs(queries: int, keys: int, causal: bool, window: int | None) -> float:
     return after - before if causal else queries * keys
 
 
-# ----------------------------------------------------------------------------------------------------------- messages
 def _count_message(func: Any, args: tuple[Any, ...], counted: Counted) -> None:
     """Count the bytes that leave this rank, by the ring algorithms of NCCL (bandwidth terms only)."""
     group = next((found for value in args if (found := _group(value)) is not None), None)

@@ -109,7 +109,7 @@ class _Rank:
     ) -> TrainerMemory:
         """Sum up the memory. ``per_pack[worst]`` needs most in training; another pack may in scoring."""
         passes = per_pack[worst]
-        held = _holdings_of(self._chunks, self._wrapped, self._optimizer)
+        held = _count_memory(self._chunks, self._wrapped, self._optimizer)
         same = [self._config.has_same_base(role) for role in self._held]
         return TrainerMemory(
             **held,
@@ -162,18 +162,21 @@ class _Rank:
         return tuple(Traffic("pipeline", ranks, nbytes * times, times) for times in (forwards, backwards))
 
 
-def _holdings_of(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optimizer) -> dict[str, int]:
+def _count_memory(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Optimizer) -> dict[str, int]:
     """Count one rank's memory after the optimizer's first step."""
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
     gradients = [buffer.grad_data for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    on_device, on_host = _optimizer_bytes(optimizer, weights)
+    parts = [part.optimizer for part in optimizer.parts]
+    on_host = [part for part in parts if isinstance(part, HybridDeviceOptimizer)]
+    states = [tensor for part in parts if part not in on_host for tensor in (*_parameters(part), *_moments(part))]
+    numel = sum(parameter.numel() for part in on_host for parameter in _parameters(part))
     return {
         "parameters": sum(parameter.numel() for parameter in weights),
         "parameter_bytes": _storage_bytes(weights),
         "trained_bytes": _storage_bytes(weight for weight in weights if weight.requires_grad),
         "gradient_bytes": _storage_bytes(gradients),
-        "optimizer_bytes": on_device,
-        "host_optimizer_bytes": on_host,
+        "optimizer_bytes": _storage_bytes(states, without=weights),
+        "host_optimizer_bytes": numel * 4 * _HOST_COPIES,
     }
 
 
@@ -184,20 +187,11 @@ def _storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) ->
     return sum(nbytes for key, nbytes in found.items() if key not in known)
 
 
-def _optimizer_bytes(optimizer: Optimizer, weights: Sequence[Tensor]) -> tuple[int, int]:
-    """Return the bytes of main weights and optimizer state (after its first step) on the device and in host memory."""
-    parts = [part.optimizer for part in optimizer.parts]
-    on_host = [part for part in parts if isinstance(part, HybridDeviceOptimizer)]
-    held = [tensor for part in parts if part not in on_host for tensor in (*_parameters(part), *_state(part))]
-    numel = sum(parameter.numel() for part in on_host for parameter in _parameters(part))
-    return _storage_bytes(held, without=weights), numel * 4 * _HOST_COPIES
-
-
 def _parameters(optimizer: Any) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _state(optimizer: Any) -> Iterator[Tensor]:
+def _moments(optimizer: Any) -> Iterator[Tensor]:
     """Yield moments. Leaves out the step's number, one scalar per parameter."""
     for state in optimizer.state.values():
         yield from (value for name, value in state.items() if isinstance(value, Tensor) and name != "step")

@@ -124,7 +124,9 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     response_lens = packed.response_lens.tolist()
     columns = _token_columns(packed, response_lens)
     inputs = (packed.prompt_lens + packed.response_lens - 1).tolist()
-    lengths = {"supports": _support_totals(packed), "inputs": inputs, "prompt": packed.prompt_lens.tolist()}
+    lengths = {"inputs": inputs, "prompt": packed.prompt_lens.tolist()}
+    if packed.support_sizes is not None:
+        lengths["supports"] = [int(sizes.sum()) for sizes in packed.support_sizes.split(response_lens)]
     for name, described in tensor_fields(cls).items():
         if name in RESPONSE_FIELDS:
             columns[name] = _split_owned(getattr(packed, name), lengths.get(described.over, response_lens))
@@ -132,7 +134,13 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     if packed.advantages is None:
         columns["conversation"] = packed.conversations or [None] * packed.num_sequences
     else:
-        columns |= _score_columns(packed)
+        assert packed.rewards is not None and packed.successes is not None
+        columns |= {
+            "rewards": torch.ops.aten.unbind_copy(packed.rewards.cpu()),
+            "successes": torch.ops.aten.unbind_copy(packed.successes.cpu()),
+            "reward_metadata": list(packed.reward_metadata or []),
+            "token_weight": packed.sequence_weights,
+        }
     names = list(columns)
     return [cls(**dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
@@ -219,12 +227,6 @@ def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list
     return list(torch.ops.aten.split_with_sizes_copy(flat.cpu(), lengths))
 
 
-def _support_totals(packed: PackedTrajectory) -> list[int]:
-    if packed.support_sizes is None:
-        return [0] * packed.num_sequences
-    return [int(sizes.sum()) for sizes in packed.support_sizes.split(packed.response_lens.tolist())]
-
-
 def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, Sequence]:
     prompt_lens = packed.prompt_lens.tolist()
     pieces = [n for pair in zip(prompt_lens, response_lens, strict=True) for n in pair]
@@ -234,14 +236,4 @@ def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[s
         "response_tokens": parts[1::2],
         "prompt_len": prompt_lens,
         "response_len": response_lens,
-    }
-
-
-def _score_columns(packed: PackedTrajectory) -> dict[str, Sequence]:
-    assert packed.rewards is not None and packed.successes is not None
-    return {
-        "rewards": torch.ops.aten.unbind_copy(packed.rewards.cpu()),
-        "successes": torch.ops.aten.unbind_copy(packed.successes.cpu()),
-        "reward_metadata": list(packed.reward_metadata or []),
-        "token_weight": packed.sequence_weights,
     }

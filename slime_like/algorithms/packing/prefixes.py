@@ -69,13 +69,16 @@ def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[
         elif sharing == "prompts":
             common = len(tokens[after]) if keys[before] == keys[after] else 0
         else:
-            common = _cut(sequences[before], sequences[after], _common(tokens[before], tokens[after]))
+            common = _common_tokens(sequences[before], sequences[after], tokens[before], tokens[after])
         shared.append(common if is_worth_sharing(common, sequences[after].total_len - common) else 0)
     return order, shared
 
 
-def _cut(one: Trajectory, other: Trajectory, common: int) -> int:
-    """Return where to part sequences with ``common`` tokens: at a nearby end of one of them or a prompt, if any."""
+def _common_tokens(one: Trajectory, other: Trajectory, ids: Array, other_ids: Array) -> int:
+    """Return where to part two sequences: at a nearby end of one of them or a prompt, if any."""
+    shorter = min(len(ids), len(other_ids))
+    differ = ids[:shorter] != other_ids[:shorter]
+    common = int(differ.argmax()) if differ.any() else shorter
     natural = max((end for end in (one.prompt_len, one.total_len, other.prompt_len) if end <= common), default=0)
     return common if common - natural >= _WORTH else natural
 
@@ -95,7 +98,7 @@ def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Seg
     waiting = [(0, len(lengths), 0, -1)]
     while waiting:  # the last one first, so all that continues a segment follows it directly
         first, last, start, parent = waiting.pop()
-        row, end, parts = _until_they_part(lengths, shared, first, last)
+        row, end, parts = _find_fork(lengths, shared, first, last)
         if end > start:
             for path in paths[first:last]:
                 path.append(len(segments))
@@ -105,7 +108,7 @@ def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Seg
     return segments, paths
 
 
-def _until_they_part(
+def _find_fork(
     lengths: Sequence[int], shared: Sequence[int], first: int, last: int
 ) -> tuple[int, int, list[tuple[int, int]]]:
     """Return a row of ``[first, last)`` with their common prefix, its length, and the ranges of rows that continue."""
@@ -162,12 +165,6 @@ def _tokens(sequence: Trajectory, sharing: Sharing) -> Array:
     """Return the tokens to compare, big-endian, so that their bytes sort like the numbers."""
     parts = [sequence.prompt_tokens, sequence.response_tokens][: 1 if sharing == "prompts" else 2]
     return np.concatenate([part.numpy() for part in parts]).astype(">i8")
-
-
-def _common(one: Array, other: Array) -> int:
-    shorter = min(len(one), len(other))
-    differ = one[:shorter] != other[:shorter]
-    return int(differ.argmax()) if differ.any() else shorter
 
 
 @dataclass(frozen=True, slots=True)

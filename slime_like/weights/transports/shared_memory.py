@@ -56,7 +56,12 @@ class SharedMemorySender(Sender):
         """
         if self._turn in self._in_flight.values():
             raise buckets_in_flight(self._session)
-        segment = self._segment_for(bucket_nbytes(bucket))
+        segment, nbytes = self._segments[self._turn], bucket_nbytes(bucket)
+        if segment is None or segment.nbytes < nbytes:
+            if segment is not None:  # too small for the bucket
+                segment.remove()
+                self._segments[self._turn] = None
+            segment = self._segments[self._turn] = self._new(nbytes)
         entries, hash_s = write_bucket(bucket, segment.buffer)
         self._in_flight[segment.name] = self._turn
         self._turn = 1 - self._turn
@@ -71,16 +76,6 @@ class SharedMemorySender(Sender):
                 segment.remove()
         self._segments = [None, None]
         self._in_flight.clear()
-
-    def _segment_for(self, nbytes: int) -> Segment:
-        """Return this turn's segment, replaced by a larger one if the bucket doesn't fit."""
-        segment = self._segments[self._turn]
-        if segment is None or segment.nbytes < nbytes:
-            if segment is not None:
-                segment.remove()
-                self._segments[self._turn] = None
-            segment = self._segments[self._turn] = self._new(nbytes)
-        return segment
 
 
 class SharedMemoryReceiver(Receiver):
