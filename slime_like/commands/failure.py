@@ -37,8 +37,11 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
             error.remedy = "; ".join(filter(None, (error.remedy, f"traceback: {_write(text, run_dir)}")))
         raise
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
-            raise
+        if isinstance(error, BrokenPipeError):
+            output = select.poll()
+            output.register(sys.stdout, 0)
+            if any(event & select.POLLERR for _, event in output.poll(0)):  # its reader has closed it
+                raise
         if any(isinstance(link, KeyboardInterrupt) for link in causes(error)):
             raise with_notes(KeyboardInterrupt(), error) from error
         if isinstance(error, ModuleNotFoundError):
@@ -47,12 +50,6 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
         what = "check that path" if isinstance(error, OSError) else "unexpected error"
         remedy = f"{what}; traceback: {_write(full_traceback(error), run_dir)}"
         raise with_notes(UnforeseenError(_summary(error), remedy=remedy), error) from error
-
-
-def _output_is_closed() -> bool:
-    poller = select.poll()
-    poller.register(sys.stdout, 0)
-    return any(event & select.POLLERR for _, event in poller.poll(0))
 
 
 def _summary(error: Exception) -> str:

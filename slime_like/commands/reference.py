@@ -41,7 +41,11 @@ def _section(name: str, leaves: Sequence[Field], prefix: str) -> str:
     """Return a section. The page lists fields of other models' ranks only if the trainer's fields differ."""
     home = f"trainer.{name.rpartition('.')[2]}"
     known = {_meaning(one) for one in sections().get(home, ()) if home != name and not prefix}
-    lines = [_field(one, prefix) for one in leaves if _meaning(one) not in known]
+    lines = []
+    for one in leaves:
+        kind = one.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
+        if _meaning(one) not in known:
+            lines.append(_item(prefix + one.name, one.description, _note(kind, one.default_text)))
     if known:
         link = f"[`{home}`](#{home.replace('.', '')})"
         lines = [f"The fields of {link}, with other defaults:\n", *lines] if lines else [f"The fields of {link}."]
@@ -50,11 +54,6 @@ def _section(name: str, leaves: Sequence[Field], prefix: str) -> str:
 
 def _meaning(field: Field) -> tuple[str, str | None, str]:
     return field.name.rpartition(".")[2], field.default_text, field.description
-
-
-def _field(field: Field, prefix: str) -> str:
-    kind = field.type_text.removesuffix(" or none").replace("true | false", "switch").replace(" | ", ", ")
-    return _item(prefix + field.name, field.description, _note(kind, field.default_text))
 
 
 def _names(setting: str) -> str:

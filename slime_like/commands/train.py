@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from slime_like.checks.definition import EVALUATION, RANKS, loading_needs
@@ -18,7 +17,6 @@ from slime_like.commands.command import (
 )
 from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reference import fields_help
-from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem
 from slime_like.system.memory import permanent_allocations
@@ -98,7 +96,16 @@ def _score(files: argparse.Namespace, flags: list[str]) -> int:
     if problem := output_problem(files.output, {"--input": [files.input]}):
         raise ConfigError(problem, code="file-unusable")
     model, weights = find_weights(files.checkpoint, flags)
-    config = _checked([*model, *flags], weights)
+    from slime_like.checks.check import check
+
+    config = load_config(None, [*model, *flags], temporary_run_dir("score"))
+    loads = weights is None or config.model.lora.is_set
+    problems = check(config, loading_needs(config.model, RANKS) if loads else RANKS)
+    if weights is not None:
+        problem = checkpoint_problem(weights.parent, config.model, config.trainer.backend, "CHECKPOINT")
+        problems += [] if problem is None else [Problem("model.weights", problem)]
+    if problems:
+        raise ConfigError(problems)
     from slime_like.score import score  # imports torch and Ray, so only after the checks
 
     temporary = not has_flag(flags, "run_dir")
@@ -108,20 +115,6 @@ def _score(files: argparse.Namespace, flags: list[str]) -> int:
     print(f"mean logprob: {summary.mean_logprob:.4f}")
     print(f"output: {files.output}")
     return 0
-
-
-def _checked(flags: Sequence[str], weights: Path | None) -> RunConfig:
-    from slime_like.checks.check import check
-
-    config = load_config(None, flags, temporary_run_dir("score"))
-    loads = weights is None or config.model.lora.is_set
-    problems = check(config, loading_needs(config.model, RANKS) if loads else RANKS)
-    if weights is not None:
-        problem = checkpoint_problem(weights.parent, config.model, config.trainer.backend, "CHECKPOINT")
-        problems += [] if problem is None else [Problem("model.weights", problem)]
-    if problems:
-        raise ConfigError(problems)
-    return config
 
 
 TRAIN = Command(

@@ -22,10 +22,16 @@ _NEEDS: Needs = frozenset({"files", "run", "model", "weights", "engine"})
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
+    from slime_like.examples.tiny_model import make_look_alike, make_tiny_model
     from slime_like.orchestration.trainer.alone import run_directory
 
     with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
-        config = _config(_small_model(options.model, Path(directory)), flags)
+        model = Path(directory)
+        if options.model is None:
+            make_tiny_model(model)
+        else:
+            make_look_alike(options.model, model, with_vocabulary=False)
+        config = _config(model, flags)
         with run_directory(config.run_dir, temporary=not has_flag(flags, "run_dir")):
             return _try_all(config)
 
@@ -50,18 +56,6 @@ def _try_all(config: RunConfig) -> int:
     failed = sum(verdict.problem is not None for verdict in verdicts)
     print(f"{config.rollout.engine}: {len(verdicts) - failed} of {counted(len(verdicts), 'claim')} hold")
     return _FAILS if failed else 0
-
-
-def _small_model(given: Path | None, directory: Path) -> Path:
-    if given is None:
-        from slime_like.examples.tiny_model import make_tiny_model
-
-        make_tiny_model(directory)
-    else:
-        from slime_like.examples.tiny_model import make_look_alike
-
-        make_look_alike(given, directory, with_vocabulary=False)
-    return directory
 
 
 def _config(model: Path, flags: Sequence[str]) -> RunConfig:

@@ -72,9 +72,16 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     require_valid(config)
     place = find_place(0, options.head, options.address)
     token = create_token(options.token_path(config.run_dir))
-    _require_free(place.address, options.port)
+    try:
+        listen(place.address, options.port).close()
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen on port {options.port} of {place.address} ({error.strerror})",
+            code="port-taken",
+            remedy="end the process that uses it, or give another PORT to every node",
+        ) from error
     environment = ray_environment(options.token_path(config.run_dir), options.silence_s)
-    verdict = _named(place, run_plan(options, config.run_dir, environment))
+    verdict = _name_place(place, run_plan(options, config.run_dir, environment))
     if verdict.code:
         notes.leave(verdict)
         return verdict
@@ -90,7 +97,7 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
             gcs.put_new("agreement", {"head": str(place), "nodes": options.nodes, "facts": facts(config)})
             members.wait_for_all(options.nodes_timeout_s, notes)
             arguments = train_arguments(options, address)
-            verdict = _named(place, run_command(arguments, environment, options.stop_s, members.require_alive))
+            verdict = _name_place(place, run_command(arguments, environment, options.stop_s, members.require_alive))
             if verdict.code:
                 for _ in polls(_POLL_S, _SETTLE_S):  # the loss of a node explains more than its consequences
                     members.require_alive()
@@ -104,18 +111,7 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
     return verdict
 
 
-def _require_free(address: str, port: int) -> None:
-    try:
-        listen(address, port).close()
-    except OSError as error:
-        raise LaunchError(
-            f"cannot listen on port {port} of {address} ({error.strerror})",
-            code="port-taken",
-            remedy="end the process that uses it, or give another PORT to every node",
-        ) from error
-
-
-def _named(place: Place, verdict: Verdict) -> Verdict:
+def _name_place(place: Place, verdict: Verdict) -> Verdict:
     return Verdict(verdict.code, f"{place}, {verdict.sentence}" if verdict.code else "")
 
 

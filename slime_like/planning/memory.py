@@ -142,7 +142,17 @@ def trainer_phases(
     reserve = _trainer_reserve(estimate)
     memory = estimate.memory
     training = replace(memory, gradient_bytes=memory.gradient_bytes + memory.window_gradient_bytes)
-    found = {TRAINING: _state(training) | _training(memory) | sleeping}
+    # The optimizer's temporaries reuse activations' memory, so only their excess counts.
+    busy = memory.activation_bytes + memory.head_bytes
+    excess = max(0, memory.update_bytes - busy)
+    passes = {
+        ACTIVATIONS: memory.activation_bytes,
+        "head": memory.head_bytes,
+        "optimizer step's temporaries": excess,
+        "communication buffers": memory.communication_bytes,
+        "fragmentation (assumed)": int(_FRAGMENTATION * (busy + excess)),
+    }
+    found = {TRAINING: _state(training) | passes | sleeping}
     if config.roles.scoring:
         swapped = (
             memory.trained_bytes if config.has_same_base(one) else memory.parameter_bytes for one in config.roles.held
@@ -199,19 +209,6 @@ def _state(memory: TrainerMemory) -> dict[str, int]:
         "gradients": memory.gradient_bytes,
         "optimizer state": memory.optimizer_bytes,
         "teacher's head": memory.teacher_bytes,
-    }
-
-
-def _training(memory: TrainerMemory) -> dict[str, int]:
-    """Return what training adds. The optimizer's temporaries reuse activations' memory, so only their excess counts."""
-    busy = memory.activation_bytes + memory.head_bytes
-    excess = max(0, memory.update_bytes - busy)
-    return {
-        ACTIVATIONS: memory.activation_bytes,
-        "head": memory.head_bytes,
-        "optimizer step's temporaries": excess,
-        "communication buffers": memory.communication_bytes,
-        "fragmentation (assumed)": int(_FRAGMENTATION * (busy + excess)),
     }
 
 

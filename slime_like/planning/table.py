@@ -10,7 +10,7 @@ from rich.table import Table
 from slime_like.planning.memory import ENGINES, PhaseMemory
 from slime_like.planning.plan import Plan
 from slime_like.planning.search import Candidate
-from slime_like.planning.step_time import SYNC_GB_PER_S, StepTime
+from slime_like.planning.step_time import SYNC_GB_PER_S
 from slime_like.system.console import Console
 from slime_like.system.words import counted, memory_text, seconds_text, significant
 
@@ -38,8 +38,14 @@ def print_plan(plan: Plan, stream: TextIO | None = None) -> None:
         lines += ["", *step_lines(plan)]
     console.print(*lines, sep="\n", markup=False)
     _print_memory(console, plan)
-    if plan.step is not None:
-        _print_time(console, plan.step)
+    if (step := plan.step) is not None:
+        table = _table(console, "Predicted time of a step", ("phase", "time", "share"))
+        for phase, name in _PHASES.items():
+            if seconds := getattr(step, phase):
+                table.add_row(name, seconds_text(seconds), f"{seconds / step.total:.0%}")
+        table.add_section()
+        table.add_row("whole step" + (", phases overlap" if step.overlapped else ""), seconds_text(step.total), "")
+        console.print(table)
     notes = [f"note: {note}" for note in plan.notes]
     notes.append(f"planned in {seconds_text(plan.seconds)}")
     console.print("", *_workings(plan), *notes, sep="\n", markup=False)
@@ -171,16 +177,6 @@ def _print_memory(console: Console, plan: Plan) -> None:
     table.add_section()
     for name, field in (("sum", "total"), ("GPU", "capacity"), ("free", "margin")):
         table.add_row(name, *(memory_text(getattr(phase, field)) for phase in shown))
-    console.print(table)
-
-
-def _print_time(console: Console, step: StepTime) -> None:
-    table = _table(console, "Predicted time of a step", ("phase", "time", "share"))
-    for phase, name in _PHASES.items():
-        if seconds := getattr(step, phase):
-            table.add_row(name, seconds_text(seconds), f"{seconds / step.total:.0%}")
-    table.add_section()
-    table.add_row("whole step" + (", phases overlap" if step.overlapped else ""), seconds_text(step.total), "")
     console.print(table)
 
 

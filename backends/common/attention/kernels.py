@@ -236,9 +236,6 @@ def merged_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -
     Each is (out, lse).
     """
     total = torch.logaddexp(one[1], other[1])
-    ours, theirs = (out.to(total.dtype) * _weight(lse, total) for out, lse in (one, other))
+    shares = ((out, (lse - total).exp().transpose(0, 1).unsqueeze(-1)) for out, lse in (one, other))
+    ours, theirs = (out.to(total.dtype) * share for out, share in shares)
     return ours + theirs, total
-
-
-def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    return (lse - total).exp().transpose(0, 1).unsqueeze(-1)

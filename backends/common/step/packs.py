@@ -91,13 +91,16 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
     """
     require_temperatures(pack.temperatures)
     require_lengths(pack.response_lens, pack.targets.numel())
-    if pack.support_ids is not None and pack.support_sizes is not None and not _is_drawn(pack):
-        raise rank_error(
-            "reading a micro-batch",
-            "a sampled token is not in the support that it was sampled from",
-            code="token-outside-support",
-            remedy="report it: the engine's supports and tokens do not belong together",
-        )
+    if pack.support_ids is not None and pack.support_sizes is not None:
+        carrying = pack.loss_mask.nonzero()[:, 0]
+        supports = padded(pack.support_ids, pack.support_sizes, carrying)
+        if not are_in(supports, response_tokens(pack)[carrying]).all():
+            raise rank_error(
+                "reading a micro-batch",
+                "a sampled token is not in the support that it was sampled from",
+                code="token-outside-support",
+                remedy="report it: the engine's supports and tokens do not belong together",
+            )
     if (highest := int(pack.tokens.max())) >= vocab_size:
         sequence = int(pack.sequence_mask[pack.tokens.argmax()])
         raise rank_error(
@@ -108,14 +111,6 @@ def require_computable(pack: PackedTrajectory, vocab_size: int) -> None:
             code="token-outside-vocabulary",
             remedy="encode with the tokenizer of model.path",
         )
-
-
-def _is_drawn(pack: PackedTrajectory) -> bool:
-    """Return whether every token that carries loss is in its support."""
-    assert pack.support_ids is not None and pack.support_sizes is not None
-    carrying = pack.loss_mask.nonzero()[:, 0]
-    supports = padded(pack.support_ids, pack.support_sizes, carrying)
-    return bool(are_in(supports, response_tokens(pack)[carrying]).all())
 
 
 def on_device(value: _Value, device: torch.device) -> _Value:

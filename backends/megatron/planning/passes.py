@@ -131,21 +131,16 @@ class Passes:
     def run(self, chunk: LogprobModel, wrapped: DistributedDataParallel, pack: PackedTrajectory) -> ChunkPasses:
         """Score ``pack``, then train on it, with one chunk."""
         with applied(*_even_routes()), self._trace.head_labelled(), self._trace:
-            before = self._trace.live
-            forward_only, scoring = self._score(chunk, wrapped, pack)
+            before = self._trace.restart()
+            with torch.no_grad():
+                self._forward(chunk, wrapped, self._builder.build([pack])[0])
+                if not chunk.pre_process:
+                    chunk.set_input_tensor(None)
+            forward_only, scoring = self._trace.peak - before, self._trace.counted
             self.standing += self._trace.live - before
             with wrapped.no_sync():
                 memory, training, host = self._train(chunk, wrapped, pack)
         return ChunkPasses(memory, forward_only - self.standing, scoring, training, host)
-
-    @torch.no_grad()
-    def _score(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[int, Counted]:
-        base = self._trace.restart()
-        batch = self._builder.build([pack])[0]
-        self._forward(chunk, wrapped, batch)
-        if not chunk.pre_process:
-            chunk.set_input_tensor(None)
-        return self._trace.peak - base, self._trace.counted
 
     def _train(self, chunk: LogprobModel, wrapped: Any, pack: PackedTrajectory) -> tuple[PassMemory, Counted, int]:
         trace = self._trace

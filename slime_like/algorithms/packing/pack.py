@@ -68,8 +68,12 @@ def pack_sequences(
     lengths = _checked_lengths(sequences, target_tokens_per_batch, pad_token_id)
     tensors = pack_tensors(sequences, lengths, pad_token_id, ignore_index) | segment_fields(sequences, lengths, sharing)
     values: dict[str, Any] = dict.fromkeys(RESPONSE_FIELDS) | move_together(tensors, torch.device(device))
+    scored = isinstance(sequences[0], ScoredTrajectory)
+    plain = _PLAIN | ({"reward_metadata": "reward_metadata"} if scored else {"conversation": "conversations"})
+    values |= {plural: list(map(attrgetter(name), sequences)) for name, plural in plain.items()}
     return PackedTrajectory(
-        **values | _plain_values(sequences),
+        **values,
+        sequence_weights=token_weights_of(sequences),
         max_seqlen=int(lengths.total.max()),
         packed_seq_len=lengths.packed,
         actual_total_tokens=lengths.actual,
@@ -100,14 +104,6 @@ def _checked_lengths(sequences: list[Trajectory], budget: int | None, pad_token_
     return lengths
 
 
-def _plain_values(sequences: list[Trajectory]) -> dict[str, Any]:
-    """Return the pack's lists of values that aren't tensors, one entry per sequence."""
-    scored = isinstance(sequences[0], ScoredTrajectory)
-    names = _PLAIN | ({"reward_metadata": "reward_metadata"} if scored else {"conversation": "conversations"})
-    values: dict[str, Any] = {plural: list(map(attrgetter(name), sequences)) for name, plural in names.items()}
-    return values | {"sequence_weights": token_weights_of(sequences)}
-
-
 def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     """Return the sequences of a pack, with every field as it was, on the CPU.
 
@@ -122,9 +118,13 @@ def unpack_sequences(packed: PackedTrajectory) -> list[Trajectory]:
     """
     cls: type[Trajectory] = UnscoredTrajectory if packed.advantages is None else ScoredTrajectory
     response_lens = packed.response_lens.tolist()
-    columns = _token_columns(packed, response_lens)
+    prompt_lens = packed.prompt_lens.tolist()
+    pieces = [length for pair in zip(prompt_lens, response_lens, strict=True) for length in pair]
+    parts = _split_owned(packed.tokens[: packed.actual_total_tokens], pieces)
+    columns: dict[str, Sequence[Any]] = {"prompt_tokens": parts[0::2], "response_tokens": parts[1::2]}
+    columns |= {"prompt_len": prompt_lens, "response_len": response_lens}
     inputs = (packed.prompt_lens + packed.response_lens - 1).tolist()
-    lengths = {"inputs": inputs, "prompt": packed.prompt_lens.tolist()}
+    lengths = {"inputs": inputs, "prompt": prompt_lens}
     if packed.support_sizes is not None:
         lengths["supports"] = [int(sizes.sum()) for sizes in packed.support_sizes.split(response_lens)]
     for name, described in tensor_fields(cls).items():
@@ -225,15 +225,3 @@ def _split_owned(flat: Tensor | None, lengths: list[int]) -> list[Tensor] | list
     if flat is None:
         return [None] * len(lengths)
     return list(torch.ops.aten.split_with_sizes_copy(flat.cpu(), lengths))
-
-
-def _token_columns(packed: PackedTrajectory, response_lens: list[int]) -> dict[str, Sequence]:
-    prompt_lens = packed.prompt_lens.tolist()
-    pieces = [n for pair in zip(prompt_lens, response_lens, strict=True) for n in pair]
-    parts = _split_owned(packed.tokens[: packed.actual_total_tokens], pieces)
-    return {
-        "prompt_tokens": parts[0::2],
-        "response_tokens": parts[1::2],
-        "prompt_len": prompt_lens,
-        "response_len": response_lens,
-    }

@@ -176,7 +176,10 @@ def _even_partition(
             return None
         bins = fewer
     _split_bins(bins, lengths, rounds * num_ranks)
-    return _distribute_bins(bins, num_ranks, costs)
+    # Balanced largest-first differencing starts with one bin per rank (Michiels, Korst, Aarts, van Leeuwen 2003).
+    weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
+    starts: list[list[_Part]] = [list(weighed[k : k + num_ranks]) for k in range(0, len(weighed), num_ranks)]
+    return [[bins[k] for k in group] for group in _differencing(starts)]
 
 
 def _as_list(values: Sequence[_Number] | Tensor) -> list[_Number]:
@@ -214,16 +217,6 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
             donor.remove(lightest)
             part.append(lightest)
     return parts
-
-
-def _distribute_bins(bins: list[list[int]], num_ranks: int, costs: Sequence[float]) -> list[list[list[int]]]:
-    """Give every rank equally many bins, by differencing that starts with one bin per rank.
-
-    Source: balanced largest-first differencing, Michiels, Korst, Aarts and van Leeuwen 2003.
-    """
-    weighed = sorted(((sum(float(costs[i]) for i in members), k) for k, members in enumerate(bins)), reverse=True)
-    rounds: list[list[_Part]] = [list(weighed[k : k + num_ranks]) for k in range(0, len(weighed), num_ranks)]
-    return [[bins[k] for k in group] for group in _differencing(rounds)]
 
 
 def _greedy(costs: Sequence[float], num_parts: int) -> list[list[int]]:

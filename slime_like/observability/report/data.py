@@ -90,7 +90,10 @@ def read_run(run_dir: Path) -> RunData:
         SlimeLikeError: ``run_dir`` has no metrics, or a file in it is damaged.
     """
     records = read_metrics(run_dir / METRICS_FILE)
-    failure = _failure(run_dir / DRIVER_LOG)
+    log, failure = run_dir / DRIVER_LOG, None
+    last = end_of_file(log, _LOG_BYTES).rstrip("\n").rpartition("\n")[2] if log.is_file() else ""
+    if last.startswith(FAILED):
+        failure = last.removeprefix(FAILED)
     if not records:
         problem = "no step has been logged yet"
         remedy = f"try again after the first step; if the run has ended, see {DRIVER_LOG}"
@@ -118,28 +121,20 @@ def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not config:
         return [("configuration", f"not recorded: the run directory has no {CONFIG_FILE}")]
     model, algorithm = config.get("model", {}), config.get("algorithm", {})
-    layout = _layout(config.get("trainer", {}))
+    trainer, rollout = config.get("trainer", {}), config.get("rollout", {})
+    sizes = trainer.get("parallel", {})
+    axes = {short: sizes.get(axis, 1) for short, axis in _AXES.items()}
+    layout = " x ".join(f"{short}{size}" for short, size in axes.items())
+    expert = f", EP{sizes['expert']}" if sizes.get("expert", 1) > 1 else ""
+    layout = _join(trainer.get("backend"), f"{layout}{expert} ({counted(prod(axes.values()), 'rank')})")
     entries = [("model", _join(model.get("path"), model.get("dtype"))), ("trainer", layout)]
     loss, advantage, kl = (algorithm.get(part, {}) for part in ("loss", "advantage", "kl"))
     if loss.get("name") == "sft":
         return [*entries, ("objective", "sft (supervised: no engine, no reward)")]
     objective = _join(loss.get("name"), advantage.get("name"), f"KL {kl.get('coef', 0)}")
-    return [*entries, ("objective", objective), ("engine", _engine(config.get("rollout", {})))]
-
-
-def _layout(trainer: Mapping[str, Any]) -> str:
-    sizes = trainer.get("parallel", {})
-    axes = {short: sizes.get(axis, 1) for short, axis in _AXES.items()}
-    ranks = prod(axes.values())
-    layout = " x ".join(f"{short}{size}" for short, size in axes.items())
-    expert = f", EP{sizes['expert']}" if sizes.get("expert", 1) > 1 else ""
-    return _join(trainer.get("backend"), f"{layout}{expert} ({counted(ranks, 'rank')})")
-
-
-def _engine(rollout: Mapping[str, Any]) -> str:
     sampling = f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} samples a step"
     engines = f"{counted(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"
-    return _join(rollout.get("engine"), engines, sampling)
+    return [*entries, ("objective", objective), ("engine", _join(rollout.get("engine"), engines, sampling))]
 
 
 def _results(run: RunData) -> list[tuple[str, str]]:
@@ -206,14 +201,6 @@ def shorten(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit // 3]} … ({len(text) - limit} characters) … {text[limit // 3 - limit :]}"
-
-
-def _failure(log: Path) -> str | None:
-    """Return the last line of a run's log if it is an error."""
-    if not log.is_file():
-        return None
-    last = end_of_file(log, _LOG_BYTES).rstrip("\n").rpartition("\n")[2]
-    return last.removeprefix(FAILED) if last.startswith(FAILED) else None
 
 
 def _read_table(path: Path) -> StoredTable:

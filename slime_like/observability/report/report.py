@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.report.data import Row, RunData, StoredTable, shorten, spell_out, summary
+from slime_like.observability.report.data import Row, RunData, shorten, spell_out, summary
 from slime_like.observability.report.panels import key_metrics, panels, phase_picture
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, response_column
 from slime_like.system.disk import whole_file
@@ -71,7 +71,10 @@ def _render_page(run: RunData) -> str:
     }
     drawn, phases = panels(run), phase_picture(run)
     tokens = run.tables.get(TOKEN_TABLE)
-    samples = _token_samples(tokens)
+    samples: dict[SampleKey, list[Row]] = {}
+    for row in tokens.rows if tokens else []:
+        samples.setdefault(_key(row), []).append(row)
+    samples = dict(sorted(samples.items(), key=lambda item: -item[0][0]))
     figures = {f"chart-{index}": panel.figure() for index, panel in enumerate(drawn)}  # by the element's id
     return environment.from_string(_asset("page.html")).render(
         run=run,
@@ -101,32 +104,25 @@ def _key(row: Row) -> SampleKey:
     return row["step"], row.get("Sequence ID")
 
 
-def _token_samples(table: StoredTable | None) -> dict[SampleKey, list[Row]]:
-    samples: dict[SampleKey, list[Row]] = {}
-    for row in table.rows if table else []:
-        samples.setdefault(_key(row), []).append(row)
-    return dict(sorted(samples.items(), key=lambda item: -item[0][0]))
-
-
 def _token_data(samples: dict[SampleKey, list[Row]]) -> dict[str, Any]:
     named = dict.fromkeys(column for rows in samples.values() for column in rows[0])
     columns = [column for column in named if column not in ("step", "Step", "Sequence ID")]
+
+    def number(value: Any) -> Any:
+        return float(f"{value:.6g}") if isinstance(value, float) else value
+
     return {
         "columns": columns,
         "samples": [
             {
                 "label": f"step {step}, {sequence_id}, {len(rows)} tokens",
                 "note": f"The first {first} tokens are in the run directory only." if first else "",
-                "rows": [[_round(row.get(column)) for column in columns] for row in rows],
+                "rows": [[number(row.get(column)) for column in columns] for row in rows],
             }
             for (step, sequence_id), rows in samples.items()
             for first in [rows[0].get("Token Position", 0)]
         ],
     }
-
-
-def _round(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def print_summary(run: RunData, console: Console) -> None:

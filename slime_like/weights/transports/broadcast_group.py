@@ -47,25 +47,22 @@ class BroadcastGroup:
         Raises:
             RuntimeError, TimeoutError: a member was lost, ``is_broken`` returned true, or time ran out.
         """
+        timeout = timedelta(seconds=self.timeout_s)
         try:
-            self._broadcast(data, is_broken)
+            if data.is_cuda:
+                torch.cuda.set_device(data.device)  # for this thread
+            if self._group is None:
+                self._group = self._form(timeout)
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
+            work = self._group.broadcast([data], options)
+            _wait_completed(work, self.timeout_s, is_broken)
+            work.wait(timeout)  # raises the error, if any
+            if self.backend == NCCL:
+                torch.cuda.current_stream().synchronize()  # ``wait`` blocks only a stream, not this thread
         except BaseException:
             self.abort()
             raise
-
-    def _broadcast(self, data: Tensor, is_broken: Callable[[], bool]) -> None:
-        if data.is_cuda:
-            torch.cuda.set_device(data.device)  # for this thread
-        timeout = timedelta(seconds=self.timeout_s)
-        if self._group is None:
-            self._group = self._form(timeout)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, timeout
-        work = self._group.broadcast([data], options)
-        _wait_completed(work, self.timeout_s, is_broken)
-        work.wait(timeout)  # raises the error, if any
-        if self.backend == NCCL:
-            torch.cuda.current_stream().synchronize()  # ``wait`` blocks only a stream, not this thread
 
     def abort(self) -> None:
         """End running operations and close connections. Otherwise NCCL's kernel would wait on the device forever."""

@@ -184,7 +184,15 @@ class ColocatedSender:
             nbytes = int(size)
         if nbytes < 0:
             return None
-        memory = self._memory_for(turn, nbytes)
+        memory = self._memory[turn]
+        if memory is None or memory.buffer.numel() < nbytes:
+            self._memory[turn] = None
+            if isinstance(memory, Segment):
+                memory.remove()
+            memory = None  # freed before the larger buffer is made
+            if torch.cuda.is_available():
+                DeviceMemory.collect()
+            memory = self._memory[turn] = self._new_memory(nbytes)
         # Other ranks have no bucket, and hold what they receive.
         entries, hash_s = ((), 0.0) if bucket is None else write_bucket(bucket, memory.buffer)
         if self._num_ranks > 1:
@@ -195,19 +203,6 @@ class ColocatedSender:
         location = {"sender": self._session, "number": self._sent, "held": [{"rank": self._rank, **memory.handle}]}
         self._sent += 1
         return BucketMetadata(NAME, location, entries, hash_s)
-
-    def _memory_for(self, turn: int, nbytes: int) -> Segment | DeviceMemory:
-        """Return this turn's memory, replaced by a larger buffer if the bucket doesn't fit."""
-        memory = self._memory[turn]
-        if memory is None or memory.buffer.numel() < nbytes:
-            self._memory[turn] = None
-            if isinstance(memory, Segment):
-                memory.remove()
-            memory = None
-            if torch.cuda.is_available():
-                DeviceMemory.collect()
-            memory = self._memory[turn] = self._new_memory(nbytes)
-        return memory
 
 
 def _collective_device() -> torch.device:
