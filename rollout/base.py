@@ -12,7 +12,7 @@ from rollout.weight_update import WeightUpdateState
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.hosting.calls import EngineFaults, code_of, one_line
+from slime_like.hosting.process import EngineFaults, code_of, one_line
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.interfaces.weights import MODEL

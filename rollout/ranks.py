@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from slime_like.errors import WeightSyncError
-from slime_like.hosting.calls import code_of, one_line
+from slime_like.hosting.process import code_of, one_line
 
 RankAnswer: TypeAlias = tuple[Any, str | None, str]
 """A result, or ``None`` with the error's message and code. Plain values, because every engine's RPC carries those."""

@@ -47,8 +47,13 @@ class ShardedShapes:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Let the trace see the model's passes inside the block."""
-        with self._trace, self._trace.head_labelled(), self._trace.resizes_followed(), _meta_has_streams():
-            yield
+        module: Any = torch
+        module.meta = torch.cpu  # FSDP finds a device's streams in torch's module of its name; the CPU's do nothing
+        try:
+            with self._trace, self._trace.head_labelled(), self._trace.resizes_followed():
+                yield
+        finally:
+            del module.meta
 
     def take_messages(self) -> tuple[Counted, Counted]:
         """Return messages of weights and of gradients since the last call."""
@@ -106,17 +111,6 @@ class ShardedShapes:
                 parameter.sharded_param.grad = None
 
         return moved
-
-
-@contextlib.contextmanager
-def _meta_has_streams() -> Iterator[None]:
-    """Provide streams for meta. FSDP finds a device's streams in torch's module of its name; the CPU's do nothing."""
-    module: Any = torch
-    module.meta = torch.cpu
-    try:
-        yield
-    finally:
-        del module.meta
 
 
 def rank_kinds(trainer: TrainerConfig) -> list[RankKind]:

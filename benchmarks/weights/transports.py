@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.weights.model import buckets_of, half_billion
 from benchmarks.weights.receiving import Received, Receiving
-from slime_like.weights import buckets as bucket_module
+from slime_like.weights import transport as bucket_module
 from slime_like.weights.checksums import copy_hashed
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_sender

@@ -35,7 +35,7 @@ from rollout.sglang.routes import keep_first_routes, mark_unrecorded, record_on_
 from rollout.sglang.sampler import SeededSampler
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import WeightSyncError
-from slime_like.hosting.calls import one_line
+from slime_like.hosting.process import one_line
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.memory import keep_freed_memory
 from slime_like.weights.adapter import ADAPTER

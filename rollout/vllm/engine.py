@@ -14,7 +14,7 @@ from rollout.vllm.arguments import LORA_ID, SLEEP_ARGUMENT, engine_arguments, re
 from rollout.vllm.core import EngineCore
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
-from slime_like.hosting.calls import one_line
+from slime_like.hosting.process import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions

@@ -108,7 +108,6 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
     return kept
 
 
-# ----------------------------------------------------------------------------------------------------------- trackers
 class TensorBoardTracker:
     """Tracker that writes scalars and debug samples as TensorBoard event files in ``directory``."""
 
@@ -285,16 +284,15 @@ def _read_object(line: bytes, where: str) -> dict[str, Any] | None:
 
 
 def _parse_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line, object_hook=_with_shared_names, parse_constant=lambda _: None)
+    try:  # the same names are on every line, so they are shared
+        record = json.loads(
+            line,
+            object_hook=lambda read: {sys.intern(name): read[name] for name in read},
+            parse_constant=lambda _: None,
+        )
         return record if isinstance(record, dict) else None
     except (ValueError, RecursionError):
         return None
-
-
-def _with_shared_names(record: dict[str, Any]) -> dict[str, Any]:
-    # The same names are on every line.
-    return {sys.intern(name): value for name, value in record.items()}
 
 
 def _finite(value: Any) -> Any:

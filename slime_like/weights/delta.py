@@ -22,9 +22,8 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
-from slime_like.weights.buckets import describe, place_tensors
 from slime_like.weights.checksums import timed_checksum
-from slime_like.weights.transport import Receiver, Sender
+from slime_like.weights.transport import Receiver, Sender, describe, place_tensors
 
 BLOCK = 65536
 _GROUP = 16 * BLOCK

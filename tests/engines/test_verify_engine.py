@@ -17,7 +17,8 @@ from rollout.transformers import weights
 from rollout.transformers.engine import TransformersEngine
 from rollout.transformers.samples import Sample
 from slime_like.commands.main import main
-from slime_like.examples.tiny_model import make_look_alike, make_tiny_model
+from slime_like.examples.look_alike import make_look_alike
+from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Supports
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine import claims

@@ -17,9 +17,9 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, RankCoordinates, RankPlacement, WeightBucket, WeightExport
 from slime_like.orchestration.trainer import rank_export
 from slime_like.orchestration.trainer.rank_export import RankExport
-from slime_like.weights.buckets import bucket_nbytes
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.received import Arrivals
+from slime_like.weights.transport import bucket_nbytes
 from slime_like.weights.transports.colocated import join_buckets
 from slime_like.weights.transports.registry import for_engine, join_rendezvous, open_receiver
 from tests.parallel.ranks import run_ranks

@@ -13,8 +13,7 @@ from slime_like import errors
 from slime_like.checks.check import check
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, EngineError, SlimeLikeError, WeightSyncError
-from slime_like.hosting.calls import portable
-from slime_like.hosting.process import ChildProcess, ProcessEnded
+from slime_like.hosting.process import ChildProcess, ProcessEnded, portable
 from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
 from tests.unit.checks.checkpoint import sound_flags
 

@@ -115,10 +115,13 @@ def llama3_module(device_type: str) -> ModuleType:
             code="attention-package-missing",
             remedy="pip install ring-flash-attn==0.1.8, or use trainer.attention=ring or allgather",
         )
-    stand_ins = {} if device_type == "cuda" else _flash_attn_modules()
-    bare = ModuleType(PACKAGE)
-    bare.__path__ = list(package.submodule_search_locations or ())
-    with _import_privately({PACKAGE: bare, **stand_ins}):
+    modules = {PACKAGE: ModuleType(PACKAGE)}
+    modules[PACKAGE].__path__ = list(package.submodule_search_locations or ())
+    if device_type != "cuda":  # the modules that the llama3 path imports, with only these two functions
+        modules |= {name: ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface")}
+        for function in (_flash_attn_varlen_forward, _flash_attn_varlen_backward):
+            setattr(modules["flash_attn.flash_attn_interface"], function.__name__, function)
+    with _import_privately(modules):
         return importlib.import_module(f"{PACKAGE}.llama3_flash_attn_varlen")
 
 
@@ -137,14 +140,6 @@ def _import_privately(modules: dict[str, ModuleType]) -> Iterator[None]:
     finally:
         take_out()
         sys.modules.update(before)
-
-
-def _flash_attn_modules() -> dict[str, ModuleType]:
-    """Return, by name, the modules that the llama3 path imports. They contain only these two functions."""
-    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
-    for function in (_flash_attn_varlen_forward, _flash_attn_varlen_backward):
-        setattr(interface, function.__name__, function)
-    return {module.__name__: module for module in (package, interface)}
 
 
 def _flash_attn_varlen_forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:

@@ -78,7 +78,14 @@ def pack_tensors(
         tensors = _lay_out(lengths)
         tensors["tokens"] = _tokens(sequences, lengths, pad_token_id)
         tensors |= _loss_tensors(sequences, lengths, tensors, ignore_index)
-        for name, described in _present_fields(sequences).items():
+        first = sequences[0]
+        found = {name: each for name, each in RESPONSE_FIELDS.items() if name != "loss_mask" and hasattr(first, name)}
+        absent = [name for name in found if getattr(first, name) is None]
+        if absent and len(set(map(attrgetter(*absent), sequences))) > 1:
+            raise ValueError(f"only some sequences of the pack have {' or '.join(absent)}; give it to all or to none")
+        for name, described in found.items():
+            if name in absent and described.optional:
+                continue
             tensors[name] = _per_response(sequences, lengths, name, described)
             if described.over not in ("inputs", "prompt"):
                 _require_finite(sequences, lengths, name, tensors[name], tensors["loss_mask"])
@@ -135,16 +142,6 @@ def _loss_tensors(
             _check_column(sequences, temperatures, "temperature", remedy, least=math.ulp(0.0))
         ),
     }
-
-
-def _present_fields(sequences: Sequence[Trajectory]) -> dict[str, TensorField]:
-    """Return the per-response fields except the loss mask, without those that all sequences lack."""
-    first = sequences[0]
-    found = {name: each for name, each in RESPONSE_FIELDS.items() if name != "loss_mask" and hasattr(first, name)}
-    absent = [name for name in found if getattr(first, name) is None]
-    if absent and len(set(map(attrgetter(*absent), sequences))) > 1:
-        raise ValueError(f"only some sequences of the pack have {' or '.join(absent)}; give it to all or to none")
-    return {name: each for name, each in found.items() if name not in absent or not each.optional}
 
 
 def _per_response(sequences: Sequence[Trajectory], lengths: PackLengths, name: str, described: TensorField) -> Tensor:

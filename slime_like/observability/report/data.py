@@ -90,10 +90,9 @@ def read_run(run_dir: Path) -> RunData:
         SlimeLikeError: ``run_dir`` has no metrics, or a file in it is damaged.
     """
     records = read_metrics(run_dir / METRICS_FILE)
-    log, failure = run_dir / DRIVER_LOG, None
+    log = run_dir / DRIVER_LOG
     last = end_of_file(log, _LOG_BYTES).rstrip("\n").rpartition("\n")[2] if log.is_file() else ""
-    if last.startswith(FAILED):
-        failure = last.removeprefix(FAILED)
+    failure = last.removeprefix(FAILED) if last.startswith(FAILED) else None
     if not records:
         problem = "no step has been logged yet"
         remedy = f"try again after the first step; if the run has ended, see {DRIVER_LOG}"

@@ -15,7 +15,7 @@ import ray
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError
-from slime_like.hosting.calls import one_line
+from slime_like.hosting.process import one_line
 from slime_like.interfaces import (
     BucketMetadata,
     EngineHealth,

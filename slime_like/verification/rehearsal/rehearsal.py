@@ -21,7 +21,8 @@ from slime_like.config.reading.load import save_config
 from slime_like.data.ledger import audit_run
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import ConfigError, SlimeLikeError
-from slime_like.examples.tiny_model import make_look_alike, without_progress_bar
+from slime_like.examples.look_alike import make_look_alike
+from slime_like.examples.tiny_model import without_progress_bar
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import loading_options
 from slime_like.models.weight_files import header_shapes

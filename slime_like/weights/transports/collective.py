@@ -30,8 +30,7 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.network import address_towards
-from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
-from slime_like.weights.transport import TransportSettings
+from slime_like.weights.transport import TransportSettings, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transports.broadcast_group import GLOO, BroadcastGroup, join_store, one_line, serve_store
 from slime_like.weights.transports.names import buckets_in_flight, check_session
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.json_collectives import all_gather_json
-from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
-from slime_like.weights.transport import TransportSettings
+from slime_like.weights.transport import TransportSettings, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transports.names import buckets_in_flight, check_session
 from slime_like.weights.transports.shared_memory import Segment, SegmentMap, new_segments
 

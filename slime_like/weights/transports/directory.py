@@ -19,8 +19,7 @@ from torch import Tensor
 
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
-from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
-from slime_like.weights.transport import Receiver, Sender, TransportSettings
+from slime_like.weights.transport import Receiver, Sender, TransportSettings, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transports.names import check_name, check_session
 
 NAME = "directory"
@@ -61,7 +60,13 @@ class DirectorySender(Sender):
         except OSError as error:
             with suppress(FileNotFoundError, NotADirectoryError):
                 partial.unlink()
-            raise self._refused(error, bucket) from error
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            raise WeightSyncError(
+                f"sync.directory={self._directory} cannot store a weight bucket of {bucket_nbytes(bucket)} bytes: "
+                f"{os.strerror(error.errno) if error.errno else error}",
+                code="directory-refuses",
+                remedy="free some space or lower sync.bucket_mb" if full else "choose a writable directory",
+            ) from error
         self._in_flight.add(name)
         return BucketMetadata(NAME, {"file": name}, entries, hash_s)
 
@@ -74,16 +79,6 @@ class DirectorySender(Sender):
         for name in self._in_flight:
             (self._directory / name).unlink(missing_ok=True)
         self._in_flight.clear()
-
-    def _refused(self, error: OSError, bucket: WeightBucket) -> WeightSyncError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space or lower sync.bucket_mb" if full else "choose a writable directory"
-        return WeightSyncError(
-            f"sync.directory={self._directory} cannot store a weight bucket of {bucket_nbytes(bucket)} bytes: "
-            f"{os.strerror(error.errno) if error.errno else error}",
-            code="directory-refuses",
-            remedy=remedy,
-        )
 
 
 class DirectoryReceiver(Receiver):

@@ -23,8 +23,7 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.pinning import LockedMemory
-from slime_like.weights.buckets import bucket_nbytes, read_bucket, write_bucket
-from slime_like.weights.transport import Receiver, Sender, TransportSettings
+from slime_like.weights.transport import Receiver, Sender, TransportSettings, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transports.names import SHARED_MEMORY, buckets_in_flight, check_name, check_session
 
 NAME = "shared_memory"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
-from slime_like.weights.buckets import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.checksums import tensor_checksum
+from slime_like.weights.transport import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
 from tests.support.properties import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
