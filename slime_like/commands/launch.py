@@ -53,7 +53,7 @@ def _run(given: argparse.Namespace, flags: list[str]) -> int:
     if given.dry_run:
         print(*_dry_run(options, config, names), sep="\n")
         return 0
-    from slime_like.launch.coordinator import launch
+    from slime_like.launch.nodes import launch
 
     verdict = launch(options, config)
     if verdict.sentence:

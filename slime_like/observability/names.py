@@ -232,7 +232,6 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator > 0 else 0.0
 
 
-# -------------------------------------------------------------------------------------------------- shown during a run
 # Metric, label, format. Metrics that a run does not have are not shown.
 FIGURES = (
     (STEP_TIME, "step time", "{:.2f} s"),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from backends.megatron.parallel import alone_as
-from backends.megatron.planning.estimate import _holdings_of, _Rank, estimate, planned_attention
+from backends.megatron.planning.estimate import _count_memory, _Rank, estimate, planned_attention
 from slime_like.config import RunConfig
 from slime_like.config.roles import POLICY
 from slime_like.models.dimensions import ModelDimensions
@@ -63,7 +63,7 @@ def _planned_holdings(config: RunConfig, rank: int) -> dict[str, int]:
     with alone_as(trainer, rank, on_meta=True):
         planned = _Rank(config.model_copy(update={"trainer": trainer}), config.roles[POLICY], dimensions)
         planned._update()  # makes the moments
-        return _holdings_of(planned._chunks, planned._wrapped, planned._optimizer)
+        return _count_memory(planned._chunks, planned._wrapped, planned._optimizer)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -21,10 +21,9 @@ from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import SlimeLikeError
-from slime_like.launch import commands, coordinator, participant
+from slime_like.launch import commands, nodes
 from slime_like.launch.commands import RefusedError, Verdict
-from slime_like.launch.coordinator import launch
-from slime_like.launch.participant import facts
+from slime_like.launch.nodes import facts, launch
 from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from tests.conftest import Tiny
@@ -86,7 +85,7 @@ class FakeRay:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = ((coordinator, "_POLL_S", 0.05), (coordinator, "_LINGER_S", 0.2), (participant, "_POLL_S", 0.05))
+    waits = ((nodes, "_POLL_S", 0.05), (nodes, "_LINGER_S", 0.2), (nodes, "_FOLLOW_EVERY_S", 0.05))
     for module, name, seconds in (*waits, (gcs, "_REFUSED_S", 0.3)):
         monkeypatch.setattr(module, name, seconds)
 
@@ -104,9 +103,8 @@ def config(tiny: Tiny, tmp_path: Path) -> RunConfig:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
     with gcs_server() as (found, port):
         ray = type("Ray", (FakeRay,), {"gcs": found})
-        for side in (coordinator, participant):
-            monkeypatch.setattr(side, "RayNode", ray)
-        monkeypatch.setattr(coordinator, "_require_free", lambda address, port: None)
+        monkeypatch.setattr(nodes, "RayNode", ray)
+        monkeypatch.setattr(nodes, "_require_free", lambda address, port: None)
         found.port, found.ray = port, ray  # type: ignore[attr-defined]
         yield found
 
@@ -253,7 +251,7 @@ def test_a_node_0_that_does_not_answer_is_given_up(config: RunConfig, port: int)
 def test_a_node_that_ends_before_ray_connects_it_leaves_a_note(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, raised: BaseException
 ) -> None:
-    monkeypatch.setattr(participant, "find_place", Mock(side_effect=raised))
+    monkeypatch.setattr(nodes, "find_place", Mock(side_effect=raised))
     node, here = Node(config, 1, 6380).ended(), f"node 1 ({socket.gethostname()})"
     interrupted = isinstance(raised, KeyboardInterrupt)
     sentence = f"interrupted on {here}" if interrupted else f"{here}: RuntimeError: a bug"

@@ -58,7 +58,9 @@ def overlaps(sequences: Sequence[Trajectory], sharing: Sharing | None) -> tuple[
     order = list(range(len(sequences)))
     if sharing is None:
         return order, [0] * len(order)
-    tokens = [_tokens(sequence, sharing) for sequence in sequences]
+    parts = [(one.prompt_tokens, one.response_tokens)[: 1 if sharing == "prompts" else 2] for one in sequences]
+    # Big-endian, so that the bytes of tokens sort like the numbers.
+    tokens = [np.concatenate([part.numpy() for part in each]).astype(">i8") for each in parts]
     keys = [(sequence.group_id, each.tobytes()) for sequence, each in zip(sequences, tokens, strict=True)]
     # A fixed order, so that a part of the sequences shares no less than it does among all of them.
     order.sort(key=lambda index: (keys[index], sequences[index].total_len, sequences[index].sequence_id))
@@ -159,12 +161,6 @@ def tree_of_tokens(packed: PackedTrajectory) -> tuple[Tensor, Tensor]:
     trees = (parents < 0).cumsum(0) - 1
     sizes = lengths.new_zeros(int(trees[-1]) + 1).index_add(0, trees, lengths)
     return trees.repeat_interleave(lengths)[places], sizes
-
-
-def _tokens(sequence: Trajectory, sharing: Sharing) -> Array:
-    """Return the tokens to compare, big-endian, so that their bytes sort like the numbers."""
-    parts = [sequence.prompt_tokens, sequence.response_tokens][: 1 if sharing == "prompts" else 2]
-    return np.concatenate([part.numpy() for part in parts]).astype(">i8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,14 @@ _SPECS = (
 def panels(run: RunData) -> list[Panel]:
     drawn: list[Panel] = []
     steps = [record["step"] for record in current_records(run.records)]
-    for spec in _specs(run):
+    names = dict.fromkeys(name for record in run.records for name in record)
+    functions, sources = tuple(function_means(names)), tuple(source_means(names))
+    specs = [_REWARD, *_SPECS]
+    if sources:
+        specs.insert(1, PanelSpec("Sources", "Mean reward of each source of the mixture.", sources))
+    if functions:
+        specs.insert(1, PanelSpec("Reward functions", "Mean of each function, unweighted.", functions))
+    for spec in specs:
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
         panel = Panel(spec, _lines(run, spec), bad, (min(steps), max(steps)))
         if bad or panel.lines:
@@ -185,15 +192,6 @@ def phase_picture(run: RunData) -> PhasePicture | None:
 def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
     shown = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
     return [(name, values) for name in shown if (values := run.series(name)[1])]
-
-
-def _specs(run: RunData) -> list[PanelSpec]:
-    names = dict.fromkeys(name for record in run.records for name in record)
-    means = tuple(function_means(names))
-    functions = PanelSpec("Reward functions", "Mean of each function, unweighted.", means)
-    by_source = tuple(source_means(names))
-    sources = PanelSpec("Sources", "Mean reward of each source of the mixture.", by_source)
-    return [_REWARD, *([functions] if means else []), *([sources] if by_source else []), *_SPECS]
 
 
 def _lines(run: RunData, spec: PanelSpec) -> list[Line]:

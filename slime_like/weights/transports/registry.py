@@ -31,10 +31,11 @@ def transport_of(
         ConfigError: the chosen transport can't connect them.
     """
     chosen, by_default = sync.transport, ("nccl", COLOCATED, "shared_memory", "gloo")
-    problems = {
-        name: _problem(name, sync, cluster, on_cuda, num_hosts) or _mixed(name, on_cuda, trainers, engines)
-        for name in by_default
-    }
+    problems = {name: _problem(name, sync, cluster, on_cuda, num_hosts) for name in by_default}
+    shared = {"nccl": trainers.shares_nccl(engines), COLOCATED: not on_cuda or trainers.torch == engines.torch}
+    for name in (name for name, is_shared in shared.items() if not is_shared and problems[name] is None):
+        library = "NCCL" if name == "nccl" else "torch"
+        problems[name] = f"needs one version of {library}: trainers have {trainers}, rollout.python has {engines}"
     # Without GPUs, one segment serves all workers of a host, and gloo can send only the changes.
     best = next(name for name in by_default if problems[name] is None and (on_cuda or name != COLOCATED))
     if problem := problems.get(chosen):
@@ -56,14 +57,6 @@ def _problem(name: str, sync: SyncConfig, cluster: ClusterConfig, on_cuda: bool,
     if name == COLOCATED and sync.delta == "always":
         return "sends whole tensors, but sync.delta=always asks for changes"
     return None
-
-
-def _mixed(name: str, on_cuda: bool, trainers: Libraries, engines: Libraries) -> str | None:
-    """Explain why two environments can't use this transport together; ``None`` if they can."""
-    shares_torch = not on_cuda or trainers.torch == engines.torch
-    shared = {"nccl": trainers.shares_nccl(engines), COLOCATED: shares_torch}.get(name, True)
-    library = "NCCL" if name == "nccl" else "torch"
-    return None if shared else f"needs one version of {library}: trainers have {trainers}, rollout.python has {engines}"
 
 
 def use_delta(setting: str, transport: str, dtype: str) -> bool:
