@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,13 +117,16 @@ def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
 
     Raises ``ConfigError`` if the file is not GGUF, transformers does not read its architecture, or tensors are missing.
     """
-    import torch
     from gguf import GGUFReader
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     try:
-        _require_plain_rotary(file, GGUFReader(file))
+        reader = GGUFReader(file)
+        scaled = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_ROTARY)]
+        if scaled := scaled + [name for name in reader.fields if ".rope.scaling." in name]:  # transformers ignores it
+            problem = f"scales its rotary embedding ({scaled[0]}), which this conversion does not support"
+            raise ConfigError(f"FILE={file} {problem}; use the model's safetensors files", code="gguf-rotary")
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         # `from_pretrained` would need accelerate for this.
@@ -145,12 +148,3 @@ def gguf_to_hugging_face(file: Path, out: Path, dtype: str) -> int:
         file.chmod((partial / "config.json").stat().st_mode)
     replace_directory(partial, out)
     return len(tensors)
-
-
-def _require_plain_rotary(file: Path, reader: Any) -> None:
-    """Reject scaled rotary embeddings, which transformers ignores when it reads the file."""
-    tensors = [tensor.name for tensor in reader.tensors if tensor.name.startswith(_ROTARY)]
-    scaled = [name for name in reader.fields if ".rope.scaling." in name]
-    if tensors or scaled:
-        problem = f"scales its rotary embedding ({[*tensors, *scaled][0]}), which this conversion does not support"
-        raise ConfigError(f"FILE={file} {problem}; use the model's safetensors files", code="gguf-rotary")

@@ -150,7 +150,9 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
             code="backend-not-searched",
         )
     backend = plannable_backend(run.config.trainer.backend)
-    possible = sorted(filter(_could_fit, _layouts(run)), key=_rough_time)
+    room = run.hardware.memory_bytes - CONTEXT_BYTES
+    possible = [layout for layout in _layouts(run) if sum(least_bytes(layout)[::2]) < room]
+    possible.sort(key=_rough_time)
     found: list[Candidate] = []
     rejections: list[list[str]] = []
     for index, tried in enumerate(possible, start=1):
@@ -228,11 +230,6 @@ def least_bytes(run: PlannedRun) -> tuple[float, float, float]:
     tokens = _FILLED * config.trainer.target_tokens_per_batch / (layout.context * layout.tensor) * in_flight
     state = parameters / layout.pipeline * (2 + trained + sharded)
     return state, 2 * tokens * layers * (attention + min(products)), 2 * tokens * layers * hidden
-
-
-def _could_fit(run: PlannedRun) -> bool:
-    state, _, inputs = least_bytes(run)
-    return state + inputs < run.hardware.memory_bytes - CONTEXT_BYTES
 
 
 def _rough_time(run: PlannedRun) -> float:

@@ -199,21 +199,17 @@ def _workings(plan: Plan) -> Iterator[str]:
         )
         if config.rollout.agent.is_set and not config.supervised:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
-        yield _assumptions(plan)
+        hardware, gpu = plan.run.hardware, plan.run.hardware.gpu
+        nvlink = f"NVLink {gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
+        sync = f", weight sync by {plan.transport} at {SYNC_GB_PER_S[plan.transport]:g} GB/s" if plan.transport else ""
+        yield (
+            f"assumed, not measured: {hardware.matmul_efficiency:.0%} of {gpu.ceiling_tflops:.0f} TFLOP/s in matrix "
+            f"products, {hardware.attention_efficiency:.0%} in attention, {hardware.memory_efficiency:.0%} of "
+            f"{gpu.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
+            f"{hardware.network_gb_per_s:g}, host {hardware.host_gb_per_s:g} GB/s per GPU){sync}"
+        )
     layers = {kind.estimate.layers for kind in plan.kinds}
     yield (
         f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; "
         f"recompute: {config.trainer.recompute}"
-    )
-
-
-def _assumptions(plan: Plan) -> str:
-    hardware, gpu = plan.run.hardware, plan.run.hardware.gpu
-    nvlink = f"NVLink {gpu.nvlink_gb_per_s:g}, " if hardware.gpus_per_node > 1 else ""
-    sync = f", weight sync by {plan.transport} at {SYNC_GB_PER_S[plan.transport]:g} GB/s" if plan.transport else ""
-    return (
-        f"assumed, not measured: {hardware.matmul_efficiency:.0%} of {gpu.ceiling_tflops:.0f} TFLOP/s in matrix "
-        f"products, {hardware.attention_efficiency:.0%} in attention, {hardware.memory_efficiency:.0%} of "
-        f"{gpu.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
-        f"{hardware.network_gb_per_s:g}, host {hardware.host_gb_per_s:g} GB/s per GPU){sync}"
     )

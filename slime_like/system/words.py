@@ -3,9 +3,6 @@
 import math
 from pathlib import Path
 
-_MEMORY = ("B", "KiB", "MiB", "GiB")
-_TRAFFIC = ("B", "kB", "MB", "GB", "TB", "PB")
-_SECONDS = ("us", "ms", "s")
 _HOURS_FROM_S = 3 * 3600
 
 
@@ -22,20 +19,20 @@ def from_here(path: Path) -> str:
 
 def memory_text(nbytes: float) -> str:
     """Format memory, at most in GiB, the unit of ``cluster.gpu_memory_gib`` and ``host_memory_gib``."""
-    return _scaled(nbytes, 1024, _MEMORY)
+    return _scale(nbytes, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def traffic_text(nbytes: float) -> str:
-    return _scaled(nbytes, 1000, _TRAFFIC)
+    return _scale(nbytes, 1000, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def seconds_text(seconds: float) -> str:
     if seconds >= _HOURS_FROM_S:
         return f"{significant(seconds / 3600)} h"
-    return _scaled(seconds * 1e6, 1000, _SECONDS) if seconds else "0 s"
+    return _scale(seconds * 1e6, 1000, ("us", "ms", "s")) if seconds else "0 s"
 
 
-def _scaled(value: float, step: int, units: tuple[str, ...]) -> str:
+def _scale(value: float, step: int, units: tuple[str, ...]) -> str:
     index, size = 0, abs(value)
     while index < len(units) - 1 and size >= 0.9995 * step:
         index, size = index + 1, size / step

@@ -94,7 +94,10 @@ class PrefixAttention(PackedAttention):
     def of(cls, boundaries: Tensor, parents: Tensor | None, part: range, group: dist.ProcessGroup) -> Self:
         """Create it from all segments' boundaries and parents, and the ``part`` of the axis on this rank."""
         segments = [range(*ends) for ends in pairwise(boundaries.tolist())]
-        levels = [_earlier_parts(segments, part), *([] if parents is None else _levels(segments, parents.tolist()))]
+        # The segment that the part begins inside has earlier tokens.
+        inside = [one for one in segments if one.start < part.start < one.stop]
+        earlier = [_Seen(range(part.start, one.stop), range(one.start, part.start)) for one in inside]
+        levels = [earlier, *([] if parents is None else _levels(segments, parents.tolist()))]
         mine = [
             [_Seen(both, keys) for queries, keys in level if (both := _intersect(queries, part))] for level in levels
         ]
@@ -199,15 +202,6 @@ def _longest(segments: Sequence[range], parents: Sequence[int] | None) -> int:
     for index, parent in enumerate(parents or ()):
         lengths[index] += lengths[parent] if parent >= 0 else 0
     return max(lengths)
-
-
-def _earlier_parts(segments: Sequence[range], part: range) -> list[_Seen]:
-    """Return the earlier tokens of the segment that the part begins inside."""
-    return [
-        _Seen(range(part.start, one.stop), range(one.start, part.start))
-        for one in segments
-        if one.start < part.start < one.stop
-    ]
 
 
 def _levels(segments: Sequence[range], parents: Sequence[int]) -> list[list[_Seen]]:

@@ -168,7 +168,11 @@ def _count_memory(chunks: Sequence[Any], wrapped: Sequence[Any], optimizer: Opti
     gradients = [buffer.grad_data for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     parts = [part.optimizer for part in optimizer.parts]
     on_host = [part for part in parts if isinstance(part, HybridDeviceOptimizer)]
-    states = [tensor for part in parts if part not in on_host for tensor in (*_parameters(part), *_moments(part))]
+    on_device = [part for part in parts if part not in on_host]
+    states = [tensor for part in on_device for tensor in _parameters(part)]
+    # A state is moments, and the step's number, one scalar per parameter, which does not count.
+    moments = (state.items() for part in on_device for state in part.state.values())
+    states += [value for each in moments for name, value in each if isinstance(value, Tensor) and name != "step"]
     numel = sum(parameter.numel() for part in on_host for parameter in _parameters(part))
     return {
         "parameters": sum(parameter.numel() for parameter in weights),
@@ -189,12 +193,6 @@ def _storage_bytes(tensors: Iterable[Tensor], without: Iterable[Tensor] = ()) ->
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _moments(optimizer: Any) -> Iterator[Tensor]:
-    """Yield moments. Leaves out the step's number, one scalar per parameter."""
-    for state in optimizer.state.values():
-        yield from (value for name, value in state.items() if isinstance(value, Tensor) and name != "step")
 
 
 def _make_moments(adamw: torch.optim.Optimizer) -> None:
