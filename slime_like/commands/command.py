@@ -15,10 +15,10 @@ from slime_like.config.reading.load import is_assignment, load_config
 from slime_like.errors import ConfigError
 from slime_like.models.converted import MODEL, WEIGHTS, converted_problem, is_converted, training_checkpoint
 
-Option = tuple[str, Mapping[str, Any]]
+CommandOption = tuple[str, Mapping[str, Any]]
 
 
-def option(name: str, **settings: Any) -> Option:
+def option(name: str, **settings: Any) -> CommandOption:
     """Return an option of a command, with the keyword arguments of argparse's ``add_argument``."""
     return name, settings
 
@@ -39,7 +39,7 @@ class Command:
     summary: str
     run: Callable[[argparse.Namespace, list[str]], int]
     description: str
-    options: Sequence[Option] = ()
+    options: Sequence[CommandOption] = ()
     usage: str = ""
     paths: Mapping[str, str] = field(default_factory=dict)
     takes_flags: bool = True

@@ -32,7 +32,7 @@ from slime_like.system.processes import descendants, end_processes
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MethodCall:
     """Call of a method on the served object. The answer repeats ``number``."""
 
     number: int
@@ -41,7 +41,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MethodAnswer:
     """Result or failure of a call."""
 
     number: int
@@ -185,7 +185,7 @@ class ChildProcess:
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
         try:
-            self._link.send(Call(number, method, arguments))
+            self._link.send(MethodCall(number, method, arguments))
             return await answer
         except OSError as error:
             raise ProcessEnded from error
@@ -199,7 +199,7 @@ class ChildProcess:
             return samples
         except asyncio.CancelledError:
             with suppress(OSError):  # the process has just ended
-                self._link.send(Call(next(self._numbers), "abort", (request.request_id,)))
+                self._link.send(MethodCall(next(self._numbers), "abort", (request.request_id,)))
             raise
 
     def note_processes(self) -> None:
@@ -228,7 +228,7 @@ class ChildProcess:
 
         return deliver
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: MethodAnswer) -> None:
         future = self._waiting.get(answer.number)
         if future is None or future.done():  # the caller has given up
             return
@@ -251,8 +251,8 @@ class Owner:
     """
 
     def __init__(self, connection: Connection, scratch: Path) -> None:
-        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._deliver: Callable[[Call], object] = self._calls.put
+        self._calls: queue.SimpleQueue[MethodCall] = queue.SimpleQueue()
+        self._deliver: Callable[[MethodCall], object] = self._calls.put
         self._scratch = scratch
         self._ending = threading.Lock()
         self._files: list[Path] = []
@@ -268,16 +268,16 @@ class Owner:
         try:
             yield call.arguments
         except BaseException as error:
-            self._answer(Answer(call.number, error=portable(error)))
+            self._answer(MethodAnswer(call.number, error=portable(error)))
             self.end()
-        self._answer(Answer(call.number))
+        self._answer(MethodAnswer(call.number))
 
     async def serve(self, host: object) -> None:
         """Answer calls with the methods of ``host`` until the owner ends."""
         loop = asyncio.get_running_loop()
         tasks: set[asyncio.Task[None]] = set()
 
-        def begin(call: Call) -> None:
+        def begin(call: MethodCall) -> None:
             task = loop.create_task(self._serve_call(host, call))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
@@ -316,14 +316,14 @@ class Owner:
         for path in self._files:
             path.unlink(missing_ok=True)
 
-    async def _serve_call(self, host: object, call: Call) -> None:
+    async def _serve_call(self, host: object, call: MethodCall) -> None:
         try:
             value = await getattr(host, call.method)(*call.arguments)
         except Exception as error:
-            self._answer(Answer(call.number, error=portable(error)))
+            self._answer(MethodAnswer(call.number, error=portable(error)))
         else:
-            self._answer(Answer(call.number, value))
+            self._answer(MethodAnswer(call.number, value))
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: MethodAnswer) -> None:
         with suppress(OSError):  # the owner has ended, and this process will too
             self._link.send(answer)

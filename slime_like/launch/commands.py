@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """Exit code of every node, and the cause if it is not 0."""
 
     code: int
@@ -43,7 +43,7 @@ class NodeEndedError(LaunchError):
 
     code = "node-ended"
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: RunVerdict) -> None:
         self.verdict = verdict
         super().__init__(verdict.sentence)
 
@@ -54,14 +54,14 @@ class RefusedError(LaunchError):
     code = "rank-refused"
 
 
-def failure(error: Exception, who: str = "") -> Verdict:
+def failure(error: Exception, who: str = "") -> RunVerdict:
     """Return the verdict of a run that ``error`` has ended. ``who`` is the node, if the error doesn't name it."""
     if isinstance(error, NodeEndedError):
         return error.verdict
     if not isinstance(error, SlimeLikeError):
-        return Verdict(FAILED, f"{who}: {type(error).__name__}: {error}")
+        return RunVerdict(FAILED, f"{who}: {type(error).__name__}: {error}")
     sentence = "; ".join(map(str, error.problems)) if isinstance(error, ConfigError) else str(error)
-    return Verdict(exit_code(error), f"{who}: {sentence}" if who else sentence)
+    return RunVerdict(exit_code(error), f"{who}: {sentence}" if who else sentence)
 
 
 class ExitNotes:
@@ -76,7 +76,7 @@ class ExitNotes:
         self._return_at = time.monotonic() + 2 * options.silence_s
         self._patience_s = options.nodes_timeout_s
 
-    def leave(self, verdict: Verdict) -> None:
+    def leave(self, verdict: RunVerdict) -> None:
         """Write the note. A failure is reported on standard error, since this node ends in any case."""
         try:
             write_private(self._own, json.dumps(asdict(verdict)))
@@ -98,13 +98,13 @@ class ExitNotes:
             age_s = max(0.0, time.time() - modified)
             if age_s < self._patience_s and time.monotonic() > self._return_at:
                 note, ago = self._read(rank), f"node {rank} ended {age_s:.0f} s ago and was not restarted"
-                raise NodeEndedError(Verdict(note.code, f"{ago}: {note.sentence}"))
+                raise NodeEndedError(RunVerdict(note.code, f"{ago}: {note.sentence}"))
 
-    def _read(self, rank: int) -> Verdict:
+    def _read(self, rank: int) -> RunVerdict:
         try:
-            return Verdict(**json.loads(self._paths[rank].read_text(encoding="utf-8")))
+            return RunVerdict(**json.loads(self._paths[rank].read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
-            return Verdict(1, f"node {rank} has ended, and {self._paths[rank]} does not say why ({error})")
+            return RunVerdict(1, f"node {rank} has ended, and {self._paths[rank]} does not say why ({error})")
 
 
 def _modified(path: Path) -> float | None:
@@ -126,15 +126,15 @@ def plan_arguments(options: LaunchOptions, run_dir: Path) -> list[str]:
     return ["plan", *([str(options.config)] if options.config else []), *preflight, *options.flags]
 
 
-def run_plan(options: LaunchOptions, run_dir: Path, environment: Mapping[str, str]) -> Verdict:
+def run_plan(options: LaunchOptions, run_dir: Path, environment: Mapping[str, str]) -> RunVerdict:
     """Plan, unless the options say otherwise. If the run does not fit, standard output has all reasons."""
     if not options.plan:
-        return Verdict(0)
+        return RunVerdict(0)
     path = _plan_path(run_dir)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     verdict = run_command(plan_arguments(options, run_dir), environment, options.stop_s)
-    return Verdict(verdict.code, f"slime-like plan: {why_it_does_not_fit(path)}") if path.is_file() else verdict
+    return RunVerdict(verdict.code, f"slime-like plan: {why_it_does_not_fit(path)}") if path.is_file() else verdict
 
 
 def why_it_does_not_fit(output: Path) -> str:
@@ -149,7 +149,7 @@ def _plan_path(run_dir: Path) -> Path:
 
 def run_command(
     arguments: list[str], environment: Mapping[str, str], stop_s: float, watch: Callable[[], None] = lambda: None
-) -> Verdict:
+) -> RunVerdict:
     """Run ``slime-like ARGUMENTS`` to its end. ``watch`` is called while waiting, and its errors end the command.
 
     After an interrupt, the command has ``stop_s`` seconds to stop before it is killed.
@@ -162,7 +162,7 @@ def run_command(
         raise
     finally:
         child.stop(stop_s)
-    return Verdict(code if code >= 0 else FAILED, f"slime-like {arguments[0]}: {child.sentence()}" if code else "")
+    return RunVerdict(code if code >= 0 else FAILED, f"slime-like {arguments[0]}: {child.sentence()}" if code else "")
 
 
 class _Child:

@@ -22,7 +22,7 @@ from slime_like.launch.commands import (
     ExitNotes,
     NodeEndedError,
     RefusedError,
-    Verdict,
+    RunVerdict,
     failure,
     run_command,
     run_plan,
@@ -49,7 +49,7 @@ _DISTRIBUTIONS = (
 )
 
 
-def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
+def launch(options: LaunchOptions, config: RunConfig) -> RunVerdict:
     """Take part in a run on ``options.nodes`` nodes until it has ended on all of them.
 
     Raises:
@@ -60,7 +60,7 @@ def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
         verdict = run_plan(options, config.run_dir, os.environ)
         if not verdict.code:
             verdict = run_command(train_arguments(options, None), os.environ, options.stop_s)
-        return Verdict(verdict.code)  # the command has printed the cause
+        return RunVerdict(verdict.code)  # the command has printed the cause
     notes, here = ExitNotes(config.run_dir, options), f"node {options.node_rank} ({socket.gethostname()})"
     try:
         return lead(options, config, notes) if options.node_rank == 0 else follow(options, config, notes)
@@ -73,11 +73,11 @@ def launch(options: LaunchOptions, config: RunConfig) -> Verdict:
         raise
     except KeyboardInterrupt:
         take_interrupt()
-        notes.leave(Verdict(FAILED, f"interrupted on {here}"))
-        return Verdict(INTERRUPTED, f"interrupted on {here}")
+        notes.leave(RunVerdict(FAILED, f"interrupted on {here}"))
+        return RunVerdict(INTERRUPTED, f"interrupted on {here}")
 
 
-def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
+def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVerdict:
     """Lead the run to its end on all nodes.
 
     Raises ``SlimeLikeError`` if Ray's head did not start. The other nodes need an exit note.
@@ -111,7 +111,7 @@ def lead(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict
             verdict = failure(error)
         except KeyboardInterrupt:
             take_interrupt()
-            verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
+            verdict = RunVerdict(INTERRUPTED, f"interrupted on {place}")
         if not members.dismiss(verdict):
             notes.leave(verdict)
     return verdict
@@ -128,8 +128,8 @@ def _require_free(address: str, port: int) -> None:
         ) from error
 
 
-def _name_place(place: Place, verdict: Verdict) -> Verdict:
-    return Verdict(verdict.code, f"{place}, {verdict.sentence}" if verdict.code else "")
+def _name_place(place: Place, verdict: RunVerdict) -> RunVerdict:
+    return RunVerdict(verdict.code, f"{place}, {verdict.sentence}" if verdict.code else "")
 
 
 class _Members:
@@ -172,7 +172,7 @@ class _Members:
         if fault := self._node.problem():
             raise self._ray_ended(fault)
         if problem:
-            raise NodeEndedError(Verdict(**problem))
+            raise NodeEndedError(RunVerdict(**problem))
         for rank, member in sorted(members.items(), reverse=True):  # node 0 last: it may be the one that is cut off
             if not member.alive:
                 raise LaunchError(
@@ -186,7 +186,7 @@ class _Members:
         phase = f"during `{self._during}`"
         return LaunchError(why, code="ray-ended", who=str(self._place), phase=phase, remedy=_REMEDY)
 
-    def dismiss(self, verdict: Verdict) -> bool:
+    def dismiss(self, verdict: RunVerdict) -> bool:
         """Publish the verdict, and wait until the other nodes have left Ray. Return whether it reached all of them."""
         with suppress(UnreachableError):
             self._gcs.put_new("verdict", asdict(verdict))
@@ -197,7 +197,7 @@ class _Members:
         return False
 
 
-def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdict:
+def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> RunVerdict:
     """Take part until node 0 publishes the verdict, or is lost.
 
     Raises:
@@ -233,8 +233,8 @@ def follow(options: LaunchOptions, config: RunConfig, notes: ExitNotes) -> Verdi
             head.end_run(verdict)
         except KeyboardInterrupt:
             take_interrupt()
-            verdict = Verdict(INTERRUPTED, f"interrupted on {place}")
-            head.end_run(Verdict(FAILED, f"{place}: interrupted there"))
+            verdict = RunVerdict(INTERRUPTED, f"interrupted on {place}")
+            head.end_run(RunVerdict(FAILED, f"{place}: interrupted there"))
     return verdict
 
 
@@ -308,9 +308,9 @@ class _Head:
         """Raise ``NodeEndedError`` if node 0 has published the verdict."""
         raise_if_interrupted()
         if verdict := self._ask(lambda: self._gcs.get("verdict")):
-            raise NodeEndedError(Verdict(**verdict))
+            raise NodeEndedError(RunVerdict(**verdict))
 
-    def end_run(self, verdict: Verdict) -> None:
+    def end_run(self, verdict: RunVerdict) -> None:
         """Report why this node ends, and wait until node 0 has published its verdict or has ended."""
         with suppress(NodeEndedError):
             self._ask(lambda: self._gcs.put_new("problem", asdict(verdict)))
@@ -325,4 +325,4 @@ class _Head:
             how = f"its connection ended ({error})" if error.refused else f"it is silent ({error})"
             lost = f"{self._place} has lost node 0 ({self._place.head}): {how}"
             remedy = "restart on all nodes to resume from the last checkpoint"
-            raise NodeEndedError(Verdict(FAILED, f"{lost}; {remedy}")) from error
+            raise NodeEndedError(RunVerdict(FAILED, f"{lost}; {remedy}")) from error

@@ -222,7 +222,7 @@ def _scoring(memory: TrainerMemory, swapped: int = 0) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class NodeMemory:
     """Host memory of one node without the processes themselves, in bytes by name, and its capacity if that is given."""
 
     items: dict[str, int]
@@ -243,7 +243,7 @@ def host_memory(
     engine: EnginePlan | None,
     transport: str | None,
     critic: Sequence[RankEstimate] = (),
-) -> HostMemory:
+) -> NodeMemory:
     """Return the host memory of a node full of trainer ranks (and colocated engines) of the kind that needs most.
 
     Args:
@@ -281,7 +281,7 @@ def host_memory(
         items["Ray's object store"] = config.cluster.object_store_mb * 2**20
     capacity = config.cluster.host_memory_gib
     items = {name: nbytes for name, nbytes in items.items() if nbytes}
-    return HostMemory(items, None if capacity is None else int(capacity * GIB))
+    return NodeMemory(items, None if capacity is None else int(capacity * GIB))
 
 
 def save_bytes(run: PlannedRun, memory: TrainerMemory) -> int:

@@ -24,7 +24,7 @@ from slime_like.models.weight_files import WeightFilesError
 from slime_like.planning import checks
 from slime_like.planning.memory import (
     EnginePlan,
-    HostMemory,
+    NodeMemory,
     PhaseMemory,
     engine_phase,
     host_memory,
@@ -35,7 +35,7 @@ from slime_like.planning.memory import (
 from slime_like.planning.planned_run import Note, PlannedRun, estimate_kinds, plannable_backend
 from slime_like.planning.search import choose_recompute
 from slime_like.planning.step_time import (
-    Generation,
+    GenerationTime,
     StepTime,
     critic_seconds,
     predict_generation,
@@ -78,8 +78,8 @@ class Plan:
     references: list[KindPlan] = field(default_factory=list)
     engine: EnginePlan | None = None
     engine_phase: PhaseMemory | None = None
-    generation: Generation | None = None
-    host: HostMemory | None = None
+    generation: GenerationTime | None = None
+    host: NodeMemory | None = None
     step: StepTime | None = None
     transport: str | None = None
     problems: list[str] = field(default_factory=list)

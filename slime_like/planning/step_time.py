@@ -27,7 +27,7 @@ ALL_REDUCE_S = 20e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationTime:
     """Sampling of one step on one engine. All engines have the same share of the sequences.
 
     Attributes:
@@ -63,7 +63,7 @@ class Generation:
         return self.prefill + self.waves * self.tokens * self.token
 
 
-def predict_generation(run: PlannedRun, engine: EnginePlan) -> Generation:
+def predict_generation(run: PlannedRun, engine: EnginePlan) -> GenerationTime:
     """Predict prefill at the rate of matrix products, and decoding at the rate of memory or of matrix products.
 
     A pipeline's stages decode parts of a wave in turn. Each part waits for all stages, which read all their weights.
@@ -80,7 +80,7 @@ def predict_generation(run: PlannedRun, engine: EnginePlan) -> Generation:
     cache = wave * read_tokens * engine.kv_bytes_per_token
     # A step of a mixture of experts reads at most the experts of the wave's tokens.
     read = min(1.0, wave / rollout.pipeline * dimensions.active_parameters / dimensions.num_parameters)
-    return Generation(
+    return GenerationTime(
         sequences=sequences,
         at_once=at_once,
         tokens=workload.mean_response,

@@ -160,8 +160,10 @@ def step_lines(plan: Plan) -> Iterator[str]:
 
 
 def _print_memory(console: Console, plan: Plan) -> None:
-    """Print a column per phase and a row per item, of the kind of ranks with the least free memory in that phase. Of
-    too many phases, those with the most free memory are left out."""
+    """Print a column per phase and a row per item, for the kind of ranks with the least free memory in that phase.
+
+    If there are too many phases, the ones with the most free memory are left out.
+    """
     found: dict[tuple[bool, str], PhaseMemory] = {}
     for phase in plan.phases:
         key = (phase.gpus == ENGINES, phase.phase)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from backends.common import linear_attention
-from backends.common.attention.packed_attention import PackedAttention, Scores
+from backends.common.attention.packed_attention import AttentionKind, PackedAttention
 from backends.common.attention.prefixes import PrefixAttention
 from backends.common.linear_attention import Boundaries, Recurrence
 from backends.fsdp import micro_batch, optimizer, trainer
@@ -118,19 +118,19 @@ def sinks_are_left_out(patch: Patch) -> None:
 
 def windows_are_one_key_wider(patch: Patch) -> None:
     """As by a window that doesn't count a query's own key."""
-    correct = Scores.within
+    correct = AttentionKind.within
 
-    def within(self: Scores, longest: int) -> int | None:
+    def within(self: AttentionKind, longest: int) -> int | None:
         window = correct(self, longest)
         return None if window is None else window + 1
 
-    patch.setattr(Scores, "within", within)
+    patch.setattr(AttentionKind, "within", within)
 
 
 def windows_end_where_the_rank_begins(patch: Patch) -> None:
     correct = PrefixAttention._windowed
 
-    def windowed(self: PrefixAttention, scores: Scores) -> Any:
+    def windowed(self: PrefixAttention, scores: AttentionKind) -> Any:
         if (found := correct(self, scores)) is None:
             return None
         pairing, rows = found

@@ -22,7 +22,7 @@ from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import SlimeLikeError
 from slime_like.launch import commands, nodes
-from slime_like.launch.commands import RefusedError, Verdict
+from slime_like.launch.commands import RefusedError, RunVerdict
 from slime_like.launch.nodes import facts, launch
 from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
@@ -43,7 +43,7 @@ class Node(threading.Thread):
         self._options = LaunchOptions(config=None, flags=(), node_rank=rank, port=port, **given)  # type: ignore[arg-type]
         self._config = config
         self.place = f"node {rank} ({socket.gethostname()}, 127.0.0.{rank + 2})"
-        self.verdict: Verdict | None = None
+        self.verdict: RunVerdict | None = None
         self.error: Exception | None = None
         self.start()
 
@@ -134,24 +134,24 @@ def port() -> Iterator[int]:
         yield unused.getsockname()[1]
 
 
-def problem(server: GcsServer) -> Verdict:
+def problem(server: GcsServer) -> RunVerdict:
     """Return what a node that cannot continue reports to node 0, and answer with node 0's verdict."""
     wait_until(lambda: b"problem" in server.values)
     server.values[b"verdict"] = b'{"code": 1, "sentence": "over"}'
-    return Verdict(**json.loads(server.values[b"problem"]))
+    return RunVerdict(**json.loads(server.values[b"problem"]))
 
 
 @pytest.mark.parametrize(
     ("different", "data", "expected"),
     [
-        ({"torch": "0"}, {}, Verdict(1, "torch=.*: NODE 0 has 0; use one environment or image on all nodes")),
-        ({"steps": "0"}, {}, Verdict(1, "steps=.*: NODE 0 has 0; give the same settings on all nodes")),
-        ({}, {"train": [Path("none.jsonl")]}, Verdict(2, ".*none.jsonl")),
+        ({"torch": "0"}, {}, RunVerdict(1, "torch=.*: NODE 0 has 0; use one environment or image on all nodes")),
+        ({"steps": "0"}, {}, RunVerdict(1, "steps=.*: NODE 0 has 0; give the same settings on all nodes")),
+        ({}, {"train": [Path("none.jsonl")]}, RunVerdict(2, ".*none.jsonl")),
     ],
     ids=["version", "setting", "data"],
 )
 def test_a_node_that_differs_from_node_0_ends_the_run(
-    server: GcsServer, config: RunConfig, different: dict[str, str], data: dict[str, Any], expected: Verdict
+    server: GcsServer, config: RunConfig, different: dict[str, str], data: dict[str, Any], expected: RunVerdict
 ) -> None:
     publish(server, config, **different)
     node = begin(server, config.model_copy(update={"data": config.data.model_copy(update=data)}))
@@ -167,7 +167,7 @@ def test_ray_that_ends_on_a_node_ends_the_run(server: GcsServer, config: RunConf
     node = begin(server, config)
     wait_until(lambda: 1 in server.nodes)
     server.ray.death = "Ray ended by itself"  # type: ignore[attr-defined]
-    assert problem(server) == Verdict(1, f"{node.place}: Ray ended by itself")
+    assert problem(server) == RunVerdict(1, f"{node.place}: Ray ended by itself")
 
 
 def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
@@ -182,14 +182,14 @@ def test_a_rank_is_given_once(server: GcsServer, config: RunConfig) -> None:
     assert b"problem" not in server.values and list(launch_directory(config.run_dir).glob("ended-*")) == []
     assert first.is_alive()
     server.values[b"verdict"] = b'{"code": 0, "sentence": ""}'
-    assert first.ended().verdict == Verdict(0)
+    assert first.ended().verdict == RunVerdict(0)
 
 
 def test_ray_that_ends_on_node_0_ends_the_run(server: GcsServer, config: RunConfig) -> None:
     leader = head(server, config)
     server.ray.death = "Ray's gcs_server ended by itself with -9"  # type: ignore[attr-defined]
     sentence = f"{leader.place}, during `start`: Ray's gcs_server ended by itself with -9; {REMEDY}"
-    assert leader.ended().verdict == Verdict(1, sentence)
+    assert leader.ended().verdict == RunVerdict(1, sentence)
 
 
 def test_a_node_that_never_comes_is_named_on_the_others(server: GcsServer, config: RunConfig) -> None:
@@ -211,21 +211,21 @@ def test_a_node_with_another_key_ends_the_run(server: GcsServer, config: RunConf
     node = begin(server, config, token_file=other).ended()
     assert isinstance(node.error, SlimeLikeError) and node.error.code == "wrong-token"
     assert str(node.error).startswith(f"{node.place}: {HOST}:")
-    assert leader.ended().verdict == Verdict(1, str(node.error)) and 1 not in server.nodes
+    assert leader.ended().verdict == RunVerdict(1, str(node.error)) and 1 not in server.nodes
 
 
 def test_a_plan_that_is_rejected_ends_every_node(
     config: RunConfig, port: int, server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan(arguments: list[str], *_: object) -> Verdict:
+    def plan(arguments: list[str], *_: object) -> RunVerdict:
         Path(arguments[arguments.index("--output") + 1]).write_text('{"problems": ["a=1", "b=2"]}')
-        return Verdict(1)
+        return RunVerdict(1)
 
     monkeypatch.setattr(commands, "run_command", plan)
     early = Node(config, 1, port)
     time.sleep(0.5)  # it waits for node 0's GCS
     leader = Node(config, 0, port, plan=True).ended()
-    assert leader.verdict == Verdict(1, f"{leader.place}, slime-like plan: a=1; b=2")
+    assert leader.verdict == RunVerdict(1, f"{leader.place}, slime-like plan: a=1; b=2")
     assert early.ended().verdict == leader.verdict and server.nodes == {}
 
 
@@ -236,7 +236,7 @@ def test_node_0_fails_while_one_waits_and_another_comes_later(config: RunConfig,
     leader = Node(config, 0, port).ended()
     assert isinstance(leader.error, SlimeLikeError) and leader.error.code == "port-taken"
     sentence = str(leader.error)
-    assert early.ended().verdict == Verdict(1, sentence)
+    assert early.ended().verdict == RunVerdict(1, sentence)
     late = Node(config, 2, port, silence_s=0.1).ended().verdict
     assert late is not None and late.code == 1
     assert late.sentence.endswith(f"s ago and was not restarted: {sentence}")
@@ -255,6 +255,6 @@ def test_a_node_that_ends_before_ray_connects_it_leaves_a_note(
     node, here = Node(config, 1, 6380).ended(), f"node 1 ({socket.gethostname()})"
     interrupted = isinstance(raised, KeyboardInterrupt)
     sentence = f"interrupted on {here}" if interrupted else f"{here}: RuntimeError: a bug"
-    assert (node.verdict, node.error) == ((Verdict(130, sentence), None) if interrupted else (None, raised))
+    assert (node.verdict, node.error) == ((RunVerdict(130, sentence), None) if interrupted else (None, raised))
     note = launch_directory(config.run_dir) / "ended-1.json"
     assert json.loads(note.read_text()) == {"code": 1, "sentence": sentence}

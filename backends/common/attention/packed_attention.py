@@ -20,7 +20,7 @@ from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_f
 from slime_like.errors import TrainerError
 
 
-class Scores(NamedTuple):
+class AttentionKind(NamedTuple):
     """A layer's kind of attention.
 
     Attributes:
@@ -48,15 +48,15 @@ class PackedAttention(ABC):
             window: most keys that a query sees, including its own.
             sinks: (H,) scores that are part of a head's softmax without having a value (gpt-oss, arXiv:2508.10925).
         """
-        return _Attend.apply(q, k, v, sinks, self, Scores(scale, window))
+        return _Attend.apply(q, k, v, sinks, self, AttentionKind(scale, window))
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: AttentionKind) -> tuple[Tensor, ...]:
         """Return the output in the type of q, its log-sum-exp, and whatever else ``backward`` needs."""
 
     @abstractmethod
     def backward(
-        self, grad: Tensor, saved: Saved, scores: Scores, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scores: AttentionKind, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v. ``more`` holds the rest of what ``forward`` returned."""
 
@@ -64,7 +64,13 @@ class PackedAttention(ABC):
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, attention: PackedAttention, scores: Scores
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        attention: PackedAttention,
+        scores: AttentionKind,
     ) -> Tensor:
         out, lse, *others = attention.forward(q, k, v, scores)
         if sinks is not None:
@@ -104,15 +110,15 @@ class LocalAttention(PackedAttention):
 
     segments: Segments
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: AttentionKind) -> tuple[Tensor, ...]:
         return kernel_for(q.device.type).forward(q, k, v, self._pairing(scores))
 
     def backward(
-        self, grad: Tensor, saved: Saved, scores: Scores, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scores: AttentionKind, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         return kernel_for(grad.device.type).backward(grad, saved, self._pairing(scores))
 
-    def _pairing(self, scores: Scores) -> Pairing:
+    def _pairing(self, scores: AttentionKind) -> Pairing:
         return Pairing(self.segments, self.segments, True, scores.scale, scores.within(self.segments.longest))
 
 
@@ -209,7 +215,7 @@ class RingAttention(PackedAttention):
         for step in range(size):
             yield ring_step(step, self.group.rank(), size, self.segments, scale), step + 1 < size
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: AttentionKind) -> tuple[Tensor, ...]:
         if scores.within(self.segments.whole.longest * self.group.size()) is not None:
             raise unsupported("attention ring", "sliding windows")
         kernel = kernel_for(q.device.type)
@@ -227,7 +233,7 @@ class RingAttention(PackedAttention):
         return out.to(q.dtype), lse
 
     def backward(
-        self, grad: Tensor, saved: Saved, scores: Scores, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scores: AttentionKind, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.common.attention.kernels import Pairing, Saved, Segments, kernel_for, merged_attention
-from backends.common.attention.packed_attention import PackedAttention, Scores
+from backends.common.attention.packed_attention import AttentionKind, PackedAttention
 from slime_like.errors import TrainerError
 
 Rows = slice | Tensor
@@ -113,7 +113,7 @@ class PrefixAttention(PackedAttention):
             parents is not None,
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: AttentionKind) -> tuple[Tensor, ...]:
         kernel, windowed = kernel_for(q.device.type), self._windowed(scores)
         # Every rank joins the gathers, even if its queries don't use them.
         gathering = [] if self.group is None else [_gather(x, self.group) for x in (k, v)]
@@ -133,7 +133,7 @@ class PrefixAttention(PackedAttention):
         return out.to(q.dtype), lse, *far
 
     def backward(
-        self, grad: Tensor, saved: Saved, scores: Scores, more: Sequence[Tensor]
+        self, grad: Tensor, saved: Saved, scores: AttentionKind, more: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel, (q, k, v, out, lse) = kernel_for(grad.device.type), saved
         if (windowed := self._windowed(scores)) is not None:
@@ -154,7 +154,7 @@ class PrefixAttention(PackedAttention):
         of_q, of_k, of_v = (x.add_(part).to(part.dtype) for x, part in zip(far, local, strict=True))
         return of_q, of_k, of_v
 
-    def _windowed(self, scores: Scores) -> tuple[Pairing, Rows] | None:
+    def _windowed(self, scores: AttentionKind) -> tuple[Pairing, Rows] | None:
         """Return the only call if a window is narrower than a sequence, and the tokens of other ranks that it reads.
 
         The first local segment sees these tokens, then itself.

@@ -27,7 +27,7 @@ HEAD = "head"
 
 _aten = torch.ops.aten
 
-Groups = dict[tuple[int, ...], tuple[int, int, int]]
+MessageTotals = dict[tuple[int, ...], tuple[int, int, int]]
 """Bytes sent, calls, and bytes of asynchronous calls, keyed by the ranks of a process group."""
 
 
@@ -37,7 +37,7 @@ class Counted:
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
-    sent: Groups = field(default_factory=dict)
+    sent: MessageTotals = field(default_factory=dict)
     kernel_bytes: float = 0.0
     head_flops: float = 0.0
 

@@ -34,7 +34,7 @@ _ROUGHLY_EVEN, _WORTHWHILE = 1.05, 0.98
 """Load of the heaviest replica, relative to the mean, up to which nothing is split; factor that a split must reach."""
 
 
-class Segment(NamedTuple):
+class TreeSegment(NamedTuple):
     """Tokens ``[start, end)`` of the sequence ``row``, and of all others that share them."""
 
     parent: int
@@ -90,12 +90,12 @@ def is_worth_sharing(prefix: float, rest: float) -> bool:
     return _READERS * prefix >= rest
 
 
-def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Segment], list[list[int]]]:
+def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[TreeSegment], list[list[int]]]:
     """Return segments of sequences in the order of ``overlaps``, parents first, and each sequence's segments.
 
     A new segment starts wherever sequences part. A sequence that others continue ends with a shared segment.
     """
-    segments: list[Segment] = []
+    segments: list[TreeSegment] = []
     paths: list[list[int]] = [[] for _ in lengths]
     waiting = [(0, len(lengths), 0, -1)]
     while waiting:  # the last one first, so all that continues a segment follows it directly
@@ -104,7 +104,7 @@ def segments_of(lengths: Sequence[int], shared: Sequence[int]) -> tuple[list[Seg
         if end > start:
             for path in paths[first:last]:
                 path.append(len(segments))
-            segments.append(Segment(parent, row, start, end))
+            segments.append(TreeSegment(parent, row, start, end))
             parent = len(segments) - 1
         waiting += [(*part, end, parent) for part in reversed(parts)]
     return segments, paths

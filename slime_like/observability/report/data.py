@@ -21,7 +21,7 @@ from slime_like.observability.metrics import (
 )
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
-from slime_like.observability.tables import TOKEN_TABLE
+from slime_like.observability.tables import TOKEN_TABLE, Row
 from slime_like.system.disk import end_of_file
 from slime_like.system.words import counted
 
@@ -36,8 +36,6 @@ _AXES = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data"}
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 _LAYOUT = str.maketrans({"\t": r"\t", "\n": r"\n"})
 _TRAINED_SPEED = "train_actor_performance/tokens_per_second"
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

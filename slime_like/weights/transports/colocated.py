@@ -22,7 +22,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.json_collectives import all_gather_json
 from slime_like.weights.transport import TransportSettings, bucket_nbytes, read_bucket, write_bucket
 from slime_like.weights.transports.names import buckets_in_flight, check_session
-from slime_like.weights.transports.shared_memory import Segment, SegmentMap, new_segments
+from slime_like.weights.transports.shared_memory import SegmentMap, SharedSegment, new_segments
 
 NAME = "colocated"
 _GRANULE = 1 << 21
@@ -31,14 +31,14 @@ _BYTES = (1, 4, 6)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DevicePlace:
     """Device of a rank or worker: its host's name, and a GPU's UUID or a CPU slot's number."""
 
     node: str
     device: str
 
     @classmethod
-    def of_this_process(cls, slot: int) -> Place:
+    def of_this_process(cls, slot: int) -> DevicePlace:
         """Return the current GPU. On a CPU, ranks are numbered slots, and a colocated worker uses one rank's slot."""
         device = gpu_uuid(torch.cuda.current_device()) if torch.cuda.is_available() else f"CPU slot {slot}"
         return cls(socket.gethostname(), device)
@@ -47,7 +47,7 @@ class Place:
         return f"{self.device} of {self.node}"
 
 
-def rank_on(own: Place, ranks: Sequence[Place]) -> int:
+def rank_on(own: DevicePlace, ranks: Sequence[DevicePlace]) -> int:
     """Return the index of the trainer rank on a worker's device.
 
     Raises:
@@ -120,15 +120,15 @@ class ColocatedSender:
         stages = [own] if self._num_ranks == 1 else all_gather_json(own, _collective_device())
         gathering = sorted((stage, rank) for rank, stage in enumerate(stages) if stage is not None)
         self._senders = [rank for _, rank in gathering]
-        self._new_memory: Callable[[int], Segment | DeviceMemory] = new_segments(session)
+        self._new_memory: Callable[[int], SharedSegment | DeviceMemory] = new_segments(session)
         if torch.cuda.is_available():
             self._new_memory = DeviceMemory
-        self._memory: list[Segment | DeviceMemory | None] = [None, None]
+        self._memory: list[SharedSegment | DeviceMemory | None] = [None, None]
         self._in_flight: dict[int, int] = {}
         self._sent = 0
 
     def rendezvous(self) -> dict[str, Any]:
-        place = Place.of_this_process(self._rank)
+        place = DevicePlace.of_this_process(self._rank)
         return {"sender": self._session, "rank": self._rank, "node": place.node, "device": place.device}
 
     def stream(self, gather: Callable[[], WeightBucket | None]) -> Iterator[BucketMetadata]:
@@ -163,7 +163,7 @@ class ColocatedSender:
 
     def close(self) -> None:
         for memory in self._memory:
-            if isinstance(memory, Segment):
+            if isinstance(memory, SharedSegment):
                 memory.remove()
         self._memory = [None, None]
         self._in_flight.clear()
@@ -186,7 +186,7 @@ class ColocatedSender:
         memory = self._memory[turn]
         if memory is None or memory.buffer.numel() < nbytes:
             self._memory[turn] = None
-            if isinstance(memory, Segment):
+            if isinstance(memory, SharedSegment):
                 memory.remove()
             memory = None  # freed before the larger buffer is made
             if torch.cuda.is_available():
@@ -229,8 +229,8 @@ class ColocatedReceiver:
     def __init__(self, _: str, rendezvous: Mapping[str, Any], worker: int) -> None:
         ranks = rendezvous.get("senders", [rendezvous])
         self._session = str(ranks[0]["sender"])
-        own = Place.of_this_process(rendezvous.get("first_rank", 0) + worker)
-        self._rank: int = ranks[rank_on(own, [Place(rank["node"], rank["device"]) for rank in ranks])]["rank"]
+        own = DevicePlace.of_this_process(rendezvous.get("first_rank", 0) + worker)
+        self._rank: int = ranks[rank_on(own, [DevicePlace(rank["node"], rank["device"]) for rank in ranks])]["rank"]
         self._segments = SegmentMap(self._session)
         self._mapped: dict[int, tuple[str, Tensor]] = {}
 

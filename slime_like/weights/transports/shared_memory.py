@@ -40,7 +40,7 @@ class SharedMemorySender(Sender):
         check_session(session)
         self._session = session
         self._new = new_segments(session)
-        self._segments: list[Segment | None] = [None, None]
+        self._segments: list[SharedSegment | None] = [None, None]
         self._in_flight: dict[str, int] = {}
         self._turn = 0
 
@@ -90,11 +90,11 @@ class SharedMemoryReceiver(Receiver):
         self._segments.clear()
 
 
-def new_segments(session: str) -> Callable[[int], Segment]:
+def new_segments(session: str) -> Callable[[int], SharedSegment]:
     """Return a function that creates one sender's segments of at least so many bytes."""
     # The process id is not enough: a receiver may still map segments of an earlier sender of this process.
     prefix, numbers = f"{session}.{os.getpid()}.{uuid.uuid4().hex[:8]}", itertools.count()
-    return lambda nbytes: Segment.create(
+    return lambda nbytes: SharedSegment.create(
         SHARED_MEMORY / f"{prefix}.{next(numbers)}", -(-max(nbytes, 1) // _GRANULE) * _GRANULE
     )
 
@@ -105,7 +105,7 @@ class SegmentMap:
     def __init__(self, session: str, directory: Path = SHARED_MEMORY) -> None:
         check_session(session)
         self._session, self._directory = session, directory
-        self._mapped: dict[str, Segment] = {}
+        self._mapped: dict[str, SharedSegment] = {}
 
     def open(self, handle: Mapping[str, Any]) -> Tensor:
         """Map the segment of ``handle``, (n,) uint8."""
@@ -115,7 +115,7 @@ class SegmentMap:
         name = handle["segment"]
         check_name(name, self._session)
         if name not in self._mapped:
-            self._mapped[name] = Segment.open(self._directory / name, handle["nbytes"])
+            self._mapped[name] = SharedSegment.open(self._directory / name, handle["nbytes"])
         return self._mapped[name].buffer
 
     def clear(self) -> None:
@@ -124,7 +124,7 @@ class SegmentMap:
         self._mapped.clear()
 
 
-class Segment:
+class SharedSegment:
     """A mapped file, locked for CUDA until ``let_go``. The mapping lives as long as any tensor that views it."""
 
     def __init__(self, path: Path, descriptor: int, nbytes: int) -> None:
@@ -150,7 +150,7 @@ class Segment:
         return {"segment": self.name, "nbytes": self.nbytes}
 
     @classmethod
-    def create(cls, path: Path, nbytes: int) -> Segment:
+    def create(cls, path: Path, nbytes: int) -> SharedSegment:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -173,7 +173,7 @@ class Segment:
             os.close(descriptor)
 
     @classmethod
-    def open(cls, path: Path, nbytes: int) -> Segment:
+    def open(cls, path: Path, nbytes: int) -> SharedSegment:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError as error:

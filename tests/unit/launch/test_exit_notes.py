@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime_like.config.launch import LaunchOptions
-from slime_like.launch.commands import ExitNotes, NodeEndedError, Verdict
+from slime_like.launch.commands import ExitNotes, NodeEndedError, RunVerdict
 
 
 def notes(tmp_path: Path, rank: int, silence_s: float = 30, nodes_timeout_s: float = 600) -> ExitNotes:
@@ -24,7 +24,7 @@ def sentence_of(waiting: ExitNotes, rank: int = 0) -> str:
 def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes(tmp_path, 0).leave(Verdict(2, "no model"))
+    notes(tmp_path, 0).leave(RunVerdict(2, "no model"))
     notes(tmp_path, 1).require_none_ended()
     impatient, note = notes(tmp_path, 1, silence_s=1e-9), tmp_path / ".run.cluster" / "ended-0.json"
     left_at = note.stat().st_mtime
@@ -34,7 +34,7 @@ def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
     notes(tmp_path, 1, silence_s=1e-9).require_none_ended()  # too old to count
     again = notes(tmp_path, 0)
     impatient.require_none_ended()  # the node has returned
-    again.leave(Verdict(1, "busy port"))
+    again.leave(RunVerdict(1, "busy port"))
     assert sentence_of(impatient) == "busy port"
 
 
@@ -47,5 +47,5 @@ def test_a_note_that_cannot_be_read_still_counts(tmp_path: Path) -> None:
 
 def test_a_note_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".run.cluster").touch()
-    notes(tmp_path, 0).leave(Verdict(1, "gone"))
+    notes(tmp_path, 0).leave(RunVerdict(1, "gone"))
     assert "ended-0.json cannot be written (File exists)" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from slime_like.interfaces.estimate import RankKind
-from slime_like.planning.memory import HostMemory, plan_engine, trainer_phases
+from slime_like.planning.memory import NodeMemory, plan_engine, trainer_phases
 from slime_like.planning.plan import KindPlan, Plan
 from slime_like.planning.step_time import predict_generation, predict_step
 from slime_like.planning.table import host_verdict, step_lines, verdict
@@ -34,7 +34,7 @@ def plan() -> Plan:
         kinds=[KindPlan(kind, one, tuple(trainer_phases(RUN, engine, kind, one)))],
         engine=engine,
         generation=predict_generation(RUN, engine),
-        host=HostMemory({"reference weights": 916 * GIB}, None),
+        host=NodeMemory({"reference weights": 916 * GIB}, None),
         step=step,
     )
 
@@ -43,7 +43,7 @@ def test_first_lines(plan: Plan) -> None:
     """The least free memory is next to the engine: a fifth of a GPU, minus the trainer's process."""
     assert verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - RESERVE:.1f} GiB (generation)."
     assert "NOT checked: 916 GiB per node" in host_verdict(plan)
-    plan.host = HostMemory({"reference weights": 900 * GIB}, 1000 * GIB)
+    plan.host = NodeMemory({"reference weights": 900 * GIB}, 1000 * GIB)
     assert "900 GiB per node; 100 GiB are left" in host_verdict(plan)
     plan.problems = ["one", "two"]
     assert verdict(plan).startswith("cannot start: 2 problems. GPU memory suffices")

@@ -9,7 +9,7 @@ import pytest
 from slime_like.checks.engine_install import engine_libraries
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
-from slime_like.weights.transports.colocated import Place, rank_on
+from slime_like.weights.transports.colocated import DevicePlace, rank_on
 from slime_like.weights.transports.names import Libraries
 from slime_like.weights.transports.registry import transport_of, use_delta
 from tests.support.rejections import Rejects
@@ -107,8 +107,8 @@ def test_use_delta(setting: str, transport: str, dtype: str, expected: bool) -> 
 
 
 # -------------------------------------------------------------------------------- engine workers and trainer ranks
-def gpus(nodes: int, per_node: int = 8) -> list[Place]:
-    return [Place(f"node-{node}", f"GPU-{node}-{index}") for node in range(nodes) for index in range(per_node)]
+def gpus(nodes: int, per_node: int = 8) -> list[DevicePlace]:
+    return [DevicePlace(f"node-{node}", f"GPU-{node}-{index}") for node in range(nodes) for index in range(per_node)]
 
 
 def test_ranks_without_a_worker() -> None:
@@ -117,7 +117,7 @@ def test_ranks_without_a_worker() -> None:
 
 def test_unpaired(rejects: Rejects) -> None:
     ranks = gpus(2, 2)
-    for several, own in ((ranks, Place("node-0", "GPU-1-0")), ([*ranks, ranks[1]], ranks[1]), ([], ranks[0])):
+    for several, own in ((ranks, DevicePlace("node-0", "GPU-1-0")), ([*ranks, ranks[1]], ranks[1]), ([], ranks[0])):
         with rejects(WeightSyncError, "unpaired"):
             rank_on(own, several)
 
@@ -125,4 +125,4 @@ def test_unpaired(rejects: Rejects) -> None:
 @pytest.mark.parametrize("slot", [0, 6])
 def test_cpu_slot(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert Place.of_this_process(slot) == Place(socket.gethostname(), f"CPU slot {slot}")
+    assert DevicePlace.of_this_process(slot) == DevicePlace(socket.gethostname(), f"CPU slot {slot}")
