@@ -49,16 +49,11 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
             raise SlimeLikeError(str(error), code="package-missing", remedy=remedy) from error
         what = "check that path" if isinstance(error, OSError) else "unexpected error"
         remedy = f"{what}; traceback: {_write(full_traceback(error), run_dir)}"
-        raise with_notes(UnforeseenError(_summary(error), remedy=remedy), error) from error
-
-
-def _summary(error: Exception) -> str:
-    """Return type and message on one line; for an error of the operating system, the file and the reason."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fspath(error.filename)}: {error.strerror}"
-    text = " ".join(str(error).split())
-    name = type(error).__name__
-    return f"{name}: {text[:_LONGEST]}" if text else name
+        name, text = type(error).__name__, " ".join(str(error).split())
+        summary = f"{name}: {text[:_LONGEST]}" if text else name
+        if isinstance(error, OSError) and error.filename is not None:
+            summary = f"{os.fspath(error.filename)}: {error.strerror}"
+        raise with_notes(UnforeseenError(summary, remedy=remedy), error) from error
 
 
 def _write(text: str, run_dir: Path | None) -> str:

@@ -173,9 +173,16 @@ def panels(run: RunData) -> list[Panel]:
         specs.insert(1, PanelSpec("Reward functions", "Mean of each function, unweighted.", functions))
     for spec in specs:
         bad = sorted({step for name, _ in spec.metrics for step in run.non_finite_steps(name)})
-        panel = Panel(spec, _lines(run, spec), bad, (min(steps), max(steps)))
-        if bad or panel.lines:
-            drawn.append(panel)
+        lines: list[Line] = []
+        for (name, label), color in zip(spec.metrics, _COLORS * len(spec.metrics), strict=False):
+            at, values = run.series(name)
+            if values:
+                lines.append(Line(label, at, values, color, faint=spec.smooth))
+            if values and spec.smooth:
+                window = smoothing_window(len(values))
+                lines.append(Line(f"running mean over {window} steps", at, running_mean(values, window), color))
+        if bad or lines:
+            drawn.append(Panel(spec, lines, bad, (min(steps), max(steps))))
     return drawn
 
 
@@ -192,15 +199,3 @@ def phase_picture(run: RunData) -> PhasePicture | None:
 def key_metrics(run: RunData, drawn: Sequence[Panel]) -> list[tuple[str, list[float]]]:
     shown = [STEP_TIME, *(name for panel in drawn for name, _ in panel.spec.metrics)]
     return [(name, values) for name in shown if (values := run.series(name)[1])]
-
-
-def _lines(run: RunData, spec: PanelSpec) -> list[Line]:
-    lines: list[Line] = []
-    for (name, label), color in zip(spec.metrics, _COLORS * len(spec.metrics), strict=False):
-        steps, values = run.series(name)
-        if values:
-            lines.append(Line(label, steps, values, color, faint=spec.smooth))
-        if values and spec.smooth:
-            window = smoothing_window(len(values))
-            lines.append(Line(f"running mean over {window} steps", steps, running_mean(values, window), color))
-    return lines
