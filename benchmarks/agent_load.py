@@ -6,7 +6,6 @@ sessions makes 40 calls up to 130,000 tokens.
 """
 
 import asyncio
-import datetime
 import json
 import random
 import sys
@@ -19,7 +18,7 @@ import aiohttp
 import numpy as np
 import psutil
 
-from benchmarks.step.machine import describe_machine, load_average
+from benchmarks.report import heading, met, table
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import response_form
 from slime_like.agents.server import AgentServer
@@ -109,7 +108,7 @@ async def memory(client: Client) -> tuple[float, float]:
 
 
 async def main() -> None:
-    load = load_average()
+    head = heading()
     async with served() as client:
         for session in range(2):
             await client.call(session, [_USER])
@@ -117,19 +116,13 @@ async def main() -> None:
     async with served() as client:
         await client.call(0, [_USER])
         grown, took = await memory(client)
-    print(f"{datetime.date.today().isoformat()}, {describe_machine()}, load average {load:.1f} at the start.\n")
-    print("| call of 6 MB | seconds | longest wait of another session |\n|---|---:|---:|")
-    for name, (wait, seconds) in rows.items():
-        print(f"| {name} | {seconds:.2f} | {wait:.3f} s |")
+    waits = [(name, f"{seconds:.2f}", f"{wait:.3f} s") for name, (wait, seconds) in rows.items()]
+    print(f"{head}\n\n{table('call of 6 MB | seconds | longest wait of another session', waits)}")
     longest = max(wait for wait, _ in rows.values())
-    print(f"\nLongest wait: {longest:.3f} s (goal below {DELAY_GOAL_S} s: {_met(longest < DELAY_GOAL_S)}).")
+    print(f"\nLongest wait: {longest:.3f} s (goal below {DELAY_GOAL_S} s: {met(longest < DELAY_GOAL_S)}).")
     per_call = f"{1000 * took:.1f} ms of processor time a call"
     print(f"{_SESSIONS} sessions of {_CALLS} calls up to {_TOKENS:,} tokens: {per_call}, {grown:.2f} MB a session")
-    print(f"(goal below {MEMORY_GOAL_MB} MB: {_met(grown < MEMORY_GOAL_MB)}).")
-
-
-def _met(is_met: bool) -> str:
-    return "met" if is_met else "MISSED"
+    print(f"(goal below {MEMORY_GOAL_MB} MB: {met(grown < MEMORY_GOAL_MB)}).")
 
 
 if __name__ == "__main__":
