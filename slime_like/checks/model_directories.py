@@ -1,6 +1,7 @@
 """Checks of the model directories that a configuration names."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -95,6 +96,16 @@ def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) ->
             continue
         near = get_close_matches(target.rpartition(".")[2], known, n=1) or sorted(known)
         yield f"model.lora.targets: no matrix of the model's layers is named {target}; use {' or '.join(near)}"
+    kinds = defaultdict[str, set[str]](set)
+    for name, shape in tensors.items():
+        owner, _, kind = module_of(name).rpartition(".")
+        if owner.endswith(".experts") and is_target(lora, name, shape):
+            kinds[owner].add(kind)
+    if any(found != each for found in kinds.values() for each in kinds.values()):
+        yield (
+            "model.lora.targets: experts of some layers have factors in other matrices than those of other layers, "
+            "which PEFT cannot load; name the same matrices in each layer"
+        )
 
 
 def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:

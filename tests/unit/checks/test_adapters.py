@@ -97,6 +97,14 @@ def test_experts_without_factors_are_named(family: str, tmp_path: Path, rejects:
         require_valid(load_config(None, [*chosen, "--model.lora.targets", "experts.gate_up_proj"]))
 
 
+def test_experts_have_the_same_kinds_of_factors_in_each_layer(tmp_path: Path, rejects: Rejects) -> None:
+    up = ["layers.0.mlp.experts.up_proj"]
+    chosen = [*given(tmp_path, "qwen3_moe", "transformers", ()), "--model.lora.sync", "merged", "--model.lora.targets"]
+    assert check(load_config(None, [*chosen, *up, "layers.1.mlp.experts.up_proj"])) == []
+    with rejects(ConfigError, "model.lora"):
+        require_valid(load_config(None, [*chosen, *up, "layers.1.mlp.experts.gate_proj"]))
+
+
 def test_an_adapter_is_no_model(tmp_path: Path, rejects: Rejects) -> None:
     adapter = tmp_path / "hf"
     adapter.mkdir()
