@@ -37,7 +37,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import WeightSyncError
 from slime_like.hosting.process import one_line
 from slime_like.interfaces import BucketMetadata
-from slime_like.system.memory import keep_freed_memory
+from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.received import WeightReceiver
 

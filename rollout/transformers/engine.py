@@ -24,8 +24,8 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
 from slime_like.models.tower import language_names, loading_options
-from slime_like.system.memory import keep_freed_memory
 from slime_like.system.onednn import use_onednn
+from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.adapter import ADAPTER
 from slime_like.weights.quantization import dequantized
 from slime_like.weights.received import WeightReceiver

@@ -25,7 +25,7 @@ from rollout.vllm.arguments import BACKEND, LORA_ID
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
-from slime_like.system.memory import keep_freed_memory
+from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.received import WeightReceiver
 from slime_like.weights.transports.colocated import gpu_uuid
 

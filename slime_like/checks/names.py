@@ -27,7 +27,7 @@ from slime_like.sandbox.environments.worker import build_environment
 from slime_like.sandbox.rewards.pool import RewardItem, start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
 from slime_like.sandbox.single_items import environment_start_problems
-from slime_like.system.credentials import shown_url
+from slime_like.system.network import shown_url
 
 
 def backend_name_problems(backend: str) -> Iterator[str]:

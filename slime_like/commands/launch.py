@@ -13,7 +13,7 @@ from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.system.gpus import local_gpus
-from slime_like.system.node_list import expand_node_list
+from slime_like.system.network import expand_node_list
 from slime_like.system.words import counted
 
 SHORTEST_SILENCE_S = 6.0

@@ -19,7 +19,7 @@ from slime_like.commands.failure import traceback_kept
 from slime_like.commands.reference import fields_help
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem
-from slime_like.system.memory import permanent_allocations
+from slime_like.system.processes import permanent_allocations
 from slime_like.system.words import counted
 
 _USAGE = "[--section.field VALUE ...]"

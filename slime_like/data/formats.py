@@ -16,7 +16,7 @@ from typing import Any
 from slime_like.config import DataConfig
 from slime_like.data.rows import BadRows, Row, read_rows
 from slime_like.errors import DataError
-from slime_like.system.latex import boxed
+from slime_like.system.words import boxed
 
 
 def in_format(row: Row, config: DataConfig) -> Row:

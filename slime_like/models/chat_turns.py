@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from slime_like.system.time_limit import TimeLimitExceeded, limited_time
+from slime_like.system.interrupts import TimeLimitExceeded, limited_time
 
 CUT = "\ufdd0"
 """Mark at which text is cut before it is encoded: a Unicode noncharacter, which text never contains."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_like.errors import ConfigError
 from slime_like.plugins.traceback import find_module, is_file
-from slime_like.system.memory import permanent_allocations
+from slime_like.system.processes import permanent_allocations
 from slime_like.system.words import from_here
 
 BACKEND_GROUP = "slime_like.backends"

@@ -7,7 +7,7 @@ import pytest
 from tests.process.conftest import python
 
 _CYCLE = """
-from slime_like.system.memory import permanent_allocations
+from slime_like.system.processes import permanent_allocations
 class Kept:
     def __init__(self): self.itself = self
     def __del__(self): print("freed")
@@ -17,7 +17,7 @@ with permanent_allocations():
 
 _FAULTS = """
 import resource, sys
-from slime_like.system.memory import keep_freed_memory
+from slime_like.system.processes import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 faults = []

@@ -15,9 +15,9 @@ from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement
 from slime_like.system.gpus import stay_near
-from slime_like.system.memory import keep_freed_memory
 from slime_like.system.network import listen
 from slime_like.system.onednn import use_onednn
+from slime_like.system.processes import keep_freed_memory
 from slime_like.system.words import counted
 from slime_like.weights.transports.colocated import gpu_uuid
 

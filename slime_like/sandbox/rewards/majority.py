@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from slime_like.interfaces.reward import RewardResult, group_reward
 from slime_like.sandbox.rewards.response_parts import after_thinking
-from slime_like.system.latex import boxed
+from slime_like.system.words import boxed
 
 _FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d)|/\d+)?")

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.response_parts import after_thinking
-from slime_like.system.credentials import is_credential
+from slime_like.system.network import is_credential
 
 _MAX_BYTES = 1 << 20
 _PAUSE_S = 0.1

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from slime_like.interfaces.reward import RewardResult
 from slime_like.sandbox.rewards.response_parts import after_thinking, last_match, with_opening
-from slime_like.system.latex import boxed
+from slime_like.system.words import boxed
 
 Function = TypeVar("Function", bound=Callable[..., RewardResult])
 
