@@ -1,14 +1,14 @@
 """Bookkeeping that all engines share: requests, pauses, sleep, state of the weights."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
 from rollout.arguments import on_cpu
 from rollout.requests import StopTexts, check_request
-from rollout.weight_update import WeightUpdateState
+from rollout.weight_update import UpdateTarget, WeightUpdateState
 from slime_like.config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError, WeightSyncError
@@ -17,7 +17,7 @@ from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationReques
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.expected_tensors import expected_tensors
+from slime_like.models.weight_files import expected_tensors
 from slime_like.weights.quantization import with_scales
 
 MemoryPart = Literal["weights", "kv_cache"]
@@ -26,35 +26,6 @@ _HEALTH_TIMEOUT_S = 10.0
 
 Running = TypeVar("Running")
 T = TypeVar("T")
-
-
-class UpdateTarget:
-    """Part of an engine that updates replace. ``EngineBase`` calls the methods after its checks.
-
-    Attributes:
-        expected: name and shape of every tensor of an update.
-    """
-
-    expected: Mapping[str, tuple[int, ...]]
-
-    async def _serve_initial(self) -> None:
-        """Serve what belongs to version 0, in a started engine."""
-
-    async def _begin_update(self) -> None:
-        """Start an update, even if the last one failed and is still open."""
-        raise NotImplementedError
-
-    async def _update(self, bucket: BucketMetadata) -> None:
-        """Fetch, hash and load a checked bucket. If this raises, the update has failed."""
-        raise NotImplementedError
-
-    async def _received(self) -> tuple[dict[str, int], float]:
-        """Return the hashes of all tensors received in the open update, and the seconds spent hashing."""
-        raise NotImplementedError
-
-    async def _finish_update(self, version: int) -> None:
-        """Serve the complete update, and flush every cache."""
-        raise NotImplementedError
 
 
 class EngineHooks(UpdateTarget, Generic[Running]):

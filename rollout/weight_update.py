@@ -1,14 +1,104 @@
-"""State of an engine's weights: served version, open update, failed update."""
+"""Updates of an engine's weights: what they replace (the model or an adapter), and their state."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from backends.common.hugging_face.files import Adapter
+from rollout.ranks import common_checksums
+from slime_like.config import ModelConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import Manifest, TensorEntry, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, Manifest, TensorEntry, UpdateReceipt
 from slime_like.interfaces.weights import MODEL
-from slime_like.weights.expected_tensors import require_complete, require_model
+from slime_like.weights.adapter import expected_factors, module_ends
+from slime_like.weights.received import WeightReceiver
+
+Call = Callable[..., Awaitable[Any]]
+Shapes = dict[str, tuple[int, ...]]
 
 _MIXED = "has mixed weights since"
+
+
+class UpdateTarget:
+    """Part of an engine that updates replace. ``EngineBase`` calls the methods after its checks.
+
+    Attributes:
+        expected: name and shape of every tensor of an update.
+    """
+
+    expected: Mapping[str, tuple[int, ...]]
+
+    async def _serve_initial(self) -> None:
+        """Serve what belongs to version 0, in a started engine."""
+
+    async def _begin_update(self) -> None:
+        """Start an update, even if the last one failed and is still open."""
+        raise NotImplementedError
+
+    async def _update(self, bucket: BucketMetadata) -> None:
+        """Fetch, hash and load a checked bucket. If this raises, the update has failed."""
+        raise NotImplementedError
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        """Return the hashes of all tensors received in the open update, and the seconds spent hashing."""
+        raise NotImplementedError
+
+    async def _finish_update(self, version: int) -> None:
+        """Serve the complete update, and flush every cache."""
+        raise NotImplementedError
+
+
+class AdapterTarget(UpdateTarget):
+    """The adapter of an engine: low-rank factors, received like weights and applied to every request.
+
+    The base stays as loaded. Ranks keep the factors in ``WeightReceiver.kept`` until all have arrived.
+
+    Args:
+        ranks: calls a method of every rank's ``WeightReceiver``, or a function (``function_of``).
+        serve: this function's name. It gets PEFT's settings, and the arguments of ``take_factors``.
+        flush: sets the version, and drops cached keys and values.
+    """
+
+    def __init__(self, model: ModelConfig, ranks: Call, serve: str, flush: Call) -> None:
+        self.expected, lora = expected_factors(model), model.lora
+        modules, path = module_ends(self.expected), None if lora.path is None else str(lora.path)
+        settings: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
+        settings |= {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": modules}
+        self._ranks, self._flush = ranks, flush
+        self._serve = partial(ranks, serve, settings, path, self.expected)
+
+    async def _serve_initial(self) -> None:
+        await self._serve()
+
+    async def _begin_update(self) -> None:
+        await self._ranks("begin_update")
+
+    async def _update(self, bucket: BucketMetadata) -> None:
+        await self._ranks("keep", bucket.to_wire())
+
+    async def _received(self) -> tuple[dict[str, int], float]:
+        return common_checksums(await self._ranks("received"))
+
+    async def _finish_update(self, version: int) -> None:
+        await self._serve()
+        await self._flush(version)
+
+
+def take_factors(receiver: WeightReceiver, path: str | None, shapes: Shapes) -> dict[str, Tensor]:
+    """Take the received factors out of ``kept``.
+
+    Before the first update, read the PEFT adapter ``path``; without one, the factors are 0.
+    """
+    kept, receiver.kept = receiver.kept, {}
+    if kept or path is None:
+        return kept or {name: torch.zeros(tuple(shape)) for name, shape in shapes.items()}
+    with Adapter(Path(path), {name: tuple(shape) for name, shape in shapes.items()}) as adapter:
+        return {name: adapter.read_whole(name) for name in shapes}
 
 
 class WeightUpdateState:
@@ -109,3 +199,30 @@ class WeightUpdateState:
         error = WeightSyncError(problem, code=code, who=self._engine, remedy=remedy)
         self.fail(str(error))
         return error
+
+
+def require_model(manifest: Manifest, model: Mapping[str, tuple[int, ...]], engine: str) -> None:
+    """Reject the manifest of an update of the whole model that lacks tensors, or has unknown or misshapen ones."""
+    expected = {f"{name} {shape}" for name, shape in model.items()}
+    require_complete({f"{name} {info.shape}" for name, info in manifest.tensors.items()}, expected, engine)
+
+
+def require_complete(received: Collection[str], expected: Collection[str], engine: str) -> None:
+    """Reject an update that lacks tensors or contains unknown ones.
+
+    Raises:
+        WeightSyncError: names the first few tensors.
+    """
+    missing = sorted(set(expected) - set(received))
+    unknown = sorted(set(received) - set(expected))
+    problems = [
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in (("missing", missing), ("unknown", unknown))
+        if names
+    ]
+    if problems:
+        raise WeightSyncError(
+            f"weight update of {engine} is incomplete: {' and '.join(problems)}",
+            code="incomplete-update",
+            remedy="send all buckets, with Hugging Face names, before the update is finished",
+        )

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rollout.adapter import AdapterTarget
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
+from rollout.weight_update import AdapterTarget
 from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError

@@ -1,4 +1,4 @@
-"""Extension of SGLang's scheduler processes: receives weights, and adapts three behaviors for the engine.
+"""Extension of SGLang's scheduler processes: receives weights, records routes, and adapts three behaviors.
 
 The engine starts every scheduler through ``run_scheduler``, which replaces SGLang's scheduler class with
 ``EngineScheduler``.
@@ -17,22 +17,25 @@ import torch
 from sglang.srt.distributed.device_communicators import pynccl
 from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor as Processor
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from sglang.srt.utils.common import async_h2d
 
-from rollout.adapter import taken
 from rollout.arguments import on_cpu
 from rollout.ranks import AnswerQueue, attempt, function_of
 from rollout.requests import StopTexts, stop_window
 from rollout.sglang.arguments import SAMPLING_BACKEND
-from rollout.sglang.routes import keep_first_routes, mark_unrecorded, record_on_cpu
 from rollout.sglang.sampler import SeededSampler
+from rollout.weight_update import take_factors
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import WeightSyncError
 from slime_like.hosting.process import one_line
@@ -55,8 +58,9 @@ def run_scheduler(answers: AnswerQueue, inherited: int | None, *arguments: Any, 
         if arguments[0].enable_lora:
             _unpin()
     if arguments[0].enable_return_routed_experts:
-        record_on_cpu()
-        keep_first_routes()
+        # On a CPU, SGLang would register the memory with CUDA.
+        ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, dtype, **_: torch.empty(shape, dtype=dtype)
+        _keep_first_routes()
     register_sampler_backend(SAMPLING_BACKEND, SeededSampler)
     EngineScheduler.answers = answers  # SGLang creates the instance
     sglang_scheduler.Scheduler = EngineScheduler
@@ -77,7 +81,8 @@ class EngineScheduler(Scheduler):
             self.answers.put((None, one_line(error), ""))
             raise
         if self.server_args.enable_return_routed_experts:
-            mark_unrecorded()
+            # Layers that never write routes keep -1.
+            get_global_experts_capturer().device_cache.buffer.fill_(-1)
         self.model_config.hf_eos_token_id = set()  # a request's own stop ids replace the model's
         _read_seeds()
         self.receiver = WeightReceiver(get_parallel().tp_rank)
@@ -135,7 +140,7 @@ def serve_adapter(scheduler: EngineScheduler, settings: dict[str, Any], *source:
     manager = scheduler.tp_worker.model_runner.lora_manager
     adapter = LoRARef(lora_id=ADAPTER, lora_name=ADAPTER, lora_path="__tensor__", pinned=False)
     manager.unload_lora_adapter(adapter)
-    loaded = manager.load_lora_adapter_from_tensors(adapter, taken(scheduler.receiver, *source), settings)
+    loaded = manager.load_lora_adapter_from_tensors(adapter, take_factors(scheduler.receiver, *source), settings)
     if not loaded.success:
         raise WeightSyncError(loaded.error_message, code="adapter-not-loaded")
     manager.fetch_new_loras({None, ADAPTER})  # otherwise the next step would, whose failure ends the process
@@ -159,6 +164,33 @@ def _unpin() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     for name in ("tensor", "zeros", "empty"):
         setattr(torch, name, partial(unpinned, getattr(torch, name)))
+
+
+def _keep_first_routes() -> None:
+    """Keep a request's routes when it is retracted, because it may be read again with other weights.
+
+    SGLang keeps routes by their place in the cache of keys and values.
+    """
+    release, collect = schedule_batch.release_req, Processor._maybe_collect_routed_experts
+
+    def releasing(*, req: Any, req_to_token_pool: Any, **others: Any) -> bool:
+        routes, length = req.routed_experts, len(req.origin_input_ids) + len(req.output_ids)
+        known = 0 if routes is None else len(routes)
+        # Without a sampled token, or if none was sampled since the last retraction, the cache may be incomplete.
+        if req.return_routed_experts and req.output_ids and length - 1 > known:
+            read = get_global_experts_capturer().get_topk(req.kv.req_pool_idx, length, req_to_token_pool)
+            routes = read if routes is None else torch.cat((routes, read[known:]))
+        released = bool(release(req=req, req_to_token_pool=req_to_token_pool, **others))
+        req.routed_experts = routes  # which SGLang dropped; also for a request that is then aborted
+        return released
+
+    def collecting(self: Any, req: Any) -> None:
+        routes = req.routed_experts
+        collect(self, req)
+        if routes is not None:
+            req.routed_experts[: len(routes)] = routes
+
+    schedule_batch.release_req, Processor._maybe_collect_routed_experts = releasing, collecting
 
 
 def _read_seeds() -> None:

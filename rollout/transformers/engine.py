@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollout.adapter import AdapterTarget
 from rollout.arguments import check_arguments, on_cpu
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import function_of
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
 from rollout.transformers.samples import Sample
+from rollout.weight_update import AdapterTarget
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
@@ -56,7 +56,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         self._own_names = language_names(config.model.path, self.expected)
         self._scheduler: DecodeScheduler | None = None
         if config.model.lora.sends_factors:
-            finish, serve = self._finish_update, "transformers.adapter:serve"
+            finish, serve = self._finish_update, "transformers.weights:serve_adapter"
             self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, serve, finish)}
 
     async def _start(self) -> None:
@@ -136,11 +136,10 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
     def _load(self) -> DecodeScheduler:
         from transformers import AutoModelForCausalLM
 
-        from rollout.transformers.attention import GROUPED_SDPA, register
-        from rollout.transformers.routers import Routers
+        from rollout.transformers.decoding import GROUPED_SDPA, Routers, register_grouped_sdpa
         from rollout.transformers.scheduler import DecodeScheduler
 
-        register()
+        register_grouped_sdpa()
         if on_cpu():
             use_onednn()
             keep_freed_memory()

@@ -12,8 +12,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.transformers.decoding import DecodeBatch
-from rollout.transformers.routers import Routers
+from rollout.transformers.decoding import DecodeBatch, Routers
 from rollout.transformers.samples import Sample
 from slime_like.errors import EngineError
 from slime_like.interfaces import Generation, PauseMode, RequestBatch

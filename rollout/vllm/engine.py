@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rollout.adapter import AdapterTarget
 from rollout.arguments import on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import common_checksums
 from rollout.vllm.arguments import LORA_ID, SLEEP_ARGUMENT, engine_arguments, returns_masks, sleep_level
 from rollout.vllm.core import EngineCore
+from rollout.weight_update import AdapterTarget
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.process import one_line

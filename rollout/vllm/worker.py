@@ -19,9 +19,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rollout.adapter import taken
 from rollout.ranks import RankAnswer, attempt, function_of
 from rollout.vllm.arguments import BACKEND, LORA_ID
+from rollout.weight_update import take_factors
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
@@ -120,7 +120,7 @@ def serve_adapter(worker: Any, settings: dict[str, Any], *source: Any) -> None:
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     model = LoRAModel.from_lora_tensors(
         LORA_ID,
-        taken(worker.weight_transfer_engine.receiver, *source),
+        take_factors(worker.weight_transfer_engine.receiver, *source),
         PEFTHelper.from_dict(settings),
         device="cpu",
         dtype=lora.lora_config.lora_dtype,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.transformers.attention import GROUPED_SDPA, register
-from rollout.transformers.decoding import DecodeBatch
+from rollout.transformers.decoding import GROUPED_SDPA, DecodeBatch, register_grouped_sdpa
 from rollout.transformers.samples import Sample
 from rollout.transformers.scheduler import DecodeScheduler
 from slime_like.examples.tiny_model import tiny_config
@@ -36,7 +35,7 @@ _IN_ACCEPTANCE = ("llama", "mistral", "mistral with a window", "qwen2", "qwen3",
 
 def _model(kind: str, attention: str = GROUPED_SDPA, **changes: Any) -> PreTrainedModel:
     """Return a model with large weights, so attention matters, and changed biases and norms."""
-    register()
+    register_grouped_sdpa()
     family, of_kind = _KINDS.get(kind, (kind, {}))
     torch.manual_seed(0)
     config = tiny_config(family, num_hidden_layers=2, **of_kind, **changes)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.transformers import adapter
+from rollout.transformers import weights
 from rollout.transformers.engine import TransformersEngine
 from slime_like.config import RunConfig
 from slime_like.errors import WeightSyncError
@@ -32,25 +32,27 @@ Patch = pytest.MonkeyPatch
 def the_engine_receives_factors_and_ignores_them(patch: Patch, trainers: LocalAdapterTrainers) -> None:
     """Their hashes are right, and the engine claims to serve them."""
 
-    patch.setattr(adapter, "serve", lambda *_: None)
+    patch.setattr(weights, "serve_adapter", lambda *_: None)
 
 
 def the_engine_forgets_alpha(patch: Patch, trainers: LocalAdapterTrainers) -> None:
-    serve = adapter.serve
+    serve = weights.serve_adapter
     patch.setattr(
-        adapter, "serve", lambda engine, settings, *source: serve(engine, {**settings, "lora_alpha": 6}, *source)
+        weights,
+        "serve_adapter",
+        lambda engine, settings, *source: serve(engine, {**settings, "lora_alpha": 6}, *source),
     )
 
 
 def the_engine_keeps_one_factor_of_zeros(patch: Patch, trainers: LocalAdapterTrainers) -> None:
-    taken = adapter.taken
+    take = weights.take_factors
 
     def wrong(*arguments: Any) -> Any:
-        factors = taken(*arguments)
+        factors = take(*arguments)
         name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
         return {**factors, name: torch.zeros_like(factors[name])}
 
-    patch.setattr(adapter, "taken", wrong)
+    patch.setattr(weights, "take_factors", wrong)
 
 
 def the_export_is_a_zero_adapter(patch: Patch, trainers: LocalAdapterTrainers) -> None:

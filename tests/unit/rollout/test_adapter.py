@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rollout.adapter import taken
 from rollout.sglang import arguments as sglang
 from rollout.vllm import arguments as vllm
+from rollout.weight_update import take_factors
 from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.expected_tensors import expected_factors
+from slime_like.weights.adapter import expected_factors
 from slime_like.weights.received import WeightReceiver
 from tests.conftest import Tiny
 from tests.support.rejections import Rejects
@@ -62,14 +62,14 @@ def test_sleeping_engines_keep_a_base_that_no_sync_brings(model: Path, engine: s
 def test_the_first_factors(model: Path, tmp_path: Path, rejects: Rejects) -> None:
     """They are 0, or those of an adapter, until others have arrived."""
     receiver, shapes = WeightReceiver(), expected_factors(ModelConfig.model_validate(given(model, "vllm").model))
-    zeros = taken(receiver, None, shapes)
+    zeros = take_factors(receiver, None, shapes)
     assert {name: tuple(each.shape) for name, each in zeros.items()} == shapes
     assert not any(each.any() for each in zeros.values())
     stored = {name: torch.full(shape, 2.0) for name, shape in shapes.items()}
     save_file(stored, tmp_path / "adapter_model.safetensors")
-    read = taken(receiver, str(tmp_path), shapes)
+    read = take_factors(receiver, str(tmp_path), shapes)
     assert read.keys() == stored.keys() and all(torch.equal(read[name], each) for name, each in stored.items())
     receiver.kept = dict(stored)
-    assert taken(receiver, None, shapes) == stored and receiver.kept == {}
+    assert take_factors(receiver, None, shapes) == stored and receiver.kept == {}
     with rejects(CheckpointError, "tensors-do-not-fit"):
-        taken(receiver, str(tmp_path), {**shapes, "another.lora_A.weight": (4, 8)})
+        take_factors(receiver, str(tmp_path), {**shapes, "another.lora_A.weight": (4, 8)})
