@@ -83,7 +83,7 @@ class DecodeBatch:
         self.samples = ordered + waiting
 
     def forget_cache(self) -> None:
-        """Drop the cache, so that the next step recomputes it with changed weights."""
+        """Drop the cache, so the next step recomputes it with changed weights."""
         self._cache = None
 
     def _decode(self, cache: KeyValueCache) -> Tensor:

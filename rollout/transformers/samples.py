@@ -52,7 +52,7 @@ class Sample:
             self.finish_reason = "length"
 
     def keep_routes(self, routes: np.ndarray) -> None:
-        """Keep routes (context, layers, choices), but for tokens that were read before, those of the first time."""
+        """Add the routes (context, layers, choices) of new tokens. Tokens read before keep their first routes."""
         if self.wants_routes:
             self.routes.append(routes[sum(map(len, self.routes)) :])
 

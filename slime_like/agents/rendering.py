@@ -8,8 +8,17 @@ from functools import cached_property, partial
 from typing import Any
 
 from slime_like.agents.messages import Message, Tool
-from slime_like.models.chat_turns import CUT, TemplateFault, cut_special, encoded, rendered, with_template_variables
-from slime_like.models.special_tokens import decoded, special_token_pattern, without_stop
+from slime_like.models.tokenization import (
+    CUT,
+    TemplateFault,
+    cut_special,
+    decoded,
+    encoded,
+    rendered,
+    special_token_pattern,
+    with_template_variables,
+    without_stop,
+)
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 

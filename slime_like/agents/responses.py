@@ -20,8 +20,7 @@ from slime_like.agents.messages import Message, Tool, ToolCall
 from slime_like.agents.rendering import ChatFormat
 from slime_like.config.rollout import AgentConfig
 from slime_like.errors import ConfigError
-from slime_like.models.chat_turns import TemplateFault, rendered
-from slime_like.models.special_tokens import special_token_pattern, without_stop
+from slime_like.models.tokenization import TemplateFault, rendered, special_token_pattern, without_stop
 
 _SETTING = "rollout.agent.tool_parser"
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")

@@ -18,7 +18,7 @@ from slime_like.agents.turns import Prompt, Row, Turn, TurnTree
 from slime_like.config.rollout import Untrained
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation, PromptInput
-from slime_like.models.chat_turns import EndlessRendering, TemplateFault, TooManyTokens
+from slime_like.models.tokenization import EndlessRendering, TemplateFault, TooManyTokens
 
 _Result = TypeVar("_Result")
 

@@ -14,7 +14,7 @@ import numpy as np
 from slime_like.agents.messages import Message, Tool
 from slime_like.agents.rendering import ChatFormat, Rendering
 from slime_like.interfaces import Generation, PromptInput, Segment, Supports
-from slime_like.models.chat_turns import EndlessRendering, TemplateFault
+from slime_like.models.tokenization import EndlessRendering, TemplateFault
 
 _BLOCK = 2048
 """Bytes or characters."""

@@ -13,8 +13,16 @@ from functools import cached_property
 from typing import Any
 
 from slime_like.data.messages import THINKING_KEY, THINKING_KEYS, Message, Messages, is_trained
-from slime_like.models.chat_turns import ASKED, SAID, TemplateFault, last_turn_end, rendered, text_after_turn
-from slime_like.models.special_tokens import decoded, special_token_pattern
+from slime_like.models.tokenization import (
+    ASKED,
+    SAID,
+    TemplateFault,
+    decoded,
+    last_turn_end,
+    rendered,
+    special_token_pattern,
+    text_after_turn,
+)
 
 Tools = Sequence[Mapping[str, Any]] | None
 Range = tuple[int, int]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.errors import DataError
-from slime_like.models.special_tokens import own_tokenizer
+from slime_like.models.tokenization import own_tokenizer
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:

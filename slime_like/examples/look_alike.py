@@ -12,7 +12,7 @@ import transformers
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import write_random_weights
 from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
-from slime_like.models.special_tokens import tokenizer_files
+from slime_like.models.tokenization import tokenizer_files
 from slime_like.models.tower import transformers_config
 
 _HEAD_DIM = 32

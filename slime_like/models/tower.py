@@ -66,13 +66,9 @@ def language_settings(raw: dict[str, Any]) -> dict[str, Any] | None:
     text["tie_word_embeddings"] = any(ties) if ties else bool(defaults.get("tie_word_embeddings"))
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(key), dict):
-            text[key] = _plain_rotary(text[key])
+            plain = {name: "default" if value == "mrope" else value for name, value in text[key].items()}
+            text[key] = {name: value for name, value in plain.items() if not name.startswith("mrope_")}
     return {**text, "model_type": model_type, "architectures": [architecture]}
-
-
-def _plain_rotary(given: dict[str, Any]) -> dict[str, Any]:
-    plain = {key: "default" if value == "mrope" else value for key, value in given.items()}
-    return {key: value for key, value in plain.items() if not key.startswith("mrope_")}
 
 
 def has_tower(directory: Path) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 _LEAST_PRODUCTS = 2**20
 """Multiplications below which the cost of a call dominates."""
 _INNER_BLOCK = 1024
-"""Length of the blocks that are copied into rows, so that they stay in the cache."""
+"""Length of the blocks that are copied into rows, so they stay in the cache."""
 
 
 @cache

@@ -47,7 +47,7 @@ def module_of(weight: str) -> str:
 
 
 def without_number(module: str) -> str:
-    """Return the name that an expert's module shares with those of the layer's other experts, or the name itself."""
+    """Remove the expert's number from a module's name, so all experts of a layer have the same one."""
     return _EXPERT.sub(r"\g<experts>.\g<module>", module)
 
 
@@ -58,7 +58,7 @@ def factor_names(weight: str) -> tuple[str, str]:
 
 
 def with_tower(factor: str) -> str:
-    """Return the factor's name in an adapter of a whole model with a tower, as PEFT has it."""
+    """Return PEFT's name of the factor in an adapter of a whole model, including its tower."""
     return factor.replace(f"{PREFIX}model.", f"{PREFIX}{_INNER}")
 
 

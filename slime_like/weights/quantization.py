@@ -39,7 +39,7 @@ def is_quantized(name: str, shape: Shape) -> bool:
 
 
 def with_scales(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Add the shapes of the scales, (rows / 128, columns / 128) rounded up, to those of a model's tensors."""
+    """Add the shapes of the scales, (rows / 128, columns / 128) rounded up, to the shapes of a model's tensors."""
     grids = {f"{name}{_SUFFIX}": _grid(shape) for name, shape in shapes.items() if is_quantized(name, shape)}
     return {**shapes, **grids}
 

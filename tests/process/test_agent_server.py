@@ -416,7 +416,7 @@ async def test_a_long_prompt_is_refused_early_and_holds_no_event_loop(
 async def test_a_rendering_without_end_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = tokenizer("{% set r = range(99999) %}{% for a in r if endless %}{% for b in r %}{% for c in r %}"
                         "{% endfor %}{% endfor %}{% endfor %}" + PLAIN)  # fmt: skip
-    monkeypatch.setattr("slime_like.models.chat_turns._RENDERING_S", 0.2)
+    monkeypatch.setattr("slime_like.models.tokenization._RENDERING_S", 0.2)
     monkeypatch.setitem(globals(), "TOKENIZER", endless)
     async with endpoint() as here, here.openai() as client:
         for variables, code in (({"endless": True}, 400), ({}, 200), ({"endless": True}, 400)):

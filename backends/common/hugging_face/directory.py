@@ -19,7 +19,7 @@ from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket
 from slime_like.models.dimensions import VALUE_HEAD
-from slime_like.models.special_tokens import tokenizer_files
+from slime_like.models.tokenization import tokenizer_files
 from slime_like.models.tower import has_tower, language_settings
 from slime_like.models.weight_files import INDEX, StackPart, stored_stacks
 from slime_like.system.disk import refusal, replace_directory, sync

@@ -12,7 +12,7 @@ from slime_like.agents.responses import ResponseForm
 from slime_like.config.rollout import EnvironmentConfig
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, Supports
 from slime_like.interfaces.environment import Step, Task
-from slime_like.models.special_tokens import decoded
+from slime_like.models.tokenization import decoded
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
 from slime_like.sandbox.environments.observations import ObservationEncoder
 from slime_like.sandbox.single_items import EnvironmentPool, NoOutcome

@@ -11,7 +11,7 @@ from slime_like.agents.responses import ResponseForm, response_form
 from slime_like.config import DataConfig
 from slime_like.config.rollout import AgentConfig
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput
-from slime_like.models.chat_turns import with_template_variables
+from slime_like.models.tokenization import with_template_variables
 
 Answer = TypeVar("Answer")
 Generate = Callable[[GenerationRequest], Awaitable[list[Generation]]]

@@ -5,16 +5,17 @@ from functools import cache, partial
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.models.chat_turns import (
+from slime_like.models.tokenization import (
     CUT,
     TemplateFault,
     cut_special,
+    decoded,
     encoded,
     last_turn_end,
     rendered,
+    special_token_pattern,
     text_after_turn,
 )
-from slime_like.models.special_tokens import decoded, special_token_pattern
 
 PLACE = "{observation}"
 _PROBE = "said-by-the-environment"

@@ -81,7 +81,7 @@ class _Receivers:
         return self._group
 
     def give_up(self, generation: int) -> None:
-        """End this group if it is the current one, so that its other members fail immediately, too."""
+        """End this group if it is the current one, so its other members fail immediately, too."""
         if self._group is None or generation != self.generation:
             return
         self._store.set(f"broken/{self.generation}", "")

@@ -249,7 +249,7 @@ class ColocatedReceiver:
         return read_bucket(metadata.entries, self._mapped[turn][1])
 
     def rest(self) -> None:
-        """Unmap GPU memory, so that the rank can free it."""
+        """Unmap GPU memory, so the rank can free it."""
         self._mapped.clear()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What transports share without torch: their names, checks of sessions, removal of leftovers, library versions.
+"""Parts of transports that do not need torch: names, checks of sessions, removal of leftovers, library versions.
 
 Help, checks and the process that removes a dead run's files import this module.
 """

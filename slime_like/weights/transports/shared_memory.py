@@ -109,7 +109,7 @@ class SegmentMap:
 
     def open(self, handle: Mapping[str, Any]) -> Tensor:
         """Map the segment of ``handle``, (n,) uint8."""
-        # Unmap segments that their sender has replaced, so that their memory is freed.
+        # Unmap segments that their sender has replaced, so their memory is freed.
         for name in [name for name, segment in self._mapped.items() if not segment.path.exists()]:
             self._mapped.pop(name).let_go()
         name = handle["segment"]

@@ -1,14 +1,22 @@
-"""Turns as a chat template writes them: text that stays plain, and what follows an assistant's turn."""
+"""Text and tokens: a tokenizer's files, its special tokens, and turns as a chat template writes them."""
 
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+from slime_like.models.config_json import read_object
 from slime_like.system.interrupts import TimeLimitExceeded, limited_time
+
+_SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template*", "additional_chat_templates/*")
+_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", *_SETTINGS)
+"""Patterns of the files that tokenizers of transformers read."""
+
+_OTHER = re.compile(r".*\.(safetensors|bin|pth?|gguf|h5|msgpack|onnx|md|index\.json)|(generation_)?config\.json|\..*")
 
 CUT = "\ufdd0"
 """Mark at which text is cut before it is encoded: a Unicode noncharacter, which text never contains."""
@@ -19,11 +27,31 @@ ASKED = {"role": "user", "content": "question"}
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "environment", "arguments": {"said": SAID}}}
 _PLACEHOLDERS: tuple[Mapping[str, Any], ...] = ({"content": SAID}, {"content": "", "tool_calls": [_CALL]})
 
-
 _RENDERING_S = 10.0
 """Limit on the processor time of one rendering. Templates and messages of strangers can loop forever."""
 _COUNTED_CHARS, _USUAL_CHARS = 65536, 8
 """Characters that are counted together, and characters per token up to which a text is encoded uncounted."""
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """List a checkpoint's tokenizer files. The checkpoint's own code may read any file except weights and config."""
+    files = {file for pattern in _FILES for file in directory.glob(pattern)}
+    if own_tokenizer(directory):
+        files |= {file for file in directory.iterdir() if not _OTHER.fullmatch(file.name)}
+    return sorted(filter(Path.is_file, files))
+
+
+def own_tokenizer(directory: Path) -> str | None:
+    """Return the class of a tokenizer that the checkpoint implements itself, as ``module.Class``."""
+    for name in ("tokenizer_config.json", "config.json"):
+        file = directory / name
+        mapped = read_object(file).get("auto_map") if file.is_file() else None
+        found = mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped
+        # A pair of a slow and a fast class, either of which may be null.
+        found = next(filter(None, reversed(found)), None) if isinstance(found, list) else found
+        if found:
+            return str(found)
+    return None
 
 
 class TooManyTokens(Exception):
@@ -95,7 +123,7 @@ def encoded(tokenizer: Any, pieces: Iterable[str], most: int = sys.maxsize) -> l
     """Encode the pieces of a text with cuts. A special token that was cut becomes plain text.
 
     Raises ``TooManyTokens`` if there are more than twice as many as ``most``, which also bounds time and memory: a long
-    piece is first counted in parts, whose ends add only a few tokens.
+    piece is first counted in parts. Cutting it into parts adds only a few tokens.
     """
     tokens: list[int] = []
     for piece in filter(None, pieces):
@@ -146,3 +174,42 @@ def text_after_turn(
     if first and other:
         return first[0], other[0], after[other.end() :]
     return "", "", after.removeprefix(alone.rstrip())
+
+
+def special_token_pattern(tokenizer: Any) -> re.Pattern[str]:
+    """Return a pattern of the special tokens' spellings, longest first. It matches nothing if there are none."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    spelled = sorted(filter(None, {*tokenizer.all_special_tokens, *added}), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, spelled)) or "(?!)")
+
+
+def decoded(tokenizer: Any, tokens: Iterable[int]) -> str:
+    """Decode tokens to exactly the text that they spell, special tokens included."""
+    text: str = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
+    return text
+
+
+def without_stop(tokenizer: Any, tokens: Iterable[int], stops: Collection[int] | None) -> list[int]:
+    """Return a turn's tokens without the special token that ended it, and without padding.
+
+    Other special tokens are kept, because thinking and tool calls may be marked with them.
+
+    Args:
+        stops: tokens that end a turn, besides EOS; ``None`` if every special token does.
+    """
+    kept = list(map(int, tokens))
+    if kept and (stops is None or kept[-1] in stops) and _is_special(tokenizer, kept[-1]):
+        kept.pop()
+    while kept and kept[-1] in _ends(tokenizer):
+        kept.pop()
+    return kept
+
+
+@lru_cache(1024)
+def _is_special(tokenizer: Any, token: int) -> bool:
+    return not tokenizer.decode([token], skip_special_tokens=True)
+
+
+@lru_cache(16)
+def _ends(tokenizer: Any) -> set[int | None]:
+    return {tokenizer.eos_token_id, tokenizer.pad_token_id}
