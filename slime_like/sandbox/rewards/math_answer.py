@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from slime_like.interfaces.reward import RewardResult
+from slime_like.sandbox.rewards.answers import any_answer
 from slime_like.sandbox.rewards.response_parts import after_thinking
-from slime_like.sandbox.rewards.text_answer import any_answer
 from slime_like.system.words import boxed
 
 # Both functions would warn that their alarm is off. The pool bounds the time instead.

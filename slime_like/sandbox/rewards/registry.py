@@ -24,16 +24,16 @@ marked with ``slime_like.interfaces.group_reward``."""
 
 REGISTERED: Mapping[str, str] = {
     "math_verify": "slime_like.sandbox.rewards.math_answer:math_verify",
-    "format": "slime_like.sandbox.rewards.text_answer:response_format",
-    "length": "slime_like.sandbox.rewards.text_answer:response_length",
+    "format": "slime_like.sandbox.rewards.answers:response_format",
+    "length": "slime_like.sandbox.rewards.answers:response_length",
     "http": "slime_like.sandbox.rewards.services:remote",
-    "majority": "slime_like.sandbox.rewards.majority:majority",
-    "exact_match": "slime_like.sandbox.rewards.text_answer:exact_match",
-    "gsm8k": "slime_like.sandbox.rewards.text_answer:gsm8k",
-    "multiple_choice": "slime_like.sandbox.rewards.text_answer:multiple_choice",
-    "json_schema": "slime_like.sandbox.rewards.json_answer:json_schema",
+    "majority": "slime_like.sandbox.rewards.answers:majority",
+    "exact_match": "slime_like.sandbox.rewards.answers:exact_match",
+    "gsm8k": "slime_like.sandbox.rewards.answers:gsm8k",
+    "multiple_choice": "slime_like.sandbox.rewards.answers:multiple_choice",
+    "json_schema": "slime_like.sandbox.rewards.answers:json_schema",
     "code": "slime_like.sandbox.rewards.code_tests:code_tests",
-    "reasoning_gym": "slime_like.sandbox.rewards.task_answer:reasoning_gym",
+    "reasoning_gym": "slime_like.sandbox.rewards.answers:reasoning_gym",
     "judge": "slime_like.sandbox.rewards.services:judge",
 }
 

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from slime_like.interfaces.reward import RewardResult
-from slime_like.sandbox.rewards.json_answer import json_schema
+from slime_like.sandbox.rewards.answers import exact_match, gsm8k, json_schema, multiple_choice
 from slime_like.sandbox.rewards.registry import resolve_reward, try_options
-from slime_like.sandbox.rewards.text_answer import exact_match, gsm8k, multiple_choice
 from tests.support.rejections import Rejects
 
 # ----------------------------------------------------------------------------------------------------- text and numbers

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from slime_like.sandbox.rewards.majority import majority
+from slime_like.sandbox.rewards.answers import majority, response_format, response_length
 from slime_like.sandbox.rewards.math_answer import math_verify
 from slime_like.sandbox.rewards.registry import REGISTERED, resolve_reward, try_options
-from slime_like.sandbox.rewards.text_answer import response_format, response_length
 from tests.support.properties import examples
 
 # ground truth, response
@@ -157,7 +156,7 @@ def test_length(length: int, reward: float) -> None:
 
 def test_names_and_import_paths_lead_to_functions() -> None:
     assert resolve_reward("math_verify") is math_verify
-    assert resolve_reward("slime_like.sandbox.rewards.text_answer:response_length") is response_length
+    assert resolve_reward("slime_like.sandbox.rewards.answers:response_length") is response_length
     for name in REGISTERED:
         assert callable(resolve_reward(name))
 
