@@ -33,7 +33,7 @@ GOAL = 15.0
 RECIPE = Path("configs/calculator_agent.yaml")
 _GROUPS, _SAMPLES = 8, 8
 _WARM_UP, _STEPS, _TIMEOUT_S, _LOOK_EVERY_S = 5, 25, 900.0, 0.2
-_ROLES = {"agents": "slime_like.sandbox.agents", "actor": "ray::EngineActor", "trainer": "ray::TrainerRank"}
+_ROLES = {"agents": "slime_like.sandbox.agent_worker", "actor": "ray::EngineActor", "trainer": "ray::TrainerRank"}
 _COMMAND = [sys.executable, "-m", "slime_like.commands.main"]
 
 

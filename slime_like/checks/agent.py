@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from slime_like.config.rollout import NODE, AgentConfig, RewardConfig
 from slime_like.config.sections import ClusterConfig
 from slime_like.plugins.resolve import import_path_problem
-from slime_like.sandbox.agents.command import PLACES
+from slime_like.sandbox.agent_worker import PLACES
 from slime_like.sandbox.single_items import AgentPool
 from slime_like.system.network import interface_of, is_loopback
 

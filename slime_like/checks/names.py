@@ -21,9 +21,9 @@ from slime_like.plugins.resolve import (
     installed_names,
     resolve_callable,
 )
-from slime_like.sandbox.environments.observations import PLACE
-from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
-from slime_like.sandbox.environments.worker import build_environment
+from slime_like.sandbox.environment_worker import REGISTERED as ENVIRONMENTS
+from slime_like.sandbox.environment_worker import build_environment
+from slime_like.sandbox.observations import PLACE
 from slime_like.sandbox.rewards.pool import RewardItem, start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
 from slime_like.sandbox.single_items import environment_start_problems

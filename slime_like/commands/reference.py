@@ -12,7 +12,7 @@ from slime_like.config.reading.fields import Field, sections
 from slime_like.config.reading.parts import PartDocs, documented
 from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
-from slime_like.sandbox.environments.worker import REGISTERED as ENVIRONMENTS
+from slime_like.sandbox.environment_worker import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.rewards.registry import REGISTERED as REWARDS
 from slime_like.weights.transports import names
 

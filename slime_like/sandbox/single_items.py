@@ -98,7 +98,7 @@ class AgentPool(SingleItems):
     def __init__(self, config: AgentConfig, logs: tuple[Path, str] | None = None, *, needs_result: bool = True) -> None:
         subject = f"name={config.name}" if config.name is not None else f"command={list(config.command)}"
         kind = WorkerKind(
-            "slime_like.sandbox.agents.worker",
+            "slime_like.sandbox.agent_worker",
             {**config.model_dump(include={"name", "options", "command", "environment"}), "needs_result": needs_result},
             section="rollout.agent",
             subject=f"rollout.agent.{subject}",
@@ -128,7 +128,7 @@ class EnvironmentPool(SingleItems):
 
     def __init__(self, config: EnvironmentConfig, logs: tuple[Path, str] | None = None) -> None:
         kind = WorkerKind(
-            "slime_like.sandbox.environments.worker",
+            "slime_like.sandbox.environment_worker",
             {"name": config.name, "options": config.options},
             section="rollout.environment",
             subject=f"rollout.environment.name={config.name}",

@@ -67,7 +67,7 @@ VICTIMS = {
     "engine actor": Victim("ray::EngineActor", r"engine(-| )0"),
     "engine core": Victim("VLLM::EngineCore|multiprocessing.spawn", r"engine(-| )0"),  # renamed if the system lets it
     "reward worker": Victim("slime_like.sandbox.rewards.worker", r"reward worker"),
-    "environment worker": Victim("slime_like.sandbox.environments.worker", r"environment worker"),
+    "environment worker": Victim("slime_like.sandbox.environment_worker", r"environment worker"),
     "raylet": Victim("raylet/raylet", r"raylet", vital=True),
     "GCS": Victim("gcs/gcs_server", r"(?i)gcs", vital=True),
     "runtime-env agent": Victim("ray::RuntimeEnvAgent", r"runtime_env_agent", vital=True),

@@ -51,7 +51,7 @@ def test_a_killed_agent_costs_its_rollout_a_killed_engine_nothing(tiny: Tiny, tm
     run_dir, steps = tmp_path / "run", 7
     with Command(_flags(tiny, run_dir, tmp_path / "mine.py", steps), tmp_path / "log") as command:
         command.wait_for_rows(run_dir, 1)
-        command.named("slime_like.sandbox.agents").kill()
+        command.named("slime_like.sandbox.agent_worker").kill()
         command.wait_for_rows(run_dir, 3)
         command.named("ray::EngineActor").kill()
         finished = command.succeed(timeout_s=200)

@@ -14,7 +14,7 @@ from slime_like.interfaces import Conversation, Generation, GenerationRequest, S
 from slime_like.interfaces.environment import Step, Task
 from slime_like.models.tokenization import decoded
 from slime_like.orchestration.rollout.samples import Generate, all_or_none, turn_request
-from slime_like.sandbox.environments.observations import ObservationEncoder
+from slime_like.sandbox.observations import ObservationEncoder
 from slime_like.sandbox.single_items import EnvironmentPool, NoOutcome
 
 

@@ -21,7 +21,7 @@ from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.interfaces.environment import Task
 from slime_like.models.tokenization import with_template_variables
-from slime_like.sandbox.environments.observations import ObservationEncoder
+from slime_like.sandbox.observations import ObservationEncoder
 from slime_like.sandbox.rewards.registry import required_of_rows
 from tests.support.rejections import Rejects
 

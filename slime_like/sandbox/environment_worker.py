@@ -1,4 +1,4 @@
-"""One environment worker, started by the pool as ``python -m slime_like.sandbox.environments.worker PARENT_PID``."""
+"""One environment worker, started by the pool as ``python -m slime_like.sandbox.environment_worker PARENT_PID``."""
 
 import inspect
 import math

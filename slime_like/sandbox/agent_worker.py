@@ -1,17 +1,30 @@
-"""An agent that is a program. It reads its task from one file and writes its result to another."""
+"""One agent worker, started by the pool as ``python -m slime_like.sandbox.agent_worker PARENT_PID``.
 
+The agent is a function, or a program that reads its task from one file and writes its result to another.
+"""
+
+import asyncio
+import inspect
 import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
-from slime_like.interfaces.agent import AgentResult, AgentTask
-from slime_like.sandbox.serving import OwnFault, die_with_parent
-from slime_like.system.processes import end_descendants
+from slime_like.errors import ConfigError
+from slime_like.interfaces.agent import Agent, AgentResult, AgentTask
+from slime_like.plugins.resolve import require_options, resolve_callable
+from slime_like.plugins.traceback import code_of
+from slime_like.sandbox.serving import Handler, OwnFault, adopt_orphans, die_with_parent, serve, untrusted
+from slime_like.system.processes import end_descendants, process_ids, resident_bytes
+
+_Run = Callable[[AgentTask, Path], AgentResult]
 
 _CHUNK, _KEPT_LINES, _KEPT_CHARACTERS = 4096, 12, 800
 
@@ -22,13 +35,44 @@ _PLACE = re.compile("{(" + "|".join(PLACES) + ")}")
 _INHERITED = re.compile("PATH|LANG|LANGUAGE|LC_.*|TZ|TERM|TMPDIR|SSL_CERT_(FILE|DIR)|(?i:(https?|all|no)_proxy)")
 
 
+def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
+    command: list[str] = setup["command"]
+    code: CodeType | None = None
+    adopt_orphans()
+    run: _Run
+    if setup["name"] is None:
+        needs_result, inherited = setup["needs_result"], setup["environment"]
+        name, run = command[0], partial(run_command, command, needs_result=needs_result, inherited=inherited)
+    else:
+        name, (run, code) = setup["name"], _function(setup["name"], setup["options"])
+    of_module = process_ids()
+
+    def handle(item: dict[str, Any]) -> dict[str, Any]:
+        try:
+            with untrusted(name, code):
+                result = run(AgentTask(**item["task"]), Path(item["directory"]))
+                if not isinstance(result, AgentResult):
+                    raise TypeError(f"it returned a {type(result).__name__}; return an AgentResult")
+                return {**asdict(result), "metadata": dict(result.metadata)}
+        finally:
+            end_descendants(keep=of_module)
+
+    return handle, {}
+
+
+def _function(name: str, options: dict[str, Any]) -> tuple[_Run, CodeType | None]:
+    try:
+        solve: Agent = resolve_callable("agent", name, {})
+        if not inspect.iscoroutinefunction(solve):
+            raise ValueError(f"agent {name!r} is not an `async def`; make it one")
+        require_options(f"agent {name!r}", solve, options, ("task",))
+    except ValueError as error:
+        raise ConfigError([f"rollout.agent: {error}"]) from error
+    return lambda task, _: asyncio.run(solve(task, **options)), code_of(solve)
+
+
 class CommandFailed(OwnFault):
     """The program failed, or left no usable result."""
-
-
-def filled(command: Sequence[str], values: Mapping[str, str]) -> list[str]:
-    """Fill in the places of a command. Other braces stay, and so do places in the values."""
-    return [_PLACE.sub(lambda found: values[found[1]], part) for part in command]
 
 
 def run_command(
@@ -48,7 +92,9 @@ def run_command(
     if task.messages:
         values["prompt"] = str(task.messages[-1]["content"])
     kept = {name: value for name, value in os.environ.items() if name in inherited or _INHERITED.fullmatch(name)}
-    code, output = _run(filled(command, values), task, directory, kept)
+    # Other braces stay, and so do places in the values.
+    argv = [_PLACE.sub(lambda found: values[found[1]], part) for part in command]
+    code, output = _run(argv, task, directory, kept)
     if result_file.exists():
         result = _result(result_file)
     elif code < 0:
@@ -105,3 +151,10 @@ def _result(path: Path) -> AgentResult:
         return AgentResult(**content)
     except (TypeError, ValueError) as error:
         raise CommandFailed(f"its result file is unusable: {error}") from error
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(serve(_prepare, resident_bytes))
+    finally:
+        end_descendants()

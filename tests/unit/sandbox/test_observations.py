@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slime_like.errors import ConfigError
-from slime_like.sandbox.environments.observations import ObservationEncoder
+from slime_like.sandbox.observations import ObservationEncoder
 from tests.support import templates
 from tests.support.rejections import Rejects
 from tests.support.templates import END, tokenizer_of

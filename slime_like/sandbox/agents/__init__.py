@@ -1,1 +1,0 @@
-"""Agents that call the model themselves, and the worker processes that run them."""

@@ -1,1 +1,0 @@
-"""Environments for conversations, and the worker processes that run them."""
