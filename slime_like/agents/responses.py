@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from slime_like.agents.arguments import python_calls, typed_arguments
-from slime_like.agents.messages import Message, Tool, ToolCall
+from slime_like.agents.messages import Message, Tool, ToolCall, python_calls, typed_arguments
 from slime_like.agents.rendering import ChatFormat
 from slime_like.config.rollout import AgentConfig
 from slime_like.errors import ConfigError
