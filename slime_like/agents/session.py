@@ -14,7 +14,7 @@ import numpy as np
 from slime_like.agents.calls import MODEL, Call, CallRejected
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import ResponseForm
-from slime_like.agents.turns import Prompt, Row, Turn, TurnTree
+from slime_like.agents.turns import Branch, CallPrompt, Turn, TurnTree
 from slime_like.config.rollout import Untrained
 from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import Generation, PromptInput
@@ -101,7 +101,7 @@ class Session:
         for running in self._running:
             running.cancel()
 
-    def rows(self, untrained: Collection[Untrained] = ()) -> list[Row]:
+    def rows(self, untrained: Collection[Untrained] = ()) -> list[Branch]:
         return self.tree.rows(_untrained(self.tree.turns, untrained, self._others))
 
     async def outside(self, work: Callable[..., _Result], *given: Any) -> _Result:
@@ -122,13 +122,13 @@ class Session:
         """Sample and record one turn. A cancelled call is not recorded. Raises ``CallRejected``."""
         return await self.sample(call, *await self.outside(self.prepare, call))
 
-    async def sample(self, call: Call, prompt: Prompt, asked: SampleCall) -> Turn:
+    async def sample(self, call: Call, prompt: CallPrompt, asked: SampleCall) -> Turn:
         """Sample and record the turn of a prepared call. Raises ``CallRejected``."""
         async with self._places:
             generation = await self._generate(asked)
         return await self.outside(self._recorded, call, prompt, generation)
 
-    def _recorded(self, call: Call, prompt: Prompt, generation: Generation) -> Turn:
+    def _recorded(self, call: Call, prompt: CallPrompt, generation: Generation) -> Turn:
         text = self.tree.sampled_text(prompt, generation)
         stop = self._chat.continuation(prompt.input.token_ids, generation.token_ids.tolist()).removeprefix(text)
         text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
@@ -137,7 +137,7 @@ class Session:
             self._others.add(turn)
         return turn
 
-    def _prompt(self, call: Call) -> Prompt:
+    def _prompt(self, call: Call) -> CallPrompt:
         if self._closed:
             raise _CLOSED
         self._ignore(call.ignored)
@@ -173,7 +173,7 @@ class Session:
             return False
         return len(others) < len(call.messages)
 
-    def prepare(self, call: Call) -> tuple[Prompt, SampleCall]:
+    def prepare(self, call: Call) -> tuple[CallPrompt, SampleCall]:
         """Build the prompt and the engine request. Raises ``CallRejected`` if there is no room for another token."""
         if (number := self._prompts.total()) >= self._limits.max_calls:
             problem = f"the rollout has had rollout.agent.max_calls={self._limits.max_calls} calls"

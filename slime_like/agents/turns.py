@@ -46,7 +46,7 @@ def _shared(tokens: Sequence[int], stored: dict[Any, Any]) -> SharedIds:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CallPrompt:
     """Input of one call.
 
     Attributes:
@@ -86,7 +86,7 @@ class Turn:
         number: index of the turn in its rollout.
     """
 
-    prompt: Prompt
+    prompt: CallPrompt
     generation: Generation
     token_ids: Sequence[int]
     pieces: Sequence[str]
@@ -100,7 +100,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Branch:
     """A branch of the tree, from its root to a leaf.
 
     Attributes:
@@ -127,7 +127,7 @@ class TurnTree:
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], variables: Mapping[str, Any] | None = None
-    ) -> Prompt:
+    ) -> CallPrompt:
         """Build the prompt of a call. Raises ``TemplateFault`` if the messages cannot be rendered."""
         chat = self._chat.with_variables(variables or {})
         messages = [self._known(message) for message in messages]
@@ -147,9 +147,9 @@ class TurnTree:
                     pass
         rendering = chat.render(messages, tools)
         text = (rendering.text,)
-        return Prompt(PromptInput(chat.encode(rendering)), text, tuple(messages), keys, text)
+        return CallPrompt(PromptInput(chat.encode(rendering)), text, tuple(messages), keys, text)
 
-    def record(self, prompt: Prompt, generation: Generation, reply: Message) -> Turn:
+    def record(self, prompt: CallPrompt, generation: Generation, reply: Message) -> Turn:
         given, tokens, stored = prompt.input.token_ids, generation.token_ids.tolist(), self._stored
         sampled, added = self.sampled_text(prompt, generation), self._chat.continuation(given, tokens)
         pieces, written = _blocks(prompt.text, stored), _blocks(prompt.rendered, stored)
@@ -171,12 +171,12 @@ class TurnTree:
         known: Message = self._stored.setdefault((Message, message.key), message)
         return known if known == message else message
 
-    def sampled_text(self, prompt: Prompt, generation: Generation) -> str:
+    def sampled_text(self, prompt: CallPrompt, generation: Generation) -> str:
         """Decode a turn without the stop token that ended it, if one did."""
         stops = self._stops if generation.finish_reason == "stop" else ()
         return self._chat.turn_text(prompt.input.token_ids, generation.token_ids.tolist(), stops)
 
-    def rows(self, untrained: Collection[Turn] = ()) -> list[Row]:
+    def rows(self, untrained: Collection[Turn] = ()) -> list[Branch]:
         """Return one row per leaf, in sampling order. A shared turn carries loss only in the first row.
 
         Turns in ``untrained`` carry none, and no row ends with one.
@@ -188,15 +188,15 @@ class TurnTree:
 
     def _extended(
         self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[bytes, ...], tools: Sequence[Tool]
-    ) -> Prompt | None:
+    ) -> CallPrompt | None:
         rendering = chat.render(shown, tools)
         given = _extend(chat, turn, rendering)
         text = (rendering.text,)
-        return None if given is None else Prompt(given, text, shown, keys, text, turn)
+        return None if given is None else CallPrompt(given, text, shown, keys, text, turn)
 
     def _continued(
         self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[bytes, ...], tools: Sequence[Tool]
-    ) -> Prompt | None:
+    ) -> CallPrompt | None:
         """Extend a turn that the template writes in other words, by what the template writes after it."""
         ended = len(turn.prompt.messages) + 1
         stop = turn.text.removeprefix(turn.prompt.text)[len(turn.forms[1].content) :]
@@ -205,7 +205,7 @@ class TurnTree:
             return None
         whole = Rendering([turn.text, *found[0].pieces])
         given = _extend(chat, turn, whole)
-        return None if given is None else Prompt(given, (whole.text,), shown, keys, (found[1],), turn)
+        return None if given is None else CallPrompt(given, (whole.text,), shown, keys, (found[1],), turn)
 
 
 def _extend(chat: ChatFormat, turn: Turn, rendering: Rendering) -> PromptInput | None:
@@ -221,7 +221,7 @@ def _new_fields(generation: Generation, parent: Turn | None) -> dict[str, np.nda
     }
 
 
-def _row(leaf: Turn, trained: set[Turn]) -> Row:
+def _row(leaf: Turn, trained: set[Turn]) -> Branch:
     """Build the row of a leaf, and add its turns to ``trained``."""
     branch = list(_branch(leaf))[::-1]
     start = len(branch[0].prompt.input.token_ids)
@@ -248,7 +248,7 @@ def _row(leaf: Turn, trained: set[Turn]) -> Row:
     if leaf.generation.supports is not None:
         joined = Supports.joined([*supports, Supports.whole(len(tokens) - covered)])
     reason = leaf.generation.finish_reason
-    return Row(Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields), tuple(turns), tuple(calls))
+    return Branch(Segment(prompt, tokens, logprobs, versions, mask, joined, reason, fields), tuple(turns), tuple(calls))
 
 
 def _branch(turn: Turn | None) -> Iterator[Turn]:

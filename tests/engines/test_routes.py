@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollout.transformers.samples import Sample
 from rollout.vllm.engine import VllmEngine
-from slime_like.agents.turns import Prompt, Turn, _row
+from slime_like.agents.turns import CallPrompt, Turn, _row
 from slime_like.interfaces import Generation, PromptInput
 from slime_like.orchestration.rollout.conversations import _Response
 from slime_like.verification.engine.reference import Reference
@@ -149,7 +149,7 @@ def test_rows_of_several_turns(engine: EngineUnderTest, prompts: list[list[int]]
     assert _sorted(response.finished("stop")) == expected.tolist()
 
     def turn(given: list[int], generation: Generation, parent: Turn | None) -> Turn:
-        asked = Prompt(PromptInput(given), "", (), (), "", parent)
+        asked = CallPrompt(PromptInput(given), "", (), (), "", parent)
         return Turn(asked, generation, [*given, *generation.token_ids.tolist()], "", (), ())
 
     row = _row(turn(longer, second, turn(prompt, first, None)), set())

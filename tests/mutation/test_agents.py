@@ -37,7 +37,7 @@ def a_shared_turn_is_trained_in_every_branch(patch: Patch) -> None:
 def only_the_last_turn_is_trained(patch: Patch) -> None:
     usual = turns._row
 
-    def row(leaf: turns.Turn, trained: set[turns.Turn]) -> turns.Row:
+    def row(leaf: turns.Turn, trained: set[turns.Turn]) -> turns.Branch:
         found = usual(leaf, trained)
         mask = found.segment.loss_mask.copy()
         mask[: found.turns[-1][0]] = False
@@ -49,7 +49,7 @@ def only_the_last_turn_is_trained(patch: Patch) -> None:
 def a_fork_loses_its_logprobs(patch: Patch) -> None:
     usual = turns.TurnTree.record
 
-    def record(self: turns.TurnTree, prompt: turns.Prompt, generation: Any, reply: Any) -> turns.Turn:
+    def record(self: turns.TurnTree, prompt: turns.CallPrompt, generation: Any, reply: Any) -> turns.Turn:
         if prompt.parent is None and self.turns:
             generation = replace(generation, logprobs=np.zeros_like(generation.logprobs))
         return usual(self, prompt, generation, reply)

@@ -11,7 +11,7 @@ import numpy as np
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.server import AgentServer
 from slime_like.agents.session import Sample, SampleCall, Session, SessionLimits
-from slime_like.agents.turns import Row
+from slime_like.agents.turns import Branch
 from slime_like.config import RunConfig
 from slime_like.config.rollout import AGENT, NODE
 from slime_like.errors import AgentFailure
@@ -175,7 +175,7 @@ class AgentRollouts:
         return sample
 
 
-def _generation(request: GenerationRequest, session: Session, rows: list[Row], outcome: _Outcome) -> Generation:
+def _generation(request: GenerationRequest, session: Session, rows: list[Branch], outcome: _Outcome) -> Generation:
     """Build the rollout's result from its rows. A single row with the request's own prompt is a plain response."""
     last = rows[-1].segment
     assert last.finish_reason is not None  # each row ends with a turn
@@ -192,7 +192,7 @@ def _generation(request: GenerationRequest, session: Session, rows: list[Row], o
     )
 
 
-def _conversation(rows: Sequence[Row], outcome: _Outcome, session: Session) -> Conversation:
+def _conversation(rows: Sequence[Branch], outcome: _Outcome, session: Session) -> Conversation:
     result, turns = outcome.result, rows[-1].turns if rows else ()
     calls = tuple(number for row in rows for number in row.calls) if result.call_rewards else ()
     rewards = tuple(result.call_rewards[one] if one < len(result.call_rewards) else 0.0 for one in calls)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from slime_like.agents.messages import Message, Tool
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import response_form
-from slime_like.agents.turns import Prompt, TurnTree
+from slime_like.agents.turns import CallPrompt, TurnTree
 from slime_like.interfaces import Generation, Supports
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<tool>", "<system>")
@@ -112,7 +112,7 @@ class Rollout:
 
     tree: TurnTree
     model: Model
-    prompts: list[tuple[Prompt, list[Message]]]
+    prompts: list[tuple[CallPrompt, list[Message]]]
 
 
 def random_rollout(draw: random.Random, template: str, chat_tokenizer: Any) -> Rollout:

@@ -15,7 +15,7 @@ from slime_like.agents.messages import Message, ToolCall
 from slime_like.agents.rendering import ChatFormat
 from slime_like.agents.responses import response_form
 from slime_like.agents.session import Session, SessionLimits
-from slime_like.agents.turns import Prompt, Turn
+from slime_like.agents.turns import CallPrompt, Turn
 from slime_like.interfaces import Generation, PromptInput
 from tests.unit.agents.histories import PLAIN, tokenizer
 
@@ -45,7 +45,7 @@ def problem(read: Callable[..., Call], *messages: Any, **settings: Any) -> str:
 
 def turn(reply: Message) -> Turn:
     generation = Generation(np.array([9]), np.zeros(1, np.float32), np.zeros(1, np.int64), "stop")
-    return Turn(Prompt(PromptInput([8]), "p", (), (), "p"), generation, [8, 9], "pq", (), (reply,))
+    return Turn(CallPrompt(PromptInput([8]), "p", (), (), "p"), generation, [8, 9], "pq", (), (reply,))
 
 
 def ask(call: Call, template: str = PLAIN) -> Session:
