@@ -1,21 +1,53 @@
-"""Rows of token ids to score: ``{"id", "prompt_tokens", "response_tokens"}`` and optionally ``"temperature"``."""
+"""Sequences of token ids: the part of a micro-batch that they take, and rows of them to score.
+
+A row is ``{"id", "prompt_tokens", "response_tokens"}``, optionally with ``"temperature"``.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slime_like.algorithms.context import padded_length
 from slime_like.config import TrainerConfig
 from slime_like.data.rows import Row, read_rows
-from slime_like.data.token_budget import TokenBudget
+from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import placeholder_ids
-from slime_like.trajectory import UnscoredTrajectory
+from slime_like.trajectory import Trajectory, UnscoredTrajectory
 
 TokenRow = tuple[str | int, UnscoredTrajectory]
 """The row's ``id``, and its sequence, named by file and line."""
+
+
+class TokenBudget:
+    """The ``trainer.target_tokens_per_batch`` limit, and the padding that ``trainer.parallel.context`` adds."""
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        self._context = trainer.parallel.context
+        self._tokens = trainer.target_tokens_per_batch
+
+    def padded_lengths(self, sequences: Sequence[Trajectory]) -> list[int]:
+        """Return the number of tokens that each sequence takes of a micro-batch.
+
+        Raises ``DataError`` if a sequence does not fit; the message names it.
+        """
+        for sequence in sequences:
+            if excess := self.excess(sequence.total_len):
+                raise DataError(f"sequence {sequence.sequence_id} {excess}", code="over-token-budget")
+        return [padded_length(sequence.total_len, self._context) for sequence in sequences]
+
+    def excess(self, tokens: int) -> str | None:
+        """Return why a sequence of this many tokens does not fit a micro-batch, or ``None`` if it does."""
+        padded = padded_length(tokens, self._context)
+        if padded <= self._tokens:
+            return None
+        return (
+            f"takes {padded} tokens of a micro-batch (padding for trainer.parallel.context={self._context} included), "
+            f"more than trainer.target_tokens_per_batch={self._tokens}; raise that, or keep sequences shorter"
+        )
 
 
 class TokenRows:
