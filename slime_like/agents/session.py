@@ -159,7 +159,7 @@ class Session:
             raise CallRejected(400, "template_rejects_messages", f"{refused}{fault}") from fault
 
     def _ignore(self, settings: Mapping[str, Any]) -> None:
-        """Remember ignored settings, of which clients choose names and values."""
+        """Remember ignored settings. Clients choose their names and values."""
         for name, value in settings.items():
             if len(self.ignored) < _MOST_IGNORED:
                 self.ignored[_printable(name)] = value if isinstance(value, bool) else _printable(str(value))
@@ -224,7 +224,7 @@ def _printable(text: str) -> str:
 
 
 def _untrained(turns: Sequence[Turn], kinds: Collection[Untrained], others: Collection[Turn]) -> set[Turn]:
-    """Return the excluded ones of all turns, in sampling order. ``others`` are turns of other models' names.
+    """Return the turns to exclude, given all turns in sampling order. ``others`` are turns that name another model.
 
     The main chain is the history with the most calls between its first and last turn, including those of subagents in
     between. A turn is discarded if nothing continues it, but a later turn of the same prompt is continued.

@@ -222,7 +222,7 @@ def _new_fields(generation: Generation, parent: Turn | None) -> dict[str, np.nda
 
 
 def _row(leaf: Turn, trained: set[Turn]) -> Branch:
-    """Build the row of a leaf, and add its turns to ``trained``."""
+    """Build the branch that ends with a leaf, and add its turns to ``trained``."""
     branch = list(_branch(leaf))[::-1]
     start = len(branch[0].prompt.input.token_ids)
     tokens = np.array(leaf.token_ids[start:], np.int64)

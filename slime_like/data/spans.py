@@ -63,7 +63,7 @@ class ChatTemplate:
 
     @cached_property
     def end(self) -> str:
-        """What the template writes after an answer, up to the stop token. Raises ``SpanFault`` if it writes none."""
+        """Text that the template writes after an answer, up to the stop token. Raises ``SpanFault`` without one."""
         text = last_turn_end(self.render)
         found = [text.index(stop) + len(stop) for stop in self.stops.values() if stop and stop in text]
         return text[: min(found)] if found else self.header([ASKED])
@@ -157,7 +157,7 @@ class ChatTemplate:
 
     @cached_property
     def _takes_json(self) -> bool:
-        """Whether the template takes the arguments of a call only as JSON text."""
+        """True if the template accepts the arguments of a call only as JSON text."""
         mapping, text = (self._probe({"content": "", "tool_calls": calls}) for calls in _CALLS)
         return bool(text and not mapping)
 

@@ -34,7 +34,7 @@ _WATCH_S = 0.5
 _pool: list[BinaryIO] = []
 """The pipe to the pool, while this process serves."""
 _running: dict[str, str] = {}
-"""What the pool knows to be running."""
+"""Code that the pool knows to be running, as ``untrusted`` reported it."""
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -54,7 +54,7 @@ class RewardOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the response has no reward, and is not to blame."""
+        """True if the response has no reward and is not to blame."""
         return is_failure(self.metadata)
 
 

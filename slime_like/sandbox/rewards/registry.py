@@ -62,7 +62,7 @@ EASY_ANSWERS: Mapping[str, str] = {
 """Answers for a first call of functions that reject an empty one."""
 
 WARMED = frozenset({"math_verify", "json_schema", "code", "reasoning_gym"})
-"""Functions whose first call takes long, or shows whether this machine can run them."""
+"""Functions that need a first call: it takes long, or shows whether this machine can run them."""
 
 
 def require_reward(name: str, function: RewardCallable, options: Mapping[str, Any]) -> None:
