@@ -122,7 +122,7 @@ def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
 def pair_results(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Name the call that each tool's result answers, by id, and put a turn's results in the order of the calls.
 
-    Raises ``CallRejected`` if a result's id is not of a call in front of it, or the call has a result already.
+    Raises ``CallRejected`` if calls are in front of a result, but none without a result has its id.
     """
     paired, turn, waiting = [*messages], 0, dict[str, list[tuple[int, int, dict[str, Any]]]]()
     found = list[tuple[int, int, int, int, Message]]()
@@ -132,7 +132,7 @@ def pair_results(messages: Iterable[Message]) -> tuple[Message, ...]:
             waiting |= {call.id: [] for call in message.tool_calls}  # some clients use an id again in a later turn
             for index, shown in enumerate(message.for_template().get("tool_calls", ())):
                 waiting[message.tool_calls[index].id].append((turn, index, shown))
-        elif message.role == "tool" and (message.call_id or waiting):
+        elif message.role == "tool" and waiting:  # without any call, the client reads calls from the text itself
             if not waiting.get(message.call_id):
                 problem = f"no call without a result in front of it has the id {message.call_id[:_SHOWN_CHARS]!r}"
                 raise CallRejected(400, "unpaired_tool_result", f"a tool's result: {problem}; send one for each call")
