@@ -1,6 +1,7 @@
 """Routes of experts, on every engine, compared with a formula of the routers in float64."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from rollout.transformers.samples import Sample
 from rollout.vllm.engine import VllmEngine
-from slime_like.agents.turns import CallPrompt, Turn, _row
+from slime_like.agents.turns import CallPrompt, Turn, _new_fields, _row
 from slime_like.interfaces import Generation, PromptInput
 from slime_like.orchestration.rollout.conversations import _Response
 from slime_like.verification.engine.reference import Reference
@@ -150,7 +151,8 @@ def test_rows_of_several_turns(engine: EngineUnderTest, prompts: list[list[int]]
 
     def turn(given: list[int], generation: Generation, parent: Turn | None) -> Turn:
         asked = CallPrompt(PromptInput(given), "", (), (), "", parent)
-        return Turn(asked, generation, [*given, *generation.token_ids.tolist()], "", (), ())
+        own = replace(generation, fields=_new_fields(generation, parent))
+        return Turn(asked, own, [*given, *generation.token_ids.tolist()], "", (), ())
 
     row = _row(turn(longer, second, turn(prompt, first, None)), set())
     assert _sorted(row.segment) == expected.tolist()

@@ -284,7 +284,7 @@ def test_hostile_answers_cost_a_step_a_bounded_time(monkeypatch: pytest.MonkeyPa
 ANSWER, FAULT, FAILURE = "an answer", "an answer that could not be scored", "a failure"
 LOOP, PASS = "```python\nwhile True: pass\n```", "```python\nx = 1\n```"
 KINDS = {
-    "math_verify": [("45", "46", ANSWER), (HOSTILE["power tower"], "46", FAULT), ("46", "(" * 30, FAILURE)],
+    "math_verify": [("45", "46", ANSWER), (r"\boxed{\{299999999!\}}", "46", FAULT), ("46", "(" * 30, FAILURE)],
     "code": [
         (PASS, "assert x == 2", ANSWER),
         (LOOP, "assert True", ANSWER),
