@@ -9,9 +9,8 @@ from slime_like.algorithms.logprobs import compute_response_logprobs, logprobs_a
 from slime_like.algorithms.losses.grpo import BatchLoss, GRPOLoss
 from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.losses.loss import Loss, build_loss
-from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
+from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
-from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.losses.value import value_loss
 from slime_like.algorithms.packing.pack import (
     pack_sequences,

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 _ALGORITHMS = "slime_like.algorithms"
 
 LOSSES: Mapping[str, str] = {
-    "ppo_clip": f"{_ALGORITHMS}.losses.ppo_clip:PPOClip",
-    "policy_gradient": f"{_ALGORITHMS}.losses.policy_gradient:PolicyGradient",
-    "gspo": f"{_ALGORITHMS}.losses.gspo:GSPO",
-    "cispo": f"{_ALGORITHMS}.losses.cispo:CISPO",
-    "sapo": f"{_ALGORITHMS}.losses.sapo:SAPO",
-    "gmpo": f"{_ALGORITHMS}.losses.gmpo:GMPO",
-    "dppo_tv": f"{_ALGORITHMS}.losses.dppo:DPPOTV",
-    "dppo_kl": f"{_ALGORITHMS}.losses.dppo:DPPOKL",
-    "clip_cov": f"{_ALGORITHMS}.losses.covariance:ClipCov",
-    "kl_cov": f"{_ALGORITHMS}.losses.covariance:KLCov",
-    "dro": f"{_ALGORITHMS}.losses.dro:DRO",
-    "sft": f"{_ALGORITHMS}.losses.sft:SFT",
+    "ppo_clip": f"{_ALGORITHMS}.losses.surrogates:PPOClip",
+    "policy_gradient": f"{_ALGORITHMS}.losses.surrogates:PolicyGradient",
+    "gspo": f"{_ALGORITHMS}.losses.surrogates:GSPO",
+    "cispo": f"{_ALGORITHMS}.losses.surrogates:CISPO",
+    "sapo": f"{_ALGORITHMS}.losses.surrogates:SAPO",
+    "gmpo": f"{_ALGORITHMS}.losses.surrogates:GMPO",
+    "dppo_tv": f"{_ALGORITHMS}.losses.trust_region:DPPOTV",
+    "dppo_kl": f"{_ALGORITHMS}.losses.trust_region:DPPOKL",
+    "clip_cov": f"{_ALGORITHMS}.losses.trust_region:ClipCov",
+    "kl_cov": f"{_ALGORITHMS}.losses.trust_region:KLCov",
+    "dro": f"{_ALGORITHMS}.losses.trust_region:DRO",
+    "sft": f"{_ALGORITHMS}.losses.surrogates:SFT",
 }
 """Policy terms, ``algorithm.loss``."""
 
@@ -30,22 +30,22 @@ STEP_LOSSES = ("clip_cov", "kl_cov")
 """Losses that choose tokens of the whole optimizer step, with old logprobs."""
 
 ADVANTAGES: Mapping[str, str] = {
-    "grpo": f"{_ALGORITHMS}.estimators.group:grpo",
-    "grpo_mean_only": f"{_ALGORITHMS}.estimators.group:mean_only",
-    "dr_grpo": f"{_ALGORITHMS}.estimators.group:mean_only",
-    "rloo": f"{_ALGORITHMS}.estimators.group:rloo",
-    "reinforce_pp": f"{_ALGORITHMS}.estimators.batch:reinforce_pp",
-    "reinforce_pp_baseline": f"{_ALGORITHMS}.estimators.batch:reinforce_pp_baseline",
-    "opo": f"{_ALGORITHMS}.estimators.group:opo",
-    "pass_at_k": f"{_ALGORITHMS}.estimators.group:pass_at_k",
-    "gpg": f"{_ALGORITHMS}.estimators.batch:gpg",
-    "gdpo": f"{_ALGORITHMS}.estimators.batch:gdpo",
-    "turn_rloo": f"{_ALGORITHMS}.estimators.turns:turn_rloo",
-    "turn_index_mean": f"{_ALGORITHMS}.estimators.turns:turn_index_mean",
-    "optimal_token_baseline": f"{_ALGORITHMS}.estimators.tokens:optimal_token_baseline",
-    "gae": f"{_ALGORITHMS}.estimators.tokens:gae",
-    "remax": f"{_ALGORITHMS}.estimators.group:remax",
-    "pass_through": f"{_ALGORITHMS}.estimators.group:pass_through",
+    "grpo": f"{_ALGORITHMS}.estimators:grpo",
+    "grpo_mean_only": f"{_ALGORITHMS}.estimators:mean_only",
+    "dr_grpo": f"{_ALGORITHMS}.estimators:mean_only",
+    "rloo": f"{_ALGORITHMS}.estimators:rloo",
+    "reinforce_pp": f"{_ALGORITHMS}.estimators:reinforce_pp",
+    "reinforce_pp_baseline": f"{_ALGORITHMS}.estimators:reinforce_pp_baseline",
+    "opo": f"{_ALGORITHMS}.estimators:opo",
+    "pass_at_k": f"{_ALGORITHMS}.estimators:pass_at_k",
+    "gpg": f"{_ALGORITHMS}.estimators:gpg",
+    "gdpo": f"{_ALGORITHMS}.estimators:gdpo",
+    "turn_rloo": f"{_ALGORITHMS}.estimators:turn_rloo",
+    "turn_index_mean": f"{_ALGORITHMS}.estimators:turn_index_mean",
+    "optimal_token_baseline": f"{_ALGORITHMS}.estimators:optimal_token_baseline",
+    "gae": f"{_ALGORITHMS}.estimators:gae",
+    "remax": f"{_ALGORITHMS}.estimators:remax",
+    "pass_through": f"{_ALGORITHMS}.estimators:pass_through",
 }
 """Advantage estimators, ``algorithm.advantage``."""
 

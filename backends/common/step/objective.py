@@ -10,8 +10,7 @@ from backends.common.step.sums import StepSums
 from slime_like.algorithms.importance import find_correction
 from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, build_policy, check_terms
-from slime_like.algorithms.losses.policy import PolicyLoss
-from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
+from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms
 from slime_like.config import AlgorithmConfig
 from slime_like.config.part import Part
 from slime_like.config.sections import DistillationConfig

@@ -1,1 +1,1 @@
-"""Losses: policy terms by name (``policy.py``), and everything that all losses share (``loss.py``)."""
+"""Losses: policy terms (``policy.py``, ``surrogates.py``, ``trust_region.py``), and what they share (``loss.py``)."""

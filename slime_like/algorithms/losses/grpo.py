@@ -14,9 +14,8 @@ from torch import Tensor
 from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
-from slime_like.algorithms.losses.policy import required
+from slime_like.algorithms.losses.policy import LossInputs, required
 from slime_like.algorithms.losses.sums import LossOutput
-from slime_like.algorithms.losses.types import LossInputs
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.algorithms.segments import require_lengths, spread_over_tokens
 from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike

@@ -12,9 +12,8 @@ from torch import Tensor
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND, bounded_exp, log_ratio
 from slime_like.algorithms.importance import Correction, configured_weights, find_correction, off_policy_sequence_mask
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kept_sequences, kl_estimate
-from slime_like.algorithms.losses.policy import PolicyLoss, required, token_ratio
+from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
-from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
 from slime_like.algorithms.segments import spread_over_tokens
 from slime_like.plugins.objective import LOSSES
 from slime_like.plugins.resolve import require_options, resolve_callable

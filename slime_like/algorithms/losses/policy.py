@@ -1,13 +1,87 @@
-"""The interface of policy terms, and what several of them use."""
+"""Policy terms: their inputs, output and interface, and what several of them use."""
 
 import math
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor
 
-from slime_like.algorithms.bounds import bounded_exp, log_ratio
-from slime_like.algorithms.losses.types import LossInputs, PolicyTerms
+from slime_like.algorithms.bounds import bounded_exp, bounded_logprobs, log_ratio
 from slime_like.algorithms.promise import Promise
+from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
+
+_LOGPROBS = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
+_PER_TOKEN = (*_LOGPROBS, "entropy", "advantages", "divergence")
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """Per-response-token tensors of one micro-batch, all (R,), whole sequences in pack order.
+
+    Attributes:
+        logprobs: of the current policy, with graph.
+        loss_mask: bool, True where the token carries loss.
+        token_weights: weight in the loss sum.
+        entropy: of the current policy, in nats; needed, with graph, if ``entropy_coef`` is above 0.
+        old_logprobs: under the trainer's weights at the start of the step.
+        behaviour_logprobs: as the engine reported them while sampling.
+        ref_logprobs: under the reference model.
+        advantages: the sequence's advantage on each of its tokens, or per-token advantages.
+        response_lens: (S,) int64, needed if the loss has values per sequence.
+        set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
+        mean_weights: the batch's mean importance weight, by which importance weights are divided.
+        divergence: exact KL to the teacher, with graph; needed if the loss distils.
+    """
+
+    logprobs: Tensor
+    loss_mask: Tensor
+    token_weights: Tensor
+    entropy: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    behaviour_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    response_lens: Tensor | None = None
+    set_apart: Tensor | None = None
+    mean_weights: Tensor | None = None
+    divergence: Tensor | None = None
+
+    def check_shapes(self) -> None:
+        """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""
+        others = ("loss_mask", "token_weights", "set_apart", "mean_weights")
+        require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, *others)})
+        require_bool_mask(self.loss_mask)
+
+    def cleaned(self) -> Self:
+        """Return the inputs with 0 on tokens that carry no loss, so values there (inf and nan too) have no effect.
+
+        Logprobs are bounded (``bounds.py``), so everything computed from them is finite, even from the -inf of a
+        masked vocabulary. All tensors become at least as precise as ``logprobs``: the difference of two float32
+        policies would be rounded before it meets a float64 logprob.
+        """
+        cut = {"token_weights": torch.where(self.loss_mask, self.token_weights, 0.0)}
+        for name in _PER_TOKEN:
+            if (values := getattr(self, name)) is not None:
+                precise = values.to(torch.promote_types(values.dtype, self.logprobs.dtype))
+                cut[name] = torch.where(self.loss_mask, precise, 0.0)
+        cut |= {name: bounded_logprobs(cut[name]) for name in _LOGPROBS if name in cut}
+        return replace(self, **cut)
+
+
+@dataclass(slots=True)
+class PolicyTerms:
+    """The policy part of a loss.
+
+    Attributes:
+        per_token: (R,) loss before weights, with graph.
+        ratio: (R,) pi_current / pi_old as this loss uses it, detached; ``None`` if the loss has no ratio.
+        clipped: (R,) bool, True if the clip removed or bounded the token's gradient; ``None`` without a clip.
+    """
+
+    per_token: Tensor
+    ratio: Tensor | None = None
+    clipped: Tensor | None = None
 
 
 class PolicyLoss(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.losses.loss import build_loss
-from slime_like.algorithms.losses.types import LossInputs
+from slime_like.algorithms.losses.policy import LossInputs
 from slime_like.algorithms.promise import Target
 from slime_like.algorithms.shaping import kl_penalty
 from slime_like.config import RunConfig

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from slime_like import algorithms as algo
 from slime_like.algorithms.advantages import Groups
-from slime_like.algorithms.losses.sft import SFT
+from slime_like.algorithms.losses.policy import PolicyTerms
 from slime_like.algorithms.losses.sums import LossSums
-from slime_like.algorithms.losses.types import PolicyTerms
+from slime_like.algorithms.losses.surrogates import SFT
 from slime_like.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
 from slime_like.config.algorithm import AlgorithmConfig
 from tests.unit.algorithms.cases import SHAPES, batch

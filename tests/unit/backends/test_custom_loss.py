@@ -19,7 +19,7 @@ from slime_like.orchestration.cluster.ray_calls import located
 from tests.support.rejections import Rejects
 
 SOURCE = """
-from slime_like.algorithms.losses.types import PolicyTerms
+from slime_like.algorithms.losses.policy import PolicyTerms
 from slime_like.errors import DataError
 
 class Fine:

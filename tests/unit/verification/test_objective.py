@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms import Groups, LossInputs, PolicyTerms, Promise, estimator, find_estimator, importance
-from slime_like.algorithms.losses import cispo, kl
+from slime_like.algorithms.losses import kl, surrogates
 from slime_like.commands.main import main
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
@@ -296,8 +296,8 @@ def swapped_ratio(patch: pytest.MonkeyPatch) -> None:
 
 
 def inverted_ratio(patch: pytest.MonkeyPatch) -> None:
-    right = cispo.token_ratio
-    patch.setattr(cispo, "token_ratio", lambda inputs: 1 / right(inputs))
+    right = surrogates.token_ratio
+    patch.setattr(surrogates, "token_ratio", lambda inputs: 1 / right(inputs))
 
 
 def no_mask(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import LossInputs, PolicyTerms
-from slime_like.algorithms.losses.policy_gradient import PolicyGradient
+from slime_like.algorithms.losses.surrogates import PolicyGradient
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, DataError
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, Window, WindowStream, bundles_of, split_by_group

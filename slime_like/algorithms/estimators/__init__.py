@@ -1,1 +1,0 @@
-"""Advantage estimators, one function each; see ``slime_like.algorithms.advantages``."""
