@@ -116,7 +116,7 @@ def _rehearse(options: argparse.Namespace, flags: list[str]) -> int:
             code="argument-value",
         )
     config = load_config(options.config, flags)
-    from slime_like.verification.rehearsal.rehearsal import rehearse
+    from slime_like.verification.rehearsal import rehearse
 
     found, directory = 0, _make_directory(options.directory)
     try:

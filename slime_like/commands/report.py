@@ -66,9 +66,8 @@ def _explain_gap(options: argparse.Namespace, flags: list[str]) -> int:
     from slime_like.orchestration.cluster.bundles import pieces_of
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.run.lock import RunLock
-    from slime_like.verification.gap.batch import SavedBatch
     from slime_like.verification.gap.explain import Explanation
-    from slime_like.verification.gap.sides import Sides
+    from slime_like.verification.gap.sides import SavedBatch, Sides
 
     batch = SavedBatch.read(options.run_dir, options.step, flags)
     require_valid(batch.config, training_needs(batch.config))

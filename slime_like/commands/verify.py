@@ -14,8 +14,15 @@ from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.system.words import counted
-from slime_like.verification.layouts import DEFAULT_LAYOUTS, ONE_RANK, parse_layout
-from slime_like.verification.tolerances import ROUTED_BFLOAT16, ROUTED_NOTE, step_flags, tolerances_of
+from slime_like.verification.layouts import (
+    DEFAULT_LAYOUTS,
+    ONE_RANK,
+    ROUTED_BFLOAT16,
+    ROUTED_NOTE,
+    parse_layout,
+    step_flags,
+    tolerances_of,
+)
 
 if TYPE_CHECKING:
     from slime_like.trajectory import ScoredTrajectory
@@ -67,7 +74,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
     settings = step_flags(ModelDimensions.from_checkpoint(model), dtype)
     settings += ["--model.dtype", dtype, "--steps", "2" if dtype == "float32" else "1"]
     if synthetic:
-        from slime_like.verification.batch import SYNTHETIC_BUDGET
+        from slime_like.verification.comparison import SYNTHETIC_BUDGET
 
         settings += ["--trainer.target_tokens_per_batch", str(SYNTHETIC_BUDGET)]
     config = load([*given, *settings, *flags])
@@ -79,7 +86,7 @@ def _config(model: Path, flags: Sequence[str], synthetic: bool) -> RunConfig:
 
 def _batch(file: Path | None, model: Path) -> "list[ScoredTrajectory]":
     from slime_like.data.dump import load_trajectories
-    from slime_like.verification.batch import require_fit, synthetic_batch
+    from slime_like.verification.comparison import require_fit, synthetic_batch
 
     dimensions = ModelDimensions.from_checkpoint(model)
     batch = synthetic_batch(dimensions) if file is None else load_trajectories(file)

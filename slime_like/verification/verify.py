@@ -29,7 +29,6 @@ from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.system.console import Console
 from slime_like.system.words import counted
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.batch import with_frozen_logprobs
 from slime_like.verification.comparison import (
     Measurement,
     Parity,
@@ -39,9 +38,9 @@ from slime_like.verification.comparison import (
     compare_measurements,
     compare_tensor,
     misplaced_tensor,
+    with_frozen_logprobs,
 )
-from slime_like.verification.layouts import Layout
-from slime_like.verification.tolerances import tolerances_of
+from slime_like.verification.layouts import Layout, tolerances_of
 
 CPU_RANKS = 8
 """Maximum number of ranks of a layout on a machine without GPUs."""

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from slime_like.config.reading.load import load_config
-from slime_like.verification.rehearsal.rehearsal import _export
+from slime_like.verification.rehearsal import _export
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
 from tests.support.processes import succeed

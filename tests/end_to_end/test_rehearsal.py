@@ -14,8 +14,8 @@ import pytest
 from slime_like.commands.main import main
 from slime_like.config.reading.load import load_config
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.verification.rehearsal import rehearsal
-from slime_like.verification.rehearsal.small_recipe import RANKS, small_recipe
+from slime_like.verification import rehearsal
+from slime_like.verification.rehearsal import RANKS, small_recipe
 from tests.conftest import Tiny
 from tests.support.forked_command import ForkedCommand, worker_server
 

@@ -6,7 +6,7 @@ import pytest
 
 from slime_like.data.dump import save_trajectories
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.verification.batch import synthetic_batch
+from slime_like.verification.comparison import synthetic_batch
 from tests.conftest import Tiny
 from tests.support.processes import run, succeed
 

@@ -25,9 +25,8 @@ from slime_like.config import (
 from slime_like.errors import EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, Manifest, RolloutEngine, UpdateReceipt
-from slime_like.verification.engine import driven
-from slime_like.verification.engine.driven import DrivenEngine
-from slime_like.verification.engine.reference import Reference
+from slime_like.verification.engine import subject
+from slime_like.verification.engine.subject import DrivenEngine, Reference
 from slime_like.weights.transport import TransportSettings
 from slime_like.weights.transports.registry import open_sender
 
@@ -111,7 +110,7 @@ class EngineUnderTest(DrivenEngine):
 
 @contextmanager
 def started(engine: RolloutEngine, references: Sequence[Reference]) -> Iterator[EngineUnderTest]:
-    with driven.started(engine) as loop:
+    with subject.started(engine) as loop:
         under_test = EngineUnderTest(engine, references, loop)
         try:
             yield under_test

@@ -15,11 +15,8 @@ from slime_like.config import LoraConfig, RunConfig
 from slime_like.errors import WeightSyncError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Manifest, UpdateReceipt
-from slime_like.verification.engine import driven
 from slime_like.verification.engine.claims import CLAIMS, update_amid_requests
-from slime_like.verification.engine.driven import DrivenEngine
-from slime_like.verification.engine.reference import Reference
-from slime_like.verification.engine.subject import Subject
+from slime_like.verification.engine.subject import DrivenEngine, Reference, Subject, started
 from slime_like.weights.adapter import ADAPTER, factor_names, factor_shapes
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import PRECISION, run_config
@@ -99,7 +96,7 @@ def subject(
     config = with_factors(run_config(root / "model", root / "run", dtype=PRECISION), targets=targets)
     reference = MergedReference(root / "model", config.model.lora)
     engine = ENGINES[kind](config, 0)
-    with driven.started(engine) as loop:
+    with started(engine) as loop:
         under_test = AdaptedEngine(engine, loop)
         yield Subject(under_test, reference, reference.factors(1), prompts[:4])
         under_test.close()
@@ -136,7 +133,7 @@ def test_a_restarted_engine_has_the_base(models: list[Path], tmp_path: Path) -> 
     config = with_factors(run_config(models[0], tmp_path / "run"))
     reference = MergedReference(models[0], config.model.lora)
     engine = TransformersEngine(config, 0)
-    with driven.started(engine) as loop:
+    with started(engine) as loop:
         first = AdaptedEngine(engine, loop)
         Subject(first, reference, {}, [[3, 4, 5]]).load(reference.factors(1))
         first.close()

@@ -14,9 +14,8 @@ from rollout.vllm.engine import VllmEngine
 from slime_like.agents.turns import CallPrompt, Turn, _new_fields, _row
 from slime_like.interfaces import Generation, PromptInput
 from slime_like.orchestration.rollout.conversations import _Response
-from slime_like.verification.engine.reference import Reference
-from slime_like.verification.engine.routing import routes, routes_amid_update
-from slime_like.verification.engine.subject import Refuted, Subject
+from slime_like.verification.engine.interruptions import routes, routes_amid_update
+from slime_like.verification.engine.subject import Reference, Refuted, Subject
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import EngineUnderTest, run_config, started, tiny_pair
 
@@ -166,7 +165,7 @@ def _sorted(row: Any) -> list[Any]:
 def test_faults_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also routes that a second reading overwrites."""
     subject.prompts = subject.prompts[:2]
-    monkeypatch.setattr("slime_like.verification.engine.routing.interrupted", lambda _: [])
+    monkeypatch.setattr("slime_like.verification.engine.interruptions.interrupted", lambda _: [])
     usual = Sample.to_generation
     faults: list[Any] = [
         lambda routes: np.roll(routes, 1, 0),

@@ -23,9 +23,7 @@ from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Su
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine import claims
 from slime_like.verification.engine.claims import every_tensor, truncated_sampling
-from slime_like.verification.engine.driven import DrivenEngine, started
-from slime_like.verification.engine.reference import Reference
-from slime_like.verification.engine.subject import Refuted, Subject
+from slime_like.verification.engine.subject import DrivenEngine, Reference, Refuted, Subject, started
 from slime_like.verification.engine.verify import _others as others
 from slime_like.verification.engine.verify import _prompts as prompts
 from slime_like.verification.engine.verify import verify_engine

@@ -13,10 +13,9 @@ from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_l
 from slime_like.errors import ConfigError
 from slime_like.interfaces import Generation, GenerationRequest, RankPlacement
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.engine.driven import DrivenEngine, started
-from slime_like.verification.gap.batch import SavedBatch
+from slime_like.verification.engine.subject import DrivenEngine, started
 from slime_like.verification.gap.explain import Explanation, Finding
-from slime_like.verification.gap.sides import Sides
+from slime_like.verification.gap.sides import SavedBatch, Sides
 from tests.conftest import Tiny
 from tests.parallel.ranks import held_ports, run_ranks
 from tests.support.acceptance import some_in_acceptance

@@ -28,8 +28,7 @@ from slime_like.interfaces import (
 )
 from slime_like.orchestration.rollout.requests import build_requests, to_group, training_sampling
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.engine.driven import DrivenEngine, started
-from slime_like.verification.engine.reference import Reference
+from slime_like.verification.engine.subject import DrivenEngine, Reference, started
 from slime_like.weights.quantization import quantized
 from tests.conftest import Tiny
 

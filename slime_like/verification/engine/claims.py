@@ -15,8 +15,7 @@ from torch import Tensor
 
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Manifest
-from slime_like.verification.engine.interruptions import interrupted, updated_amid
-from slime_like.verification.engine.routing import routes, routes_amid_update
+from slime_like.verification.engine.interruptions import interrupted, routes, routes_amid_update, updated_amid
 from slime_like.verification.engine.subject import COLD, TOKENS, Refuted, Subject
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}

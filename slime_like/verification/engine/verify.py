@@ -14,9 +14,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine.claims import CLAIMS, Claim
-from slime_like.verification.engine.driven import DrivenEngine, started
-from slime_like.verification.engine.reference import Reference
-from slime_like.verification.engine.subject import Refuted, Subject
+from slime_like.verification.engine.subject import DrivenEngine, Reference, Refuted, Subject, started
 
 _PROMPTS = 8
 LONGEST_PROMPT, LONGEST_RESPONSE = 64, 256

@@ -16,8 +16,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.rollout.sync_probe import ROUTED_BOUND, ProbeGap
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.gap.batch import SavedBatch
-from slime_like.verification.gap.sides import Sides
+from slime_like.verification.gap.sides import SavedBatch, Sides
 from slime_like.verification.layouts import ONE_RANK, parse_layout
 
 _LEAST_FALL, _LEAST_FALL_OF_GUESS = 0.05, 0.5

@@ -19,8 +19,16 @@ from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
 from slime_like.config.sections import DistillationConfig
 from slime_like.orchestration.rollout.advantages import configured_estimator
 from slime_like.plugins.resolve import resolve
-from slime_like.verification.objective.expectation import Enumeration, Policies, true_gradients
-from slime_like.verification.objective.trees import ACTIONS, Tree, one_token, one_turn, two_turns
+from slime_like.verification.objective.expectation import (
+    ACTIONS,
+    Enumeration,
+    Policies,
+    Tree,
+    one_token,
+    one_turn,
+    true_gradients,
+    two_turns,
+)
 
 UNBIASED = 1e-9
 """Largest relative deviation that is rounding."""

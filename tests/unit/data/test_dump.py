@@ -12,7 +12,7 @@ from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.run.sources import DumpedSource
-from slime_like.verification.batch import synthetic_batch
+from slime_like.verification.comparison import synthetic_batch
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
 

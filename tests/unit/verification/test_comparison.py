@@ -12,7 +12,6 @@ from torch import Tensor
 from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import ScoredTrajectory
-from slime_like.verification.batch import require_fit, synthetic_batch, with_frozen_logprobs
 from slime_like.verification.comparison import (
     Measurement,
     Parity,
@@ -21,8 +20,11 @@ from slime_like.verification.comparison import (
     compare_measurements,
     compare_tensor,
     misplaced_tensor,
+    require_fit,
+    synthetic_batch,
+    with_frozen_logprobs,
 )
-from slime_like.verification.tolerances import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
+from slime_like.verification.layouts import ROUTED_BFLOAT16, TOLERANCES, tolerances_of
 from slime_like.verification.verify import Row, TensorStore, print_table
 from tests.conftest import Tiny
 from tests.support.rejections import Rejects
