@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
+from slime_like.algorithms.segments import require_alike, require_bool_mask, require_lengths
 
 
 def gae(

@@ -6,9 +6,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.softmax import RowGradients, RowValues, compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.supports import forbid_outside
-from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_known_targets
+from slime_like.algorithms.segments import expanded_temperatures, require_alike, require_known_targets
+from slime_like.algorithms.softmax import (
+    RowGradients,
+    RowValues,
+    compute_dtype,
+    forbid_outside,
+    logit_gradient,
+    row_sums,
+)
 from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 
 _HAS_TRITON = find_spec("triton") is not None

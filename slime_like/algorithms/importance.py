@@ -16,8 +16,14 @@ from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.promise import Promise
-from slime_like.algorithms.segments import masked_segment_mean, masked_segment_sum, spread_over_tokens
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask, require_per_token
+from slime_like.algorithms.segments import (
+    masked_segment_mean,
+    masked_segment_sum,
+    require_alike,
+    require_bool_mask,
+    require_per_token,
+    spread_over_tokens,
+)
 from slime_like.plugins.resolve import resolve, resolve_callable
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
+from slime_like.algorithms.segments import expanded_temperatures, require_alike, require_known_targets
 from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike, require_known_targets
 from slime_like.algorithms.vocabulary_shard import Sums, VocabularyShard
 from slime_like.trajectory import PackedTrajectory
 

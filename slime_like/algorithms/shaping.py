@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.losses.kl import KLEstimator, kl_estimate
-from slime_like.algorithms.segments import require_lengths, segment_sum
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
+from slime_like.algorithms.segments import require_alike, require_bool_mask, require_lengths, segment_sum
 
 
 def overlong_penalty(response_lens: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:

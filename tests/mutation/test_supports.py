@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backends.common.step.packs import ResponseRows
 from slime_like.algorithms import head
-from slime_like.algorithms.supports import forbid_outside
+from slime_like.algorithms.softmax import forbid_outside
 from tests.mutation.planted import Bug, Patch, no_bug, run_planted
 from tests.parallel.parity import Case, Settings, check_scores, task_of
 from tests.parallel.steps import train_rank

@@ -16,9 +16,8 @@ from torch import Tensor
 from backends.common.process.agreement import rank_error
 from slime_like.algorithms.context import ContextShard
 from slime_like.algorithms.packing.pack import move_together, response_tokens
-from slime_like.algorithms.segments import require_lengths
-from slime_like.algorithms.supports import are_in, padded
-from slime_like.algorithms.tensor_checks import require_temperatures
+from slime_like.algorithms.segments import require_lengths, require_temperatures
+from slime_like.algorithms.softmax import are_in, padded
 from slime_like.trajectory import PackedTrajectory
 
 _Value = TypeVar("_Value")

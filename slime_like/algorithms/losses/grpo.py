@@ -17,8 +17,7 @@ from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.policy import LossInputs, required
 from slime_like.algorithms.losses.sums import LossOutput
 from slime_like.algorithms.reduction import step_denominator, token_weights
-from slime_like.algorithms.segments import require_lengths, spread_over_tokens
-from slime_like.algorithms.tensor_checks import expanded_temperatures, require_alike
+from slime_like.algorithms.segments import expanded_temperatures, require_alike, require_lengths, spread_over_tokens
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't

@@ -17,8 +17,13 @@ from torch import Tensor
 
 from slime_like.algorithms.bounds import LOG_RATIO_BOUND, log_ratio
 from slime_like.algorithms.promise import Promise
-from slime_like.algorithms.segments import masked_segment_max, masked_segment_mean, masked_segment_sum
-from slime_like.algorithms.tensor_checks import require_alike, require_per_token
+from slime_like.algorithms.segments import (
+    masked_segment_max,
+    masked_segment_mean,
+    masked_segment_sum,
+    require_alike,
+    require_per_token,
+)
 from slime_like.plugins.resolve import resolve_callable
 
 if TYPE_CHECKING:

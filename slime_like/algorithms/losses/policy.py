@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime_like.algorithms.bounds import bounded_exp, bounded_logprobs, log_ratio
 from slime_like.algorithms.promise import Promise
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
+from slime_like.algorithms.segments import require_alike, require_bool_mask
 
 _LOGPROBS = ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
 _PER_TOKEN = (*_LOGPROBS, "entropy", "advantages", "divergence")

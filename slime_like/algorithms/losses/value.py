@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.losses.sums import ValueSums
-from slime_like.algorithms.tensor_checks import require_alike, require_bool_mask
+from slime_like.algorithms.segments import require_alike, require_bool_mask
 
 
 def value_loss(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms.packing.pack import pack_sequences, unpack_sequences, zero_weight_pack
-from slime_like.algorithms.supports import are_in, padded
+from slime_like.algorithms.softmax import are_in, padded
 from slime_like.interfaces import Supports
 from slime_like.trajectory import ScoredTrajectory
 from tests.support.properties import examples
