@@ -2,7 +2,7 @@
 
 from slime_like.algorithms.advantages import AdvantageEstimator, Groups, compute_advantages, estimator, find_estimator
 from slime_like.algorithms.context import ContextShard, padded_length, split_for_context_parallel
-from slime_like.algorithms.gae import gae
+from slime_like.algorithms.critic import gae, value_loss
 from slime_like.algorithms.head import fused_logprobs
 from slime_like.algorithms.importance import importance_weights, off_policy_sequence_mask
 from slime_like.algorithms.logprobs import compute_response_logprobs, logprobs_and_entropy, selective_log_softmax
@@ -11,7 +11,6 @@ from slime_like.algorithms.losses.kl import kl_estimate
 from slime_like.algorithms.losses.loss import Loss, build_loss
 from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums
-from slime_like.algorithms.losses.value import value_loss
 from slime_like.algorithms.packing.pack import (
     pack_sequences,
     real_tokens,

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from slime_like.algorithms.advantages import Groups, estimator
-from slime_like.algorithms.gae import gae as packed_gae
+from slime_like.algorithms.critic import gae as packed_gae
 from slime_like.algorithms.promise import CENTRED, CENTRED_PAIRS, NORMALIZED_PAIRS, Promise
 
 

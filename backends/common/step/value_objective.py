@@ -4,7 +4,7 @@ from torch import Tensor
 
 from backends.common.process.agreement import rank_error
 from backends.common.step.sums import StepSums
-from slime_like.algorithms.losses.value import value_loss
+from slime_like.algorithms.critic import value_loss
 from slime_like.config import AlgorithmConfig
 from slime_like.config.sections import CriticConfig
 from slime_like.trajectory import PackedTrajectory
