@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.bounds import bounded_exp, log_ratio
 from slime_like.algorithms.promise import Promise
 from slime_like.algorithms.segments import (
     masked_segment_mean,
@@ -28,6 +27,33 @@ from slime_like.plugins.resolve import resolve, resolve_callable
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import ImportanceConfig  # needs pydantic, which this layer doesn't
+
+
+# These bounds keep every difference, product and exponential of logprobs and log ratios within float32.
+#
+# Values inside the bounds don't change. A value outside becomes the bound, with gradient 0. So a token that a masked
+# vocabulary forbids (logprob -inf) has finite ratios and trains nothing. NaN stays NaN, because it shows a fault.
+#
+# The bound of log ratios is verl's (``verl/trainer/ppo/core_algos.py`` and ``rollout_corr_helper.py``). exp(20) is
+# 4.9e8, far beyond every clip, and its product with any advantage, and sums of such products, fit into float32.
+LOG_RATIO_BOUND = 20.0
+LOGPROB_BOUND = 10_000.0
+
+
+def bounded_logprobs(logprobs: Tensor) -> Tensor:
+    """Clamp logprobs, infinite ones too, to +-``LOGPROB_BOUND``."""
+    return logprobs.clamp(-LOGPROB_BOUND, LOGPROB_BOUND)
+
+
+def log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return ``log(pi / pi_other)`` of bounded logprobs: always finite, and 0 if both forbid the token."""
+    return bounded_logprobs(logprobs) - bounded_logprobs(other_logprobs)
+
+
+def bounded_exp(log_ratios: Tensor) -> Tensor:
+    """Return the exponential of log ratios clamped to +-``LOG_RATIO_BOUND``."""
+    return log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
 
 Correction = Callable[[Tensor, float, float], tuple[Tensor, Tensor]]
 """Function from (R,) ratios, ``low`` and ``high`` to (R,) weights, and (R,) bool, True if a weight isn't the ratio."""
@@ -46,7 +72,7 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """Compute the factors with which samples of the engine's policy count as samples of the trainer's.
 
-    Ratios are between exp(-20) and exp(20) (``bounds.py``).
+    Ratios are between exp(-20) and exp(20).
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Liu et al.
     2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (MIS, levels).

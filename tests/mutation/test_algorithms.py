@@ -111,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a ratio overflows",
-        "bounds.py",
+        "importance.py",
         "log_ratios.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()",
         "log_ratios.exp()",
         "test_bounds.py::test_flat_groups_and_far_policies",

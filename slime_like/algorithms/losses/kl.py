@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.bounds import LOG_RATIO_BOUND, log_ratio
+from slime_like.algorithms.importance import LOG_RATIO_BOUND, log_ratio
 from slime_like.algorithms.promise import Promise
 from slime_like.algorithms.segments import (
     masked_segment_max,
@@ -49,7 +49,7 @@ def k2(difference: Tensor) -> Tensor:
 def k3(difference: Tensor) -> Tensor:
     """``exp(-d) - 1 + d``: unbiased, never negative (Schulman 2020, k3; GRPO, arXiv:2402.03300, eq. 4).
 
-    Constant, without gradient, below d = -20 (``bounds.py``).
+    Constant, without gradient, below d = -20 (``importance.py``).
     """
     # expm1 keeps the precision that exp(-d) - 1 loses where policy and reference nearly agree.
     bounded = difference.clamp_min(-LOG_RATIO_BOUND)

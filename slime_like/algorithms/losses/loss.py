@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.bounds import LOG_RATIO_BOUND, LOGPROB_BOUND, bounded_exp, log_ratio
-from slime_like.algorithms.importance import Correction, configured_weights, find_correction, off_policy_sequence_mask
+from slime_like.algorithms.importance import (
+    LOG_RATIO_BOUND,
+    LOGPROB_BOUND,
+    Correction,
+    bounded_exp,
+    configured_weights,
+    find_correction,
+    log_ratio,
+    off_policy_sequence_mask,
+)
 from slime_like.algorithms.losses.kl import KLEstimator, find_kl_estimator, kept_sequences, kl_estimate
 from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms, required, token_ratio
 from slime_like.algorithms.losses.sums import LossOutput, LossSums

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.bounds import bounded_exp, bounded_logprobs, log_ratio
+from slime_like.algorithms.importance import bounded_exp, bounded_logprobs, log_ratio
 from slime_like.algorithms.promise import Promise
 from slime_like.algorithms.segments import require_alike, require_bool_mask
 
@@ -56,7 +56,7 @@ class LossInputs:
     def cleaned(self) -> Self:
         """Return the inputs with 0 on tokens that carry no loss, so values there (inf and nan too) have no effect.
 
-        Logprobs are bounded (``bounds.py``), so everything computed from them is finite, even from the -inf of a
+        Logprobs are bounded (``importance.py``), so everything computed from them is finite, even from the -inf of a
         masked vocabulary. All tensors become at least as precise as ``logprobs``: the difference of two float32
         policies would be rounded before it meets a float64 logprob.
         """
@@ -122,7 +122,7 @@ def required(inputs: LossInputs, name: str) -> Tensor:
 
 
 def token_ratio(inputs: LossInputs) -> Tensor:
-    """Return (R,) pi_current / pi_old, with graph, between exp(-20) and exp(20) (``bounds.py``)."""
+    """Return (R,) pi_current / pi_old, with graph, between exp(-20) and exp(20) (``importance.py``)."""
     return bounded_exp(log_ratio(inputs.logprobs, required(inputs, "old_logprobs")))
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.bounds import bounded_exp, log_ratio
+from slime_like.algorithms.importance import bounded_exp, log_ratio
 from slime_like.algorithms.losses.policy import (
     LossInputs,
     PolicyTerms,
