@@ -10,7 +10,7 @@ import torch
 
 from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
 from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
-from slime_like.checks.environment import expandable_segments
+from slime_like.checks.packages import expandable_segments
 from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces.engine import WHOLE, EnginePart

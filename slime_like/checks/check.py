@@ -5,22 +5,7 @@ Sections reject combinations of fields themselves (``Section.conflicts``). Needs
 
 from collections.abc import Iterator, Sequence
 
-from slime_like.checks import (
-    agent,
-    demonstrations,
-    devices,
-    directories,
-    earlier_run,
-    engine_arguments,
-    environment,
-    families,
-    layout,
-    lengths,
-    model_directories,
-    names,
-    packages,
-    rows,
-)
+from slime_like.checks import engine_arguments, layout, model_directories, names, packages, rows, run_files, sizes
 from slime_like.checks.definition import Check, Needs, training_needs
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.config.base import CONFLICT, known
@@ -28,6 +13,12 @@ from slime_like.config.run import RunConfig
 from slime_like.config.sections import EvaluationConfig, ModelConfig
 from slime_like.errors import ConfigError, Problem, field_of
 from slime_like.models.dimensions import ModelDimensions
+
+_READ = {"prompts_per_step", "max_new_tokens", "num_engines", "stop_token_ids", "ignore_eos"}
+"""Settings of ``rollout`` for its batches, for ``slime-like plan``, for ``auto``, and for ends of assistant turns."""
+_ONLY_TRAINING = {"samples_per_prompt", "temperature", "top_p", "top_k", "min_p", "max_staleness", "stream"}
+_ONLY_TRAINING |= {"oversample", "drop_zero_spread", "max_drops_per_step"}
+"""Settings of ``rollout`` that ``slime-like eval`` does not read, either."""
 
 
 def _nothing_to_evaluate(evaluation: EvaluationConfig, model: ModelConfig) -> Iterator[str]:
@@ -42,31 +33,41 @@ def _nothing_to_evaluate(evaluation: EvaluationConfig, model: ModelConfig) -> It
         )
 
 
+def _unread_problems(config: RunConfig) -> Iterator[str]:
+    """Name settings of engines and rewards. With held-out files, ``slime-like eval`` may read them."""
+    sections = {"rollout": config.rollout, "reward": config.reward, "sync": config.sync}
+    for section, values in sections.items() if config.supervised else ():
+        for name in values.all_changed:
+            may_be_evaluated = config.evaluation.files and section != "sync" and name not in _ONLY_TRAINING
+            if name not in _READ and not may_be_evaluated:
+                yield f"{section}.{name} is set, but algorithm.loss=sft has neither engines nor rewards; remove it"
+
+
 CHECKS: Sequence[Check] = (
     Check("evaluation", {"evaluation"}, lambda run: _nothing_to_evaluate(run.evaluation, run.model)),
     # this machine
     Check("model.path", {"files"}, lambda run: find_dimensions(run.model.path, "model.path")[1]),
     Check("reference.model", {"files", "model", "training"}, sized=model_directories.frozen_problems),
-    Check("run_dir", {"files", "run"}, lambda run: directories.run_directory_problems(run.run_dir)),
+    Check("run_dir", {"files", "run"}, lambda run: run_files.run_directory_problems(run.run_dir)),
     Check(
         "debug.save-rollouts",
         {"files", "training"},
-        lambda run: directories.writable_problems("debug.save_rollouts", run.debug.save_rollouts),
+        lambda run: run_files.writable_problems("debug.save_rollouts", run.debug.save_rollouts),
     ),
     Check("data.train", {"files", "training"}, lambda run: rows.training_file_problems(run.data, run.debug)),
     Check(
         "evaluation.files", {"files", "data"}, lambda run: rows.file_problems("evaluation.files", run.evaluation.files)
     ),
     Check("logging.packages", {"files", "training"}, lambda run: packages.logging_problems(run.logging)),
-    Check("debug.load-rollouts", {"files", "training"}, earlier_run.kept_rollout_problems),
-    Check("model.weights", {"files", "trainer"}, lambda run: earlier_run.start_weight_problems(run.model, run.trainer)),
+    Check("debug.load-rollouts", {"files", "training"}, run_files.kept_rollout_problems),
+    Check("model.weights", {"files", "trainer"}, lambda run: run_files.start_weight_problems(run.model, run.trainer)),
     Check("model.lora", {"files", "model"}, lambda run: model_directories.lora_problems(run.model)),
-    Check("model.converted", {"files"}, lambda run: earlier_run.converted_problems(run.model)),
+    Check("model.converted", {"files"}, lambda run: run_files.converted_problems(run.model)),
     Check("rollout.engine-installed", {"files", "engine"}, lambda run: names.engine_installation_problems(run.rollout)),
     Check("custom.code", {"files", "engine"}, lambda run: names.custom_code_problems(run.reward, run.rollout)),
     Check("trainer.attention", {"files", "trainer"}, lambda run: packages.attention_problems(run.trainer, run.model)),
-    Check("cluster.visible-devices", {"files", "run"}, lambda _: environment.device_problems()),
-    Check("sync.directory", {"files", "training", "engine"}, lambda run: directories.sync_directory_problems(run.sync)),
+    Check("cluster.visible-devices", {"files", "run"}, lambda _: packages.device_problems()),
+    Check("sync.directory", {"files", "training", "engine"}, lambda run: run_files.sync_directory_problems(run.sync)),
     Check(
         "model.weight-files",
         {"files", "model", "weights"},
@@ -80,13 +81,13 @@ CHECKS: Sequence[Check] = (
     # names, and sizes that may be `auto`
     Check("trainer.backend", {"trainer"}, lambda run: names.backend_name_problems(run.trainer.backend)),
     Check("algorithm", {"training"}, lambda run: names.algorithm_name_problems(run.algorithm)),
-    Check("algorithm.demonstrations", {"training"}, demonstrations.unread_problems),
+    Check("algorithm.demonstrations", {"training"}, _unread_problems),
     Check("algorithm.advantage", {"training", "engine"}, lambda run: names.advantage_name_problems(run.algorithm)),
     Check("rollout.engine", {"engine"}, lambda run: names.engine_name_problems(run.rollout)),
     Check(
         "algorithm.minibatches",
         {"training"},
-        lambda run: devices.minibatch_problems(run.rollout, run.algorithm, run.trainer.parallel.data),
+        lambda run: sizes.minibatch_problems(run.rollout, run.algorithm, run.trainer.parallel.data),
     ),
     Check("rollout.engine-args", {"engine"}, lambda run: engine_arguments.engine_problems(run.rollout)),
     Check(
@@ -94,25 +95,25 @@ CHECKS: Sequence[Check] = (
         {"model", "engine"},
         sized=lambda run, size: engine_arguments.adapter_problems(run.model, run.rollout.engine, size),
     ),
-    Check("cluster.gpus-idle", {"training"}, devices.idle_gpu_problems),
+    Check("cluster.gpus-idle", {"training"}, sizes.idle_gpu_problems),
     Check(
         "cluster.placement",
         {"training", "engine"},
-        lambda run: devices.colocation_problems(run.rollout, run.cluster, run.trainer.parallel.world_size),
+        lambda run: sizes.colocation_problems(run.rollout, run.cluster, run.trainer.parallel.world_size),
     ),
     Check(
         "rollout.nodes",
         {"engine"},
-        lambda run: devices.engine_node_problems(
+        lambda run: sizes.engine_node_problems(
             run.rollout, run.cluster.gpus_per_node, run.model.lora.sends_factors, run.algorithm.routing_replay
         ),
     ),
     Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),
     Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
-    Check("rollout.agent", {"engine"}, lambda run: agent.agent_problems(run.rollout.agent, run.reward, run.cluster)),
+    Check("rollout.agent", {"engine"}, lambda run: names.agent_problems(run.rollout.agent, run.reward, run.cluster)),
     # the model's sizes
     Check("model.adapter", {"files", "model"}, sized=lambda run, _: model_directories.factor_problems(run.model)),
-    Check("model.family", {"model", "trainer"}, sized=families.family_problems),
+    Check("model.family", {"model", "trainer"}, sized=layout.family_problems),
     Check(
         "trainer.layout",
         {"model", "trainer"},
@@ -122,10 +123,10 @@ CHECKS: Sequence[Check] = (
         "rollout.tensor", {"model", "engine"}, sized=lambda run, size: layout.engine_rank_problems(run.rollout, size)
     ),
     Check(
-        "rollout.stop-tokens", {"model", "data"}, sized=lambda run, size: lengths.stop_token_problems(run.rollout, size)
+        "rollout.stop-tokens", {"model", "data"}, sized=lambda run, size: sizes.stop_token_problems(run.rollout, size)
     ),
-    Check("rollout.length", {"model", "engine"}, sized=lengths.length_problems),
-    Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
+    Check("rollout.length", {"model", "engine"}, sized=sizes.length_problems),
+    Check("trainer.token-budget", {"training", "engine"}, sizes.budget_problems),
     # slow checks
     Check("algorithm.options", {"training", "code"}, lambda run: names.option_problems(run.algorithm)),
     Check(
@@ -141,7 +142,7 @@ CHECKS: Sequence[Check] = (
     Check(
         "rollout.agent-custom",
         {"engine", "code"},
-        lambda run: agent.custom_agent_problems(run.rollout.agent, run.cluster),
+        lambda run: names.custom_agent_problems(run.rollout.agent, run.cluster),
     ),
 )
 

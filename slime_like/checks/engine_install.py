@@ -1,4 +1,7 @@
-"""Versions of the engines' packages, in this environment or that of ``rollout.python``. Nothing is imported."""
+"""Versions of the engines' packages, in this environment or that of ``rollout.python``, and the transport they allow.
+
+The packages are looked up, not imported.
+"""
 
 import subprocess
 import sys
@@ -8,6 +11,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+from slime_like.config import RunConfig
 from slime_like.weights.transports.names import Libraries
 
 _TESTED: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -66,3 +70,11 @@ def _versions(python: Path | None, names: tuple[str, ...]) -> Mapping[str, str]:
     places = sys.path if python is None else [str(place) for place in beside]
     found = {name: next(iter(distributions(name=name, path=places)), None) for name in names}
     return {name: one.version for name, one in found.items() if one is not None}
+
+
+def chosen_transport(config: RunConfig, on_cuda: bool, num_hosts: int) -> str:
+    """Return ``transport_of`` with the libraries of this environment and of ``rollout.python``. Raises like it."""
+    from slime_like.weights.transports.registry import transport_of  # it imports torch
+
+    engines = engine_libraries(config.rollout.python)
+    return transport_of(config.sync, config.cluster, on_cuda, num_hosts, engine_libraries(None), engines)

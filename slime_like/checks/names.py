@@ -1,6 +1,9 @@
-"""Checks of names that are looked up when the run starts: built-in parts, and custom code with its options."""
+"""Checks of names that are looked up when the run starts: built-in parts, agents, and custom code with its options."""
 
 import inspect
+import os
+import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -10,8 +13,16 @@ from slime_like.checks.rows import first_row
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.part import Part
 from slime_like.config.reading.parts import documented
-from slime_like.config.rollout import AGENT, ENVIRONMENT, EnvironmentConfig, RewardConfig, RolloutConfig
-from slime_like.config.sections import DataConfig, EvaluationConfig
+from slime_like.config.rollout import (
+    AGENT,
+    ENVIRONMENT,
+    NODE,
+    AgentConfig,
+    EnvironmentConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from slime_like.config.sections import ClusterConfig, DataConfig, EvaluationConfig
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from slime_like.plugins.resolve import (
     BACKEND_GROUP,
@@ -21,13 +32,17 @@ from slime_like.plugins.resolve import (
     installed_names,
     resolve_callable,
 )
+from slime_like.sandbox.agent_worker import PLACES
 from slime_like.sandbox.environment_worker import REGISTERED as ENVIRONMENTS
 from slime_like.sandbox.environment_worker import build_environment
 from slime_like.sandbox.observations import PLACE
 from slime_like.sandbox.rewards.pool import RewardItem, start_problems
 from slime_like.sandbox.rewards.registry import OF_ROWS, REGISTERED, SERVICES, resolve_reward, try_options
-from slime_like.sandbox.single_items import environment_start_problems
-from slime_like.system.network import shown_url
+from slime_like.sandbox.single_items import AgentPool, environment_start_problems
+from slime_like.system.network import interface_of, is_loopback, shown_url
+
+_PREFIX = "rollout.agent"
+_PLACE = re.compile(r"\{([a-z_]+)\}")
 
 
 def backend_name_problems(backend: str) -> Iterator[str]:
@@ -189,3 +204,31 @@ def _unknown(field: str, name: str, known: Sequence[str], otherwise: str = "") -
     if name not in known:
         use = f"{', '.join(known) or '(none is installed)'}{otherwise}"
         yield f"{field}={name} is unknown; use one of: {use}"
+
+
+def agent_problems(agent: AgentConfig, reward: RewardConfig, cluster: ClusterConfig) -> Iterator[str]:
+    """Check what judges the agent, the placeholders in its command, and that each node can have its address."""
+    judge = reward.functions[0].name
+    if agent.is_set and "functions" not in reward.model_fields_set:
+        yield f"reward.functions is not set, so {judge} would judge, not the agent; set it, e.g. to [{{name: agent}}]"
+    for place in sorted({found for part in agent.command for found in _PLACE.findall(part)} - {*PLACES}):
+        yield f"{_PREFIX}.command: {{{place}}} is unknown; use {', '.join(f'{{{name}}}' for name in PLACES)}"
+    host, nodes = f"{_PREFIX}.host={agent.host}", cluster.nodes or 1
+    if agent.host == NODE and nodes == 1 and cluster.address is None:
+        yield f"{host}: a cluster of one node is on loopback; use an address of this host"
+    if agent.host != NODE and nodes > 1 and not is_loopback(agent.host):
+        yield f"{host} is the address of one node, but cluster.nodes={nodes}; use {NODE}"
+
+
+def custom_agent_problems(agent: AgentConfig, cluster: ClusterConfig) -> list[str]:
+    """Check that this host has the endpoint's address and a command's program. Have a worker import a function."""
+    if agent.host != NODE and (cluster.nodes or 1) == 1 and interface_of(agent.host) is None:
+        return [f"{_PREFIX}.host={agent.host} is not an address of this machine; use one of its addresses"]
+    if agent.command and shutil.which(agent.command[0]) is None:
+        remedy = "give the command as a list, [python, agent.py]" if " " in agent.command[0] else "correct its path"
+        return [f"{_PREFIX}.command: {agent.command[0]} is not a program on this machine; {remedy}"]
+    if unset := [name for name in agent.environment if name not in os.environ]:
+        return [f"{_PREFIX}.environment={','.join(unset)} is not set on this machine; export it, or remove the name"]
+    if agent.name is None or agent.command or import_path_problem(agent.name):
+        return []
+    return AgentPool(agent.model_copy(update={"workers": 1})).start_problems()

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from slime_like.checks.directories import directory_problem
+from slime_like.checks.run_files import directory_problem
 from slime_like.config.base import require_path
 from slime_like.config.reading.load import is_assignment, load_config
 from slime_like.errors import ConfigError

@@ -17,7 +17,7 @@ _NUMBER = r"[{name: reasoning_gym, options: {pattern: '-?\d+'}}]"
 
 def _make_tiny_model(arguments: argparse.Namespace, _: list[str]) -> int:
     out, seed = arguments.out, arguments.seed
-    from slime_like.checks.directories import directory_problem
+    from slime_like.checks.run_files import directory_problem
 
     if problem := directory_problem(out):
         raise ConfigError(f"OUT={out} {problem}", code="output-unusable")

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from slime_like.checks.directories import directory_problem
+from slime_like.checks.run_files import directory_problem
 from slime_like.commands.command import Command, at_least_one, given_path, option, temporary_run_dir
 from slime_like.config import DataConfig, RolloutConfig
 from slime_like.config.reading.load import load_config

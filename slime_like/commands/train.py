@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from slime_like.checks.definition import EVALUATION, RANKS, loading_needs
-from slime_like.checks.earlier_run import checkpoint_problem
+from slime_like.checks.run_files import checkpoint_problem
 from slime_like.commands.command import (
     Command,
     find_weights,

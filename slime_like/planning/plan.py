@@ -8,10 +8,10 @@ from typing import Any
 
 from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
+from slime_like.checks.engine_install import chosen_transport
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import frozen_problems
 from slime_like.checks.packages import rejected_on_cuda
-from slime_like.checks.transport import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.config.filling import gpus_needed
 from slime_like.config.roles import CRITIC, POLICY

@@ -8,8 +8,8 @@ from typing import Any
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
+from slime_like.checks.engine_install import chosen_transport
 from slime_like.checks.layout import divisors, layers_per_stage, layout_problems
-from slime_like.checks.transport import chosen_transport
 from slime_like.config import ClusterConfig, ParallelConfig, RunConfig, TrainerConfig
 from slime_like.config.filling import GpusNeeded, gpus_needed
 from slime_like.config.trainer import FSDP

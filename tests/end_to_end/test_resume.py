@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from slime_like.checks.earlier_run import FINGERPRINT
+from slime_like.checks.run_files import FINGERPRINT
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.models.weight_files import fingerprint
 from slime_like.orchestration.trainer.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-from slime_like.checks.environment import visible_device_problem
+from slime_like.checks.packages import visible_device_problem
 from slime_like.errors import SlimeLikeError
 from slime_like.system.disk import open_log
 from slime_like.system.network import interface_of

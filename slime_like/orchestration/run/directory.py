@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 
-from slime_like.checks.earlier_run import FINGERPRINT, checkpoint_problem
+from slime_like.checks.run_files import FINGERPRINT, checkpoint_problem
 from slime_like.config import RunConfig
 from slime_like.config.lora import ADAPTER_CONFIG
 from slime_like.config.reading.fields import all_fields, value_text

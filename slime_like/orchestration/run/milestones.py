@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_like.checks.earlier_run import BACKEND, FINGERPRINT
+from slime_like.checks.run_files import BACKEND, FINGERPRINT
 from slime_like.interfaces import TrainerBackend
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, plot_reward_curve, read_metrics, series

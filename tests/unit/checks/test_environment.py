@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.checks import environment, packages
+from slime_like.checks import packages
 from slime_like.checks.check import check
 from slime_like.checks.definition import RANKS
 from slime_like.checks.packages import logging_problems, missing_compiler
@@ -22,7 +22,7 @@ def test_devices_that_ray_shows_to_all(
 ) -> None:
     """The variable has no effect on a machine without GPUs."""
     monkeypatch.setenv(SHOWS_ALL, value)
-    monkeypatch.setattr(environment, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(packages, "local_gpus", lambda: gpus)
     config = RunConfig(run_dir=tmp_path / "run", model={"path": tmp_path})
     found = [problem for problem in check(config, RANKS) if problem.code == "cluster.visible-devices"]
     assert bool(found) is rejected
@@ -40,7 +40,7 @@ def test_devices_that_ray_shows_to_all(
     ],
 )
 def test_expandable_segments_of_the_user(variables: dict[str, str], expected: str | None) -> None:
-    found = environment.expandable_segments(variables)
+    found = packages.expandable_segments(variables)
     assert (found is None) == (expected is None) and (found or "").startswith(expected or "")
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
-from slime_like.checks.earlier_run import checkpoint_problem
+from slime_like.checks.run_files import checkpoint_problem
 from slime_like.commands.command import find_weights
 from slime_like.commands.convert import size_in_bytes
 from slime_like.commands.main import main
