@@ -11,7 +11,7 @@ from typing import Any
 from slime_like.checks.engine_install import interpreter_problem, is_installed
 from slime_like.checks.rows import first_row
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.part import Part
+from slime_like.config.base import Part
 from slime_like.config.reading.parts import documented
 from slime_like.config.rollout import (
     AGENT,

@@ -5,8 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from slime_like.config.base import Section, absolute_code
-from slime_like.config.part import Part
+from slime_like.config.base import Part, Section, absolute_code
 from slime_like.plugins.objective import ALIASES, GROUP_ADVANTAGES, SEQUENCE_LOSSES, STEP_LOSSES
 
 _OF_SAMPLES = ("advantage", "whiten", "importance", "rejection", "off_policy_mask", "overlong", "old_logprobs")

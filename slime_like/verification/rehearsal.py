@@ -18,7 +18,7 @@ import transformers
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.config import ModelConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
-from slime_like.config.part import Part
+from slime_like.config.base import Part
 from slime_like.config.reading.load import save_config
 from slime_like.config.sections import CriticConfig, FrozenModelConfig
 from slime_like.data.ledger import audit_run

@@ -12,7 +12,7 @@ from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, build_policy, check_terms
 from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms
 from slime_like.config import AlgorithmConfig
-from slime_like.config.part import Part
+from slime_like.config.base import Part
 from slime_like.config.sections import DistillationConfig
 from slime_like.errors import TrainerError
 from slime_like.plugins.traceback import naming

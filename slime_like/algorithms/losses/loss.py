@@ -28,7 +28,7 @@ from slime_like.plugins.resolve import require_options, resolve_callable
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
-    from slime_like.config.part import Part
+    from slime_like.config.base import Part
 
 
 def build_loss(config: AlgorithmConfig, distillation: float = 0.0) -> Loss:

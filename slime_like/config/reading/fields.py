@@ -14,9 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from slime_like.config.base import split_optional
+from slime_like.config.base import Part, split_optional
 from slime_like.config.filling import AUTO, FILLING
-from slime_like.config.part import Part
 from slime_like.config.run import RunConfig
 
 Kind = Literal["text", "many", "entries", "part", "sections"]

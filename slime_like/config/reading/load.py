@@ -1,8 +1,10 @@
 """Read a validated configuration from a YAML file and flags, and write one.
 
 OmegaConf merges the file with the flags and resolves ``${other.field}``; pydantic validates the result.
+Ids of the Hugging Face hub are replaced with local directories.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,10 +18,14 @@ from pydantic import ValidationError
 from slime_like.config.base import CONFLICT, known
 from slime_like.config.filling import AUTO, FILLING, fill
 from slime_like.config.reading.fields import all_fields, value_text
-from slime_like.config.reading.hub import with_snapshots
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
+
+_MODELS = r"(model(\.lora)?|reference|distillation|critic)\.path|distillation\.teachers\..+"
+_FIELD = re.compile(_MODELS + r"|data\.train|data\.mixture\.files|evaluation\.files")
+_ID = re.compile(r"((\w[\w.-]*)/\w[\w.-]*?(?<!\.jsonl)(?<!\.parquet)(?<!\.arrow))(?:@([\w.-]+))?(?:/(.+))?")
+_SNAPSHOT = re.compile(r"(model|dataset)s--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
 
 _ASSIGNMENT = re.compile(r"([a-z_]+)(\.[\w.\[\]-]+)?=")
 _DEEPEST = 100
@@ -60,7 +66,7 @@ def load_config(
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
     try:
-        data = with_snapshots(data)
+        data = _with_snapshots(data)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -245,3 +251,45 @@ def _reason(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = "" if mark is None else f"line {mark.line + 1}: "
     return where + (getattr(error, "problem", None) or str(error).splitlines()[0])
+
+
+def _with_snapshots(data: dict[str, Any]) -> Any:
+    """Download what ``owner/name[@revision]`` names, and replace it with its snapshot's path, which has the commit.
+
+    Data may name files: ``owner/name/main/train-*.parquet``. A run that resumes keeps the commits of its start. Without
+    a connection or an earlier download, the id stays, and checks reject it.
+
+    Raises:
+        ConfigError: the hub does not provide it.
+    """
+    saved = Path(os.path.expanduser(str(data.get("run_dir"))), "config.yaml")  # noqa: PTH111 (it never raises)
+    is_resumed = data.get("resume") != "never" and os.path.lexists(saved)
+    text = saved.read_text(encoding="utf-8", errors="replace") if is_resumed else ""
+    pins = {(kind, f"{owner}/{name}"): commit for kind, owner, name, commit in _SNAPSHOT.findall(text)}
+
+    def replaced(value: Any, field: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(one, f"{field}.{key}".lstrip(".")) for key, one in value.items()}
+        if isinstance(value, list):
+            return [replaced(one, field) for one in value]
+        return _local(value, field, pins) if isinstance(value, str) and _FIELD.fullmatch(field) else value
+
+    return replaced(data)
+
+
+def _local(given: str, field: str, pins: dict[tuple[str, str], str]) -> str:
+    found, kind = _ID.fullmatch(given), "dataset" if field.startswith(("data.", "evaluation.")) else "model"
+    if found is None or os.path.lexists(found[2]) or (kind == "model" and found[4]):
+        return given
+    from huggingface_hub import errors, snapshot_download
+
+    commit = found[3] or pins.get((kind, found[1]))
+    try:
+        place = snapshot_download(found[1], repo_type=kind, revision=commit, allow_patterns=found[4])
+    except errors.LocalEntryNotFoundError:
+        return given
+    except (OSError, ValueError) as error:
+        problem = f"is not a path, and the hub does not provide it ({str(error).strip().splitlines()[0]})"
+        text = f"{field}={given}: {problem}; give a path or another id"
+        raise ConfigError([Problem("hub-refuses", text, field)]) from error
+    return str(Path(place, found[4] or ""))

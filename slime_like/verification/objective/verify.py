@@ -14,7 +14,7 @@ from slime_like.algorithms.losses.loss import find_policy
 from slime_like.algorithms.promise import Promise, promise_of
 from slime_like.algorithms.reduction import build_reduction
 from slime_like.config import AlgorithmConfig, RunConfig
-from slime_like.config.part import Part
+from slime_like.config.base import Part
 from slime_like.config.rollout import ENVIRONMENT, RewardConfig, RewardFunction
 from slime_like.config.sections import DistillationConfig
 from slime_like.orchestration.rollout.advantages import configured_estimator

@@ -13,7 +13,7 @@ from torch import Tensor
 from slime_like.algorithms import LossInputs, build_loss, compute_advantages
 from slime_like.algorithms.losses.loss import build_policy
 from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.config.part import Part
+from slime_like.config.base import Part
 from tests.unit.algorithms.test_losses import LENGTHS, make_inputs
 
 
