@@ -1,4 +1,7 @@
-"""Checks of a model's architecture, and of a parallel layout against its sizes. Needs neither torch nor ranks."""
+"""Checks of a model's architecture, and of a parallel layout against its sizes.
+
+Needs neither torch nor a process group.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
