@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from backends.common.checkpoint.data_file import refused_by_disk, write_data_file
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged
-from backends.common.checkpoint.rank_writing import RankWriting
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format
+from backends.common.checkpoint.writing import RankWriting, refused_by_disk, write_data_file
 from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies

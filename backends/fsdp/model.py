@@ -14,7 +14,7 @@ from transformers.integrations.moe import ExpertsInterface
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.common.step.teacher import TeacherHead, Teachers
-from backends.common.trainer.roles import is_added
+from backends.common.trainer.lora import is_added
 from backends.fsdp import attention, experts
 from backends.fsdp.linear_attention import replace_recurrence
 from backends.fsdp.lora import add_factors

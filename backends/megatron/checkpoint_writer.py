@@ -14,9 +14,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.checkpoint.data_file import refused_by_disk, save_to_stream, write_data_file
 from backends.common.checkpoint.integrity import Piece
-from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.checkpoint.writing import RankWriting, refused_by_disk, save_to_stream, write_data_file
 from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.versions import ASYNC_OPTIONS, PlainValues, saving_in_process
 

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor, nn
 
-from backends.common.trainer.roles import ADDED
+from backends.common.trainer.lora import ADDED
 
 _FACTOR = re.compile(rf"(?P<layer>.+)\.{ADDED}\.?(?P<expert>\d*)\.(?P<letter>[ab])")
 """Name of a factor. ``GroupedLinear`` numbers its experts' factors."""

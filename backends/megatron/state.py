@@ -8,8 +8,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from backends.common.trainer.host_memory import HostCopies
-from backends.common.trainer.lora import Initial
-from backends.common.trainer.roles import is_added
+from backends.common.trainer.lora import Initial, is_added
 from backends.common.trainer.state import TrainerState
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter

@@ -28,7 +28,7 @@ import torch
 import yaml
 
 from backends.common.checkpoint.integrity import Checksums, Piece
-from backends.common.checkpoint.unpickling import is_file_name
+from backends.common.checkpoint.reading import is_file_name
 from slime_like.checks.check import require_valid
 from slime_like.checks.definition import training_needs
 from slime_like.commands import main as entry

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backends.common.hugging_face.files import ValueModel
-from backends.common.step import value_objective
+from backends.common.step import objective
 from backends.fsdp import checkpoint
 from backends.megatron import head
 from backends.megatron.head import LogprobModel
@@ -60,13 +60,13 @@ def tensor_ranks_sum_the_heads_gradient(patch: Patch) -> None:
 
 
 def values_are_not_clipped(patch: Patch) -> None:
-    correct = value_objective.value_loss
-    patch.setattr(value_objective, "value_loss", lambda *arguments: correct(*arguments[:-1], None))
+    correct = objective.value_loss
+    patch.setattr(objective, "value_loss", lambda *arguments: correct(*arguments[:-1], None))
 
 
 def the_newest_values_are_the_old_ones(patch: Patch) -> None:
-    correct = value_objective.value_loss
-    patch.setattr(value_objective, "value_loss", lambda values, old, *rest: correct(values, values.detach(), *rest))
+    correct = objective.value_loss
+    patch.setattr(objective, "value_loss", lambda values, old, *rest: correct(values, values.detach(), *rest))
 
 
 def the_head_is_rounded(patch: Patch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.checkpoint.writing import RankWriting
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron import parallel
 from backends.megatron.cpu_runtime import megatron_runtime

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.common.trainer.base import TrainerBase
-from backends.common.trainer.parking import Parking
+from backends.common.trainer.host_memory import Parking
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.futures import Future
 
-from backends.common.checkpoint.unpickling import DataPlanner, is_file_name, read_index
+from backends.common.checkpoint.reading import DataPlanner, is_file_name, read_index
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError
 from slime_like.models.converted import damage_remedy, whole_file

@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.data_file import error_of_system
 from backends.common.checkpoint.integrity import ChecksumStream, Piece
 from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput
+from backends.common.checkpoint.writing import error_of_system
 from backends.common.hugging_face.files import is_not_finite
 from backends.common.process.agreement import listed
 from slime_like.errors import CheckpointError

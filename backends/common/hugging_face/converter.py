@@ -25,12 +25,12 @@ from backends.common.hugging_face.conversion import (
 from backends.common.hugging_face.directory import (
     copy_companions,
     file_name,
+    kept_names,
     restacked,
     write_adapter_settings,
     write_index,
 )
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
-from backends.common.hugging_face.tower import kept_names
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket

@@ -1,4 +1,7 @@
-"""Writing of a complete Hugging Face directory: files of tensors, then index, configuration and tokenizer."""
+"""Writing of a complete Hugging Face directory: files of tensors, then index, configuration and tokenizer.
+
+A checkpoint may hold more than its trained language model: its names are then the stored ones, and the rest is copied.
+"""
 
 import json
 import re
@@ -13,11 +16,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save_file
 
-from backends.common.hugging_face.tower import kept_buckets, kept_names, renamed, stored_names
+from backends.common.hugging_face.conversion import in_files
+from backends.common.hugging_face.files import HfCheckpoint
 from backends.common.process.agreement import listed, together
+from slime_like.config import ModelConfig
 from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig
 from slime_like.errors import CheckpointError
-from slime_like.interfaces import WeightBucket
+from slime_like.interfaces import Manifest, WeightBucket, WeightExport
 from slime_like.models.dimensions import VALUE_HEAD
 from slime_like.models.tokenization import tokenizer_files
 from slime_like.models.tower import has_tower, language_settings
@@ -302,3 +307,44 @@ def _occupied(directory: Path, problem: str) -> CheckpointError:
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(refusal(path, str(error)), code="write-refused")
+
+
+def stored_names(directory: Path) -> dict[str, str]:
+    """Map the language model's names to those in the checkpoint's files, which engines load, too."""
+    with HfCheckpoint(directory) as checkpoint:
+        return checkpoint.stored
+
+
+def renamed(buckets: Iterable[WeightBucket], names: Mapping[str, str]) -> Iterator[WeightBucket]:
+    return (WeightBucket([(names[name], tensor) for name, tensor in bucket.tensors]) for bucket in buckets)
+
+
+def to_checkpoint_layout(export: WeightExport, model: ModelConfig) -> WeightExport:
+    """Return an export of the language model, but not of its factors, under the stored names of its checkpoint."""
+    if model.lora.sends_factors or not has_tower(model.path):
+        return export
+    names, manifest = stored_names(model.path), export.manifest
+    if manifest is not None:
+        manifest = Manifest({names[name]: info for name, info in manifest.tensors.items()}, manifest.updates)
+    return WeightExport(manifest, renamed(export.buckets, names))
+
+
+def kept_names(directory: Path) -> list[str]:
+    """Return the names of stored tensors that are not the language model's; none without weights."""
+    if not _has_weights(directory):
+        return []
+    with HfCheckpoint(directory) as checkpoint:
+        return sorted(checkpoint.kept)
+
+
+def kept_buckets(directory: Path, max_bytes: int) -> Iterator[WeightBucket]:
+    """Yield these tensors, bit for bit, at most ``max_bytes`` at a time."""
+    if not _has_weights(directory):
+        return
+    with HfCheckpoint(directory) as checkpoint:
+        for names in in_files(sorted(checkpoint.kept), checkpoint.kept_nbytes, max_bytes):
+            yield WeightBucket([(name, checkpoint.kept[name][...]) for name in names])
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Objective: one pack's share of the step's loss, computed from its logprobs."""
+"""Objectives by a role's head: one pack's share of the step's loss, computed from logprobs or values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,17 +6,28 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
+from backends.common.process.agreement import rank_error
 from backends.common.step.sums import StepSums
+from slime_like.algorithms.critic import value_loss
 from slime_like.algorithms.importance import find_correction
 from slime_like.algorithms.losses.kl import find_kl_estimator
 from slime_like.algorithms.losses.loss import Loss, build_policy, check_terms
 from slime_like.algorithms.losses.policy import LossInputs, PolicyLoss, PolicyTerms
 from slime_like.config import AlgorithmConfig
 from slime_like.config.base import Part
-from slime_like.config.sections import DistillationConfig
+from slime_like.config.roles import ModelRole
+from slime_like.config.sections import CriticConfig, DistillationConfig
 from slime_like.errors import TrainerError
+from slime_like.interfaces import Scores
+from slime_like.plugins.resolve import resolve
 from slime_like.plugins.traceback import naming
 from slime_like.trajectory import PackedTrajectory
+
+OBJECTIVES = {
+    "logprob": "backends.common.step.objective:Objective",
+    "value": "backends.common.step.objective:ValueObjective",
+}
+"""Objective of a trained role, by the name of its head. Its ``add`` method gets the head's outputs in order."""
 
 
 class Objective:
@@ -56,6 +67,41 @@ class Objective:
         )
         step.add(output.loss, output.sums, pack.source)
         return output.loss
+
+
+class ValueObjective:
+    """The critic's loss; see ``Objective``."""
+
+    def __init__(self, algorithm: AlgorithmConfig, critic: CriticConfig) -> None:
+        self._clip = critic.value_clip
+
+    def add(self, step: StepSums, given: PackedTrajectory, pack: PackedTrajectory, values: Tensor) -> Tensor:
+        """Return the weighted sum of the pack's per-token losses; ``values`` is (R,) for the whole pack."""
+        if pack.values is None or pack.returns is None:
+            raise rank_error(
+                "accumulate",
+                "a pack has no values or no returns",
+                code="no-returns",
+                remedy="score it first, and set the returns that follow from its rewards",
+            )
+        loss, sums = value_loss(values, pack.values, pack.returns, pack.loss_mask, pack.token_weights, self._clip)
+        step.add(loss, sums)
+        return loss
+
+
+def objective_of(role: ModelRole, algorithm: AlgorithmConfig, critic: CriticConfig, teacher: DistillationConfig) -> Any:
+    """Return the objective of a trained role; ``None`` for a frozen one."""
+    if not role.trained:
+        return None
+    made: Callable[..., Any] = resolve("head", role.head, OBJECTIVES)
+    return made(algorithm, critic if role.head == "value" else teacher)
+
+
+def named_scores(role: ModelRole, scored: list[tuple[Tensor, ...]] | None) -> list[Scores] | None:
+    """Return the head's outputs that the role's fields hold, in float32."""
+    if scored is None:
+        return None
+    return [{name: values.float() for name, values in zip(role.fields, outputs, strict=False)} for outputs in scored]
 
 
 def configured_loss(config: AlgorithmConfig, distillation: float = 0.0) -> Loss:

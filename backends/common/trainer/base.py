@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.checkpoint.rank_writing import RankWriting
-from backends.common.hugging_face.tower import as_stored
+from backends.common.checkpoint.writing import RankWriting
+from backends.common.hugging_face.directory import to_checkpoint_layout
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import allocator_problems, prepare_processor, use_expandable_segments
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
+from backends.common.step.objective import named_scores, objective_of
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.step.teacher import hold_teachers
 from backends.common.trainer.lora import Initial, Trial
-from backends.common.trainer.roles import named_scores, objective_of
 from backends.common.trainer.state import StepOptimizer, TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
@@ -291,7 +291,7 @@ class TrainerBase(TrainerBackend):
 
     def export_weights(self) -> WeightExport:
         self.settle_weights()
-        return as_stored(self.state.export_weights(self._bucket_bytes), self.config.model)
+        return to_checkpoint_layout(self.state.export_weights(self._bucket_bytes), self.config.model)
 
     def export_hf(self, directory: Path) -> None:
         with self._settled("writing the Hugging Face model"):

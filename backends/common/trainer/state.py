@@ -9,12 +9,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.rank_writing import RankWriting
+from backends.common.checkpoint.writing import RankWriting
 from backends.common.hugging_face.files import Adapter
 from backends.common.process.agreement import together
-from backends.common.trainer.host_memory import HostCopies, HostPool, wait_for_device
+from backends.common.trainer.host_memory import HostCopies, HostPool, Parking, wait_for_device
 from backends.common.trainer.lora import Initial
-from backends.common.trainer.parking import Parking
 from slime_like.config import ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.weights.adapter import expected_factors

@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.common.trainer.roles import ADDED, is_added
+from backends.common.trainer.lora import ADDED, is_added
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from backends.common.checkpoint.data_file import refused_by_disk, write_data_file
+from backends.common.checkpoint.writing import refused_by_disk, write_data_file
 from slime_like.errors import CheckpointError
 from tests.support.rejections import Rejects
 

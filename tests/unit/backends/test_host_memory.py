@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.trainer.host_memory import HostCopies, HostMemory, HostPool
-from backends.common.trainer.parking import Parking
+from backends.common.trainer.host_memory import HostCopies, HostMemory, HostPool, Parking
 from tests.support.locked import Locked
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader
-from backends.common.checkpoint.unpickling import read_index
+from backends.common.checkpoint.reading import read_index
 from backends.fsdp.checkpoint import PLAIN_FILES, StoredCheckpoint
 from backends.fsdp.converter import FsdpConverter
 from slime_like.config import RunConfig
