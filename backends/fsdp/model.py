@@ -16,12 +16,11 @@ from backends.common.step.packs import ResponseRows
 from backends.common.step.teacher import TeacherHead, Teachers
 from backends.common.trainer.lora import is_added
 from backends.fsdp import attention, experts
-from backends.fsdp.linear_attention import replace_recurrence
+from backends.fsdp.attention import replace_recurrence
 from backends.fsdp.lora import add_factors
 from backends.fsdp.names import Piece, checkpoint_names, pieces
 from backends.fsdp.output import Output
-from backends.fsdp.parallel import Groups, shard_of
-from backends.fsdp.sharding import parameters_on_meta, recompute_layers, shard_layers
+from backends.fsdp.parallel import Groups, parameters_on_meta, recompute_layers, shard_layers, shard_of
 from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, TrainerConfig

@@ -9,7 +9,7 @@ import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
-from backends.megatron.installed import Patch
+from backends.megatron.versions import Patch
 
 
 def device_patches(target: str) -> list[Patch]:

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.distributed import distributed_c10d
 
 from backends.megatron.cpu_devices import device_patches
-from backends.megatron.installed import Patch, applied
+from backends.megatron.versions import Patch, applied
 from slime_like.errors import TrainerError
 
 

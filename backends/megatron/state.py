@@ -17,7 +17,7 @@ from backends.megatron.conversion.placement import named_weights, place_factors
 from backends.megatron.families.transforms import Shape
 from backends.megatron.head import LogprobModel
 from backends.megatron.optimizer import Optimizer
-from backends.megatron.overlap import Communication
+from backends.megatron.schedule import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions

@@ -19,9 +19,8 @@ from backends.megatron.lora import set_dropout
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
-from backends.megatron.overlap import Communication
 from backends.megatron.router import BalancedRouter
-from backends.megatron.schedule import Schedule
+from backends.megatron.schedule import Communication, Schedule
 from backends.megatron.state import MegatronState
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.interfaces import Planner, RankPlacement

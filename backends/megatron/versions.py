@@ -1,4 +1,4 @@
-"""Differences between the supported versions of Megatron-core, selected by the installed version.
+"""The installed version of Megatron-core, temporary replacement of its symbols, and differences between versions.
 
 Latent attention: 0.16 builds the spec's modules, 0.19 chooses some itself.
 Layers: a layer's MLP is built by a ``ModuleSpec`` in 0.16, by a ``functools.partial`` of a class (method) in 0.19.
@@ -12,6 +12,8 @@ import contextlib
 import functools
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +23,72 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from packaging.version import Version
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import StorageReader
 
-from backends.megatron.installed import IS_NEW, Patch, absent, applied, require
+from slime_like.errors import TrainerError
+
+SUPPORTED = ("0.16.1", "0.19.2")
+"""Versions that the adaptations support: the newest for Python 3.11, and the newest for 3.12."""
+
+INSTALLED = Version(version("megatron-core"))
+
+IS_NEW = INSTALLED.release >= (0, 19)
+
+
+def require(owner: Any, name: str) -> None:
+    """Raise TrainerError if the installed version does not define the adapted ``owner.name``."""
+    if not hasattr(owner, name):
+        raise absent(f"{getattr(owner, '__name__', repr(owner))}.{name}")
+
+
+def absent(spot: str) -> TrainerError:
+    """Return the error for an adapted symbol that the installed version lacks."""
+    return TrainerError(
+        f"{spot} does not exist in megatron-core {INSTALLED}; the adaptations support {' and '.join(SUPPORTED)}",
+        code="megatron-version",
+        who="cpu_runtime",
+        remedy=f"install megatron-core=={SUPPORTED[IS_NEW]}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Replacement of ``owner.name`` by ``value``. ``adds`` marks a name that the library fails to define itself."""
+
+    owner: Any
+    name: str
+    value: Any
+    adds: bool = False
+
+
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def applied(*patches: Patch) -> Iterator[None]:
+    """Apply the patches inside the block.
+
+    Raises:
+        TrainerError: the installed Megatron-core does not have a symbol.
+    """
+    originals = []
+    try:
+        for patch in patches:
+            if not patch.adds:
+                require(patch.owner, patch.name)
+            # Inherited values are not restored.
+            originals.append((patch.owner, patch.name, vars(patch.owner).get(patch.name, _MISSING)))
+            setattr(patch.owner, patch.name, patch.value)
+        yield
+    finally:
+        for owner, name, original in reversed(originals):
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
 
 SaveCommon = Callable[[dict[str, Any], "str | Path"], None]
 """Writer of plain values into a checkpoint's directory."""

@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import random
 
 from backends.megatron import deferred_compile
 from backends.megatron.cpu_runtime import megatron_runtime
-from backends.megatron.installed import Patch, applied
+from backends.megatron.versions import Patch, applied
 from slime_like.errors import TrainerError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptations are inactive if CUDA is available")

@@ -3,7 +3,7 @@
 torch stores a CRC-32 with every tensor but never compares it on loading, so a flipped byte becomes a wrong weight.
 Here, one more file stores the CRC-32 (ISO 3309, as in zlib) of the written bytes. A rank compares every piece before it
 loads it, under any layout, and before anything is unpickled. A CRC finds damage and mix-ups, but not forgery;
-``unpickling.py`` prevents forged content from being executed.
+``reading.py`` prevents forged content from being executed.
 """
 
 import json

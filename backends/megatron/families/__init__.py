@@ -11,17 +11,20 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from backends.megatron.attention import PackedCoreAttention
-from backends.megatron.families.blocks import (
+from backends.megatron.families.rules import (
     ATTENTION,
+    EMBEDDING,
     NORMS,
     OUTER,
     OUTPUT_BIAS,
+    OUTPUT_LAYER,
     QK_NORM,
     QKV_BIAS,
     SINKS,
+    HfTensor,
+    Rule,
     feed_forward,
 )
-from backends.megatron.families.rules import EMBEDDING, OUTPUT_LAYER, HfTensor, Rule
 from backends.megatron.families.transforms import Replicated, Shape, Vocabulary
 from backends.megatron.norm import RMSNorm
 from slime_like.errors import CheckpointError

@@ -22,12 +22,10 @@ from torch import Tensor
 
 from backends.megatron.attention import PackedLayout, RotatedCoreAttention
 from backends.megatron.families import MegatronFamily
-from backends.megatron.families.blocks import NORMS, OUTER, feed_forward, layer_rule
-from backends.megatron.families.rules import Rule, hf
+from backends.megatron.families.rules import NORMS, OUTER, Rule, feed_forward, hf, layer_rule
 from backends.megatron.families.transforms import Replicated, Split, Transform
-from backends.megatron.installed import Patch, applied
 from backends.megatron.norm import RMSNorm
-from backends.megatron.versions import AsSpecified
+from backends.megatron.versions import AsSpecified, Patch, applied
 from slime_like.checks.packages import has_transformer_engine
 from slime_like.models.dimensions import ModelDimensions
 

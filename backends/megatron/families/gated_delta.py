@@ -22,17 +22,18 @@ from torch import Tensor
 
 from backends.megatron.attention import PackedLayout
 from backends.megatron.families import MegatronFamily
-from backends.megatron.families.blocks import (
+from backends.megatron.families.rules import (
     NORMS,
     OUTER,
     PROJECTION,
     QK_NORM,
+    HfTensor,
+    Rule,
     feed_forward,
     in_layers,
     layer_rule,
     qkv,
 )
-from backends.megatron.families.rules import HfTensor, Rule
 from backends.megatron.families.transforms import ByHead, Replicated, Split, Transform
 from backends.megatron.norm import rms_norm
 from backends.megatron.parallel import new_parameter

@@ -13,8 +13,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from backends.megatron.families import MegatronFamily
-from backends.megatron.families.blocks import ATTENTION, OUTER, QK_NORM, feed_forward, layer_rule
-from backends.megatron.families.rules import Rule, hf
+from backends.megatron.families.rules import ATTENTION, OUTER, QK_NORM, Rule, feed_forward, hf, layer_rule
 from backends.megatron.families.transforms import Replicated
 from backends.megatron.norm import RMSNorm
 from backends.megatron.versions import mlp_built_by

@@ -1,19 +1,41 @@
-"""Megatron's side of ``slime-like convert``."""
+"""Megatron's side of ``slime-like convert``: in both directions, one parameter at a time."""
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
+from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from backends.common.checkpoint.partial_output import partial_output
+from backends.common.hugging_face.conversion import (
+    Conversion,
+    FileFaults,
+    FileJob,
+    common_dtype,
+    fingerprint,
+    in_files,
+    refused_by_disk,
+)
 from backends.common.hugging_face.converter import HuggingFaceConverter
+from backends.common.hugging_face.directory import copy_companions
+from backends.common.hugging_face.files import DTYPES, HfCheckpoint
+from backends.common.process.agreement import listed
 from backends.megatron.conversion.export import merge_shards
+from backends.megatron.conversion.load import open_checked
 from backends.megatron.families import family_of
-from backends.megatron.offline.megatron_files import MegatronCheckpoint
-from backends.megatron.offline.plan import plan_ranks
-from backends.megatron.offline.to_megatron import to_megatron
+from backends.megatron.offline.megatron_files import MegatronCheckpoint, write_entry, write_index, write_object
+from backends.megatron.offline.plan import ParameterPlan, RankPlan, plan_ranks
 from slime_like.config import LoraConfig, ModelConfig, ParallelConfig, TrainerConfig
+from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
+from slime_like.models.converted import KEPT, MODEL, WEIGHTS, write_description
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.models.weight_files import keeps_type
+from slime_like.system.threads import Tracker
 
 
 class MegatronConverter(HuggingFaceConverter):
@@ -68,3 +90,122 @@ class MegatronSource:
         plan = self._plans[names[0]]
         tensors = merge_shards(plan.placement, [self._checkpoint.read(plan)])
         return dict(zip(plan.placement.source_names(), tensors, strict=True))
+
+
+_Job = FileJob[RankPlan]
+
+
+def to_megatron(
+    model: ModelConfig, trainer: TrainerConfig, output: Path, options: ConversionOptions, report: Report
+) -> ConversionSummary:
+    """See ``Converter.to_checkpoint``."""
+    source, dimensions = model.path, ModelDimensions.from_checkpoint(model.path)
+    plans = plan_ranks(model, trainer, dimensions)
+    with open_checked(source, dimensions, compares_copies=True) as checkpoint:
+        jobs = _jobs(_cast(plans, checkpoint, options), options.max_file_bytes)
+        request = {
+            "what": "to-megatron",
+            "source": str(source.resolve()),
+            "files": fingerprint(source),
+            "layout": trainer.parallel.model_dump(),
+            "dtype": options.dtype,
+            "max_file_bytes": options.max_file_bytes,
+        }
+        with partial_output(output, request) as partial:
+            return _convert(trainer.parallel, _ToMegatron(source, partial, options, checkpoint), jobs, report)
+
+
+def _cast(plans: Sequence[RankPlan], checkpoint: HfCheckpoint, options: ConversionOptions) -> list[RankPlan]:
+    """Set each parameter's type in the plans: the requested type, or the source tensors' type if they keep it.
+
+    Raises:
+        CheckpointError: tensors of different types become one tensor (Megatron stores all layers of a kind together).
+    """
+    wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    together: dict[str, dict[str, list[str]]] = {}
+
+    def cast(parameter: ParameterPlan) -> ParameterPlan:
+        names = parameter.placement.source_names()
+        if wanted is not None and not keeps_type(names[0]):
+            return replace(parameter, dtype=wanted)
+        for name in names if wanted is None else ():
+            together.setdefault(parameter.key, {}).setdefault(checkpoint.dtype(name), []).append(name)
+        return replace(parameter, dtype=DTYPES[checkpoint.dtype(names[0])])
+
+    casts = [replace(plan, parameters=tuple(map(cast, plan.parameters))) for plan in plans]
+    mixed = {name for types in together.values() if len(types) > 1 for name in min(types.values(), key=len)}
+    if mixed:
+        raise CheckpointError(
+            f"tensors of one kind have different types: {listed(sorted(mixed))} and others",
+            code="mixed-dtypes",
+            who=str(checkpoint.directory),
+            remedy="give --dtype",
+        )
+    return casts
+
+
+def _entries(plan: RankPlan) -> list[ShardedTensor | ShardedObject]:
+    return [*(entry for parameter in plan.parameters for entry in parameter.entries()), *plan.objects]
+
+
+def _jobs(plans: Sequence[RankPlan], max_bytes: int) -> list[_Job]:
+    jobs = []
+    for plan in plans:
+        files = in_files(plan.parameters, lambda parameter: parameter.nbytes, max_bytes)
+        if plan.objects and not files:
+            files = [[]]
+        for number, parameters in enumerate(files):
+            name, objects = f"{WEIGHTS}/__{plan.rank}_{number}.distcp", plan.objects if number == 0 else ()
+            content = RankPlan(plan.rank, tuple(parameters), objects)
+            tensors = [parameter.placement.name for parameter in parameters]
+            jobs.append(FileJob(name, content, tensors, sum(parameter.nbytes for parameter in parameters)))
+    return jobs
+
+
+@dataclass(frozen=True, slots=True)
+class _ToMegatron(Conversion[RankPlan]):
+    checkpoint: HfCheckpoint
+
+    def _pieces(
+        self, content: RankPlan, stream: ChecksumStream, faults: FileFaults, tracker: Tracker
+    ) -> Iterator[Piece]:
+        for parameter in content.parameters:
+            for entry in parameter.entries(self._values(parameter, faults)):
+                yield write_entry(stream, entry)
+            tracker.advance(parameter.nbytes)
+        for entry in content.objects:
+            yield write_object(stream, entry)
+
+    def _values(self, parameter: ParameterPlan, faults: FileFaults) -> Tensor:
+        values, names = parameter.empty(), parameter.placement.source_names()
+        for piece in parameter.placement.pieces():
+            part = self.checkpoint.read_unchecked(names[piece.source], piece.axis, piece.start, piece.length)
+            view = piece.view(values)
+            view.copy_(part.view(view.shape))
+            faults.note(names[piece.source], part, view)
+        return values
+
+
+def _convert(parallel: ParallelConfig, work: _ToMegatron, jobs: Sequence[_Job], report: Report) -> ConversionSummary:
+    partial, parameters = work.partial, [parameter for job in jobs for parameter in job.content.parameters]
+    with refused_by_disk(partial.path):
+        (partial.path / WEIGHTS).mkdir(exist_ok=True)
+    files, reused = work.write_files(jobs, report)
+    dtype = common_dtype([(parameter.dtype, parameter.nbytes) for parameter in parameters])
+    with refused_by_disk(partial.path):
+        write_index(
+            partial.path / WEIGHTS,
+            [(Path(job.name).name, _entries(job.content), files[job.name].pieces) for job in jobs],
+        )
+        (partial.path / MODEL).mkdir(exist_ok=True)
+        copy_companions(work.source, partial.path / MODEL, dtype)
+        facts = {
+            "source": str(work.source.resolve()),
+            "dtype": str(dtype).removeprefix("torch."),
+            "parallel": parallel.model_dump(),
+            KEPT: len(work.checkpoint.kept),
+        }
+        write_description(partial.path, facts)
+        partial.commit()
+    tensors = {name for parameter in parameters for name in parameter.placement.source_names()}
+    return ConversionSummary(len(tensors), sum(job.nbytes for job in jobs), len(jobs), reused)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from backends.common.process.agreement import listed
 from backends.megatron.conversion.placement import Placement, named_weights, place_factors, place_parameters
-from backends.megatron.factor_state import factor_entries
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Shape
+from backends.megatron.lora import factor_entries
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.parallel import alone_as
 from slime_like.config import ModelConfig, TrainerConfig

@@ -17,9 +17,9 @@ from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.megatron.attention import Attention, attention_of, context_layout_of
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
-from backends.megatron.overlap import Communication
 from backends.megatron.parallel import alone_as
 from backends.megatron.planning.passes import ChunkPasses, Passes, WindowPeak, window_peak
+from backends.megatron.schedule import Communication
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY, ModelRole
 from slime_like.interfaces.estimate import Axis, RankEstimate, RankKind, Traffic, TrainerMemory

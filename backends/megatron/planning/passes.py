@@ -18,8 +18,8 @@ from backends.common.trainer.host_memory import HostPool
 from backends.megatron import router
 from backends.megatron.activations import ActivationOffload, Saved
 from backends.megatron.head import LogprobModel
-from backends.megatron.installed import Patch, applied
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
+from backends.megatron.versions import Patch, applied
 from slime_like.config import TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
