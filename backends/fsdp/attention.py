@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backends.common.attention.choice import AnyAttention
+from backends.common.attention import AnyAttention
 from backends.common.linear_attention import Recurrence
 from slime_like.errors import TrainerError
 

@@ -174,7 +174,11 @@ def training_state(model: LogprobModel, optimizer: Optimizer) -> dict[str, Tenso
     for name, moments in optimizer.moments.items():
         for kind, value in moments.items():
             state[f"{MOMENTS}{kind}.{name}"] = _like(parameters[name], value)
-    return state | _random_state()
+    rank = dist.get_rank()
+    state[f"{RANDOM}{rank}.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        state[f"{RANDOM}{rank}.cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
 def _like(parameter: nn.Parameter | Tensor, local: Tensor) -> Tensor:
@@ -184,14 +188,6 @@ def _like(parameter: nn.Parameter | Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def _random_state() -> dict[str, Tensor]:
-    rank = dist.get_rank()
-    state = {f"{RANDOM}{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state[f"{RANDOM}{rank}.cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.fsdp.checkpoint import MODEL, StoredCheckpoint
 from backends.fsdp.model import meta_model
-from backends.fsdp.names import Piece, pieces
+from backends.fsdp.names import TensorRows, pieces
 from backends.fsdp.weights import checkpoint_shapes
 from slime_like.errors import ConfigError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
@@ -40,7 +40,7 @@ class FsdpSource:
     Weights are stored as float32, whatever type they were computed with. ``cut`` divides a parameter into tensors.
     """
 
-    def __init__(self, checkpoint: Path, cut: Callable[[str, Tensor], list[Piece]]) -> None:
+    def __init__(self, checkpoint: Path, cut: Callable[[str, Tensor], list[TensorRows]]) -> None:
         self._cut = cut
         self._checkpoint = StoredCheckpoint(checkpoint)
         self._checkpoint.checksums.verify_lengths()

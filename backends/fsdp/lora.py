@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
 from backends.common.trainer.lora import ADDED, is_added, merged
-from backends.fsdp.names import Piece, pieces, stored_shapes
+from backends.fsdp.names import TensorRows, pieces, stored_shapes
 from backends.fsdp.parallel import joined, shard_of
 from slime_like.config import LoraConfig, ModelConfig
 from slime_like.errors import ConfigError
@@ -51,11 +51,11 @@ class Factors(nn.Module):
         inner = grouped_linear(x, ends, F.pad(a, (0, 0, 0, missing)))
         return grouped_linear(inner * self._settings.scale, ends, F.pad(b, (0, missing)))
 
-    def pieces(self, name: str, values: Tensor, start: int = 0) -> list[Piece]:
+    def pieces(self, name: str, values: Tensor, start: int = 0) -> list[TensorRows]:
         """List PEFT's tensors in ``values``, entries of parameter ``name`` from ``start`` on, or of its gradient."""
         every = pieces(self._weight, values, start)
         targets = [each for each in every if is_target(self._settings, each.name, tuple(each.view.shape))]
-        return [Piece(factor_names(each.name)[name.endswith(".b")], each.start, each.view) for each in targets]
+        return [TensorRows(factor_names(each.name)[name.endswith(".b")], each.start, each.view) for each in targets]
 
     @torch.no_grad()
     def merge(self, rows: Tensor) -> Tensor:

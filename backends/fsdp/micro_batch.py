@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from backends.common.attention.choice import choose_attention
+from backends.common.attention import choose_attention
 from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device

@@ -18,7 +18,7 @@ from backends.common.trainer.lora import is_added
 from backends.fsdp import attention, experts
 from backends.fsdp.attention import replace_recurrence
 from backends.fsdp.lora import add_factors
-from backends.fsdp.names import Piece, checkpoint_names, pieces
+from backends.fsdp.names import TensorRows, checkpoint_names, pieces
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups, parameters_on_meta, recompute_layers, shard_layers, shard_of
 from slime_like.algorithms.divergence import Head
@@ -165,11 +165,11 @@ class LogprobModel(nn.Module):
         """
         return {self.names[name]: buffer for name, buffer in routing_biases(self.hugging_face).items()}
 
-    def pieces(self, name: str, values: Tensor, start: int = 0) -> list[Piece]:
+    def pieces(self, name: str, values: Tensor, start: int = 0) -> list[TensorRows]:
         """List the tensors, of a Hugging Face checkpoint or an adapter, in ``values``; see ``names.pieces``."""
         if not is_added(name):
             return pieces(name, values, start)
-        found: list[Piece] = self.hugging_face.get_submodule(name.rpartition(".")[0]).pieces(name, values, start)
+        found: list[TensorRows] = self.hugging_face.get_submodule(name.rpartition(".")[0]).pieces(name, values, start)
         return found
 
     def own_logits(self, tokens: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorRows:
     """Rows of one stored tensor from ``start`` on, as a view of the model's memory."""
 
     name: str
@@ -40,14 +40,14 @@ def stored_shapes(name: str, shape: Shape) -> dict[str, Shape]:
     return {piece.name: tuple(piece.view.shape) for piece in pieces(name, torch.empty(shape, device="meta"))}
 
 
-def pieces(name: str, values: Tensor, start: int = 0) -> list[Piece]:
+def pieces(name: str, values: Tensor, start: int = 0) -> list[TensorRows]:
     """List the stored tensors in ``values``, the parameter's entries from ``start`` along its first axis."""
     stack = _STACK.fullmatch(name)
     if stack is None:
-        return [Piece(name.removesuffix(_WHOLE), start, values)]
+        return [TensorRows(name.removesuffix(_WHOLE), start, values)]
     matrices = _MATRICES[stack["kind"]]
     return [
-        Piece(f"{stack['experts']}.{start + index}.{matrix}.weight", 0, part)
+        TensorRows(f"{stack['experts']}.{start + index}.{matrix}.weight", 0, part)
         for index, expert in enumerate(values)
         for matrix, part in zip(matrices, expert.chunk(len(matrices)), strict=True)
     ]

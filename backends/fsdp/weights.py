@@ -12,7 +12,7 @@ from backends.common.hugging_face.files import HfCheckpoint, Shape, ValueModel
 from backends.common.process.agreement import together
 from backends.common.trainer.lora import Initial
 from backends.fsdp.model import LogprobModel
-from backends.fsdp.names import Piece
+from backends.fsdp.names import TensorRows
 from backends.fsdp.parallel import joined, rows_of_rank, shard_of
 from slime_like.interfaces import Manifest, WeightBucket
 from slime_like.interfaces.conversion import TensorInfo
@@ -87,7 +87,7 @@ def export_manifest(
 def export_buckets(
     tensors: Mapping[str, Tensor],
     rows: Callable[[str], Tensor],
-    cut: Callable[[str, Tensor], list[Piece]],
+    cut: Callable[[str, Tensor], list[TensorRows]],
     dtype: torch.dtype,
     bucket_bytes: int,
     device: torch.device,

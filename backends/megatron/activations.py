@@ -21,7 +21,7 @@ AHEAD_BYTES = 1 << 28
 
 
 @dataclass(slots=True, eq=False)
-class Saved:
+class OffloadedTensor:
     """A tensor in host memory.
 
     Attributes:
@@ -34,7 +34,7 @@ class Saved:
     copy: Any
     device: torch.device
     nbytes: int
-    before: Saved | None
+    before: OffloadedTensor | None
     fetched: Tensor | None = None
     ready: torch.cuda.Event | None = None
 
@@ -50,7 +50,7 @@ class ActivationOffload:
         self._modules = list(modules)
         self._weights: set[int] = set()
         self._pool = pool
-        self._last: Saved | None = None
+        self._last: OffloadedTensor | None = None
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -68,17 +68,17 @@ class ActivationOffload:
     def _stays(self, tensor: Tensor) -> bool:
         return tensor.nbytes < SMALLEST_BYTES or tensor.untyped_storage()._cdata in self._weights
 
-    def _to_host(self, tensor: Tensor) -> Tensor | Saved:
+    def _to_host(self, tensor: Tensor) -> Tensor | OffloadedTensor:
         if self._stays(tensor):
             return tensor
-        self._last = Saved(self._copy(tensor), tensor.device, tensor.nbytes, self._last)
+        self._last = OffloadedTensor(self._copy(tensor), tensor.device, tensor.nbytes, self._last)
         return self._last
 
-    def _to_device(self, saved: Tensor | Saved) -> Tensor:
+    def _to_device(self, saved: Tensor | OffloadedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         ahead = 0
-        needed: Saved | None = saved
+        needed: OffloadedTensor | None = saved
         while needed is not None and ahead <= AHEAD_BYTES:
             if needed.fetched is None:
                 needed.fetched = self._fetch(needed)
@@ -100,7 +100,7 @@ class ActivationOffload:
         tensor.record_stream(self._stream)  # its memory must not be reused before the copy is done
         return host
 
-    def _fetch(self, saved: Saved) -> Tensor:
+    def _fetch(self, saved: OffloadedTensor) -> Tensor:
         if saved.device.type != "cuda":
             return saved.copy
         with torch.cuda.stream(self._stream):

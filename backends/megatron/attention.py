@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from backends.common.attention.choice import AnyAttention
+from backends.common.attention import AnyAttention
 from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows

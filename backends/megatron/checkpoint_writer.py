@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.checkpoint.integrity import Piece
+from backends.common.checkpoint.integrity import ByteRange
 from backends.common.checkpoint.writing import RankWriting, refused_by_disk, save_to_stream, write_data_file
 from backends.common.trainer.host_memory import HostCopies
 from backends.megatron.versions import ASYNC_OPTIONS, PlainValues, saving_in_process
@@ -85,9 +85,9 @@ class _InProcessSave(PlainValues, TorchDistSaveShardedStrategy):
         for tensors in files:
             tensors[:] = [(item, next(made)) for item, _ in tensors]
 
-    def write(self) -> dict[str, list[Piece]]:
+    def write(self) -> dict[str, list[ByteRange]]:
         """Write this rank's files, flushed to disk; return their pieces. Needs neither CUDA nor another rank."""
-        written: dict[str, list[Piece]] = {}
+        written: dict[str, list[ByteRange]] = {}
         results: dict[int, list[WriteResult]] = {}
         for index, (path, key, (objects, tensors)) in enumerate(self.writer.write_buckets or []):
             with refused_by_disk(Path(path)):

@@ -67,7 +67,8 @@ def _literal_patches(target: str) -> list[Patch]:
     redirected = functools.partial(_redirected, target=torch.device(target))
     factories = [Patch(torch, name, redirected(getattr(torch, name))) for name in _FACTORIES]
     methods = [Patch(torch.Tensor, name, redirected(getattr(torch.Tensor, name))) for name in _METHODS]
-    stays = [Patch(torch.Tensor, name, _itself) for name in ("cuda", "pin_memory", "record_stream")]
+    moves = ("cuda", "pin_memory", "record_stream")
+    stays = [Patch(torch.Tensor, name, lambda tensor, *_, **__: tensor) for name in moves]
     return [*factories, *methods, *stays, Patch(torch.Tensor, "type", _type_on_cuda)]
 
 
@@ -93,10 +94,6 @@ def _is_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
-
-
-def _itself(tensor: torch.Tensor, *unused: Any, **options: Any) -> torch.Tensor:
-    return tensor
 
 
 def _type_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

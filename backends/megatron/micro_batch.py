@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from backends.common.attention.choice import choose_attention
+from backends.common.attention import choose_attention
 from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device, require_computable

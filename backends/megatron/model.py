@@ -93,6 +93,7 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
     if dimensions.num_experts == 0:
         # Pipelines with variable lengths require this dispatcher even for dense models.
         return {"moe_token_dispatcher_type": "alltoall"}
+    pattern = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
     return {
         "num_moe_experts": dimensions.num_experts,
         "moe_router_topk": dimensions.moe_top_k,
@@ -110,13 +111,9 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         "moe_shared_expert_intermediate_size": dimensions.moe_shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": dimensions.moe_shared_gate,
         # A list, even of equal layers, would store every layer under a separate name.
-        **({"moe_layer_freq": _expert_pattern(dimensions)} if dimensions.dense_layers else {}),
+        **({"moe_layer_freq": pattern} if dimensions.dense_layers else {}),
         **_sigmoid_router(dimensions),
     }
-
-
-def _expert_pattern(dimensions: ModelDimensions) -> list[int]:
-    return [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
 
 
 def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
@@ -86,7 +85,8 @@ class MegatronState(TrainerState):
         conversion.save_hf(self.chunks, self._dimensions, self._model.path, directory, lora=lora)
 
     def park(self, keep_weights: bool) -> None:
-        self.parking.discard(buffer.grad_data for chunk in self.wrapped for buffer in _buffers(chunk))
+        buffers = [each for chunk in self.wrapped for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self.parking.discard(buffer.grad_data for buffer in buffers)
         weights = self.weights()
         of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
         # In float32, main weights are the weights. With trainer.optimizer.offload, they and moments are elsewhere.
@@ -104,7 +104,3 @@ class MegatronState(TrainerState):
                 yield from group["params"]
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _buffers(chunk: DistributedDataParallel) -> list[Any]:
-    return [*chunk.buffers, *chunk.expert_parallel_buffers]

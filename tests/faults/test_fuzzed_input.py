@@ -27,7 +27,7 @@ import pytest
 import torch
 import yaml
 
-from backends.common.checkpoint.integrity import Checksums, Piece
+from backends.common.checkpoint.integrity import ByteRange, Checksums
 from backends.common.checkpoint.reading import is_file_name
 from slime_like.checks.check import require_valid
 from slime_like.checks.definition import training_needs
@@ -142,7 +142,7 @@ def forge_trainer(trainer: Path, draw: random.Random) -> None:
 
 def reseal(trainer: Path) -> None:
     """Give the directory checksums of what it has."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ByteRange]] = {}
     with suppress(Exception):  # forged: torch's reader raises whatever it meets
         pieces = {name: found for name, found in pieces_of(trainer).items() if is_file_name(name)}
     files = [each.name for each in trainer.iterdir() if each.is_file() and each.suffix != ".distcp"]

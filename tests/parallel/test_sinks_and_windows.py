@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backends.common.attention.choice import AnyAttention, choose_attention
+from backends.common.attention import AnyAttention, choose_attention
 from backends.common.attention.kernels import Segments
 from backends.common.attention.packed_attention import LocalAttention
 from backends.common.attention.prefixes import PrefixAttention

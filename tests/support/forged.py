@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from backends.common.checkpoint.integrity import Checksums, Piece
+from backends.common.checkpoint.integrity import ByteRange, Checksums
 
 
 class Program:
@@ -29,14 +29,14 @@ def torchs_index(directory: Path) -> Metadata:
     return FileSystemReader(directory).read_metadata()
 
 
-def pieces_of(directory: Path) -> dict[str, list[Piece]]:
+def pieces_of(directory: Path) -> dict[str, list[ByteRange]]:
     """Return what the index lists in files, with the checksums of what is there."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[ByteRange]] = {}
     for index, info in torchs_index(directory).storage_data.items():
         if not (directory / info.relative_path).is_file():  # removed, or a pipe, whose reader would wait
             continue
         content = (directory / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        piece = Piece(index.fqn, info.offset, info.length, zlib.crc32(content))
+        piece = ByteRange(index.fqn, info.offset, info.length, zlib.crc32(content))
         pieces.setdefault(info.relative_path, []).append(piece)
     return pieces
 

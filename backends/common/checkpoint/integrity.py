@@ -31,7 +31,7 @@ _SHOWN = 2
 """Number of tensors that a message names; it also names the directory and the file."""
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """One stored tensor, part of a tensor, or object: ``length`` bytes of a data file, starting at ``offset``."""
 
     name: str
@@ -63,10 +63,10 @@ class ChecksumStream:
     def flush(self) -> None:
         self._file.flush()
 
-    def piece(self, name: str) -> Piece:
+    def piece(self, name: str) -> ByteRange:
         """End a piece: everything written since the previous one."""
         end = self._file.tell()
-        piece = Piece(name, self._start, end - self._start, self._crc32)
+        piece = ByteRange(name, self._start, end - self._start, self._crc32)
         self._start, self._crc32 = end, 0
         return piece
 
@@ -74,7 +74,9 @@ class ChecksumStream:
 class Checksums:
     """Checksums of one checkpoint directory: pieces by data file, length and CRC-32 of the other files."""
 
-    def __init__(self, directory: Path, pieces: Mapping[str, Sequence[Piece]], files: Mapping[str, list[int]]) -> None:
+    def __init__(
+        self, directory: Path, pieces: Mapping[str, Sequence[ByteRange]], files: Mapping[str, list[int]]
+    ) -> None:
         self._directory = directory
         self._files = dict(files)
         self._pieces = {(file, piece.offset): piece for file, entries in pieces.items() for piece in entries}
@@ -83,7 +85,9 @@ class Checksums:
         }
 
     @classmethod
-    def of_directory(cls, directory: Path, pieces: Mapping[str, Sequence[Piece]], plain_files: Sequence[str]) -> Self:
+    def of_directory(
+        cls, directory: Path, pieces: Mapping[str, Sequence[ByteRange]], plain_files: Sequence[str]
+    ) -> Self:
         """Create it for a directory; reads the plain files next to the data files and computes their checksums."""
         return cls(directory, pieces, {name: whole_file(directory / name) for name in plain_files})
 
@@ -105,7 +109,7 @@ class Checksums:
             content = outer["content"]
             if outer["crc32"] != zlib.crc32(_text(content)):
                 raise ValueError("the checksum of the list differs")
-            pieces = {file: [Piece(*entry) for entry in entries] for file, entries in content["pieces"].items()}
+            pieces = {file: [ByteRange(*entry) for entry in entries] for file, entries in content["pieces"].items()}
             if not all(map(is_file_name, pieces)):
                 raise ValueError("a name is not a file name")
             return cls(directory, pieces, content["files"])
@@ -114,7 +118,7 @@ class Checksums:
 
     def write(self) -> None:
         """Complete the checkpoint. Raises OSError if the disk rejects the write."""
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[ByteRange]] = {}
         for (file, _), piece in self._pieces.items():
             pieces.setdefault(file, []).append(piece)
         content = {"pieces": pieces, "files": self._files}
@@ -184,7 +188,7 @@ class Checksums:
         if piece.length != len(content) or zlib.crc32(content) != piece.crc32:
             raise self._differs(name, piece)
 
-    def _differs(self, name: str, piece: Piece) -> CheckpointError:
+    def _differs(self, name: str, piece: ByteRange) -> CheckpointError:
         end = piece.offset + piece.length
         return damaged(self._directory, f"{name}: bytes {piece.offset} to {end}, {piece.name}, are not as written")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
-from backends.common.checkpoint.integrity import Piece
+from backends.common.checkpoint.integrity import ByteRange
 from slime_like.errors import CheckpointError
 from slime_like.system.disk import replace_directory, sync_tree
 
@@ -26,7 +26,7 @@ class FinishedFile(NamedTuple):
     """
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ByteRange, ...]
     nan: tuple[str, ...] = ()
     too_large: tuple[str, ...] = ()
 
@@ -36,7 +36,7 @@ class FinishedFile(NamedTuple):
     @classmethod
     def from_json(cls, line: str) -> Self:
         raw = json.loads(line)
-        pieces = tuple(Piece(*entry) for entry in raw["pieces"])
+        pieces = tuple(ByteRange(*entry) for entry in raw["pieces"])
         return cls(raw["name"], pieces, tuple(raw["nan"]), tuple(raw["too_large"]))
 
 
@@ -133,7 +133,7 @@ def _still_whole(directory: Path, lines: Sequence[str]) -> dict[str, FinishedFil
     return finished
 
 
-def _as_written(path: Path, pieces: Sequence[Piece]) -> bool:
+def _as_written(path: Path, pieces: Sequence[ByteRange]) -> bool:
     """Return whether all pieces hold the bytes that were written, with nothing after them."""
     if not path.is_file():
         return False

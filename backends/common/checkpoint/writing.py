@@ -17,14 +17,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece
+from backends.common.checkpoint.integrity import ByteRange, Checksums, ChecksumStream
 from backends.common.process.agreement import together
 from slime_like.errors import CheckpointError
 from slime_like.system.disk import refusal
 from slime_like.system.json_collectives import gather_json
 
 
-def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) -> tuple[list[Piece], list[WriteResult]]:
+def write_data_file(
+    path: Path, key: str, entries: Sequence[tuple[Any, Any]]
+) -> tuple[list[ByteRange], list[WriteResult]]:
     """Write tensors and serialized objects one after the other, flushed to disk.
 
     Args:
@@ -34,7 +36,7 @@ def write_data_file(path: Path, key: str, entries: Sequence[tuple[Any, Any]]) ->
     Raises:
         OSError: the disk rejected the write.
     """
-    pieces: list[Piece] = []
+    pieces: list[ByteRange] = []
     results = []
     with path.open("wb") as file:
         stream = ChecksumStream(file)
@@ -112,7 +114,7 @@ class RankWriting(ABC):
         self._device = device
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[ByteRange]] = {}
         together(self._make_directory, f"writing {directory}", device)
 
     def _make_directory(self) -> None:
@@ -152,7 +154,7 @@ class RankWriting(ABC):
     def _write_checksums(self, pieces: list[dict[str, list[list[Any]]]] | None) -> None:
         if pieces is not None:
             with refused_by_disk(self._directory):
-                everyones = {name: [Piece(*one) for one in file] for part in pieces for name, file in part.items()}
+                everyones = {name: [ByteRange(*one) for one in file] for part in pieces for name, file in part.items()}
                 Checksums.of_directory(self._directory, everyones, self.plain_files).write()
 
     def write(self) -> None:

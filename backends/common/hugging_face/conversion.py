@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from backends.common.checkpoint.integrity import ByteRange, ChecksumStream
 from backends.common.checkpoint.partial_output import FinishedFile, PartialOutput
 from backends.common.checkpoint.writing import error_of_system
 from backends.common.hugging_face.files import is_not_finite
@@ -97,7 +97,7 @@ class Conversion(ABC, Generic[Content]):
     @abstractmethod
     def _pieces(
         self, content: Content, stream: ChecksumStream, faults: FileFaults, tracker: Tracker
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ByteRange]:
         """Read, arrange and write the content of a file."""
 
     def write_files(self, jobs: Sequence[FileJob[Content]], report: Report) -> tuple[dict[str, FinishedFile], int]:

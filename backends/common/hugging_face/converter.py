@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from backends.common.checkpoint.integrity import ChecksumStream, Piece, damaged
+from backends.common.checkpoint.integrity import ByteRange, ChecksumStream, damaged
 from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     Conversion,
@@ -264,7 +264,7 @@ class _ToHuggingFace(Conversion[list[_Group]]):
 
     def _pieces(
         self, content: list[_Group], stream: ChecksumStream, faults: FileFaults, tracker: Tracker
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ByteRange]:
         stream.write(_header(content))
         yield stream.piece("header")
         for group in content:

@@ -131,7 +131,7 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
         arena.clear()
         shards = _gathered(_dense(batch), tensor_group) if first else {}
         if first_of_experts:
-            shards |= _gathered(_expert(batch), expert_group)
+            shards |= _gathered([item for item in batch if _of_experts(item)], expert_group)
         parts = (part for item in batch for part in _tensors(item, shards, _sends(), arena))
         yield from _buckets(parts, bucket_bytes)
 
@@ -141,12 +141,8 @@ def _dense(placements: Sequence[Placement]) -> list[Placement]:
     return [item for item in placements if item.rule.transform.sharded and not _of_experts(item)]
 
 
-def _expert(placements: Sequence[Placement]) -> list[Placement]:
-    """Return parameters of experts, which differ between expert-parallel ranks."""
-    return [item for item in placements if _of_experts(item)]
-
-
 def _of_experts(placement: Placement) -> bool:
+    """Return whether it is a parameter of experts, which differ between expert-parallel ranks."""
     return placement.expert is not None or placement.rule.stacked
 
 

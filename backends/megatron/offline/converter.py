@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
-from backends.common.checkpoint.integrity import ChecksumStream, Piece
+from backends.common.checkpoint.integrity import ByteRange, ChecksumStream
 from backends.common.checkpoint.partial_output import partial_output
 from backends.common.hugging_face.conversion import (
     Conversion,
@@ -168,7 +168,7 @@ class _ToMegatron(Conversion[RankPlan]):
 
     def _pieces(
         self, content: RankPlan, stream: ChecksumStream, faults: FileFaults, tracker: Tracker
-    ) -> Iterator[Piece]:
+    ) -> Iterator[ByteRange]:
         for parameter in content.parameters:
             for entry in parameter.entries(self._values(parameter, faults)):
                 yield write_entry(stream, entry)

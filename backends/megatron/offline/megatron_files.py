@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from backends.common.checkpoint.integrity import Checksums, ChecksumStream, Piece, VerifyingReader, damaged
+from backends.common.checkpoint.integrity import ByteRange, Checksums, ChecksumStream, VerifyingReader, damaged
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief
 from backends.common.process.agreement import listed_by_kind
 from backends.megatron.checkpoint_writer import PLAIN_FILES
@@ -34,7 +34,7 @@ from slime_like.errors import CheckpointError
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
-def write_entry(stream: ChecksumStream, entry: ShardedTensor) -> Piece:
+def write_entry(stream: ChecksumStream, entry: ShardedTensor) -> ByteRange:
     """Write one tensor in the form that torch's and Megatron's readers expect."""
     data = entry.data.contiguous()
     if data.untyped_storage().nbytes() != data.nbytes:
@@ -43,7 +43,7 @@ def write_entry(stream: ChecksumStream, entry: ShardedTensor) -> Piece:
     return stream.piece(entry.key)
 
 
-def write_object(stream: ChecksumStream, entry: ShardedObject) -> Piece:
+def write_object(stream: ChecksumStream, entry: ShardedObject) -> ByteRange:
     buffer = io.BytesIO()
     torch.save([entry.data], buffer)
     with buffer.getbuffer() as view:
@@ -52,7 +52,7 @@ def write_object(stream: ChecksumStream, entry: ShardedObject) -> Piece:
 
 
 def write_index(
-    directory: Path, files: Iterable[tuple[str, Sequence[ShardedTensor | ShardedObject], Sequence[Piece]]]
+    directory: Path, files: Iterable[tuple[str, Sequence[ShardedTensor | ShardedObject], Sequence[ByteRange]]]
 ) -> None:
     """Complete a checkpoint: write torch's metadata, Megatron's metadata, and the checksums.
 
@@ -64,7 +64,7 @@ def write_index(
     """
     metadata: dict[str, Any] = {}
     results: list[WriteResult] = []
-    written: dict[str, Sequence[Piece]] = {}
+    written: dict[str, Sequence[ByteRange]] = {}
     for name, entries, pieces in files:
         written[name] = pieces
         for entry, piece in zip(entries, pieces, strict=True):

@@ -16,7 +16,7 @@ from backends.common.step.shapes import META
 from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.trainer.host_memory import HostPool
 from backends.megatron import router
-from backends.megatron.activations import ActivationOffload, Saved
+from backends.megatron.activations import ActivationOffload, OffloadedTensor
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.versions import Patch, applied
@@ -191,7 +191,7 @@ class _OffloadedShapes(ActivationOffload):
         self.nbytes += tensor.nbytes
         return tensor.shape, tensor.stride(), tensor.dtype
 
-    def _fetch(self, saved: Saved) -> Tensor:
+    def _fetch(self, saved: OffloadedTensor) -> Tensor:
         shape, stride, dtype = saved.copy
         return torch.empty_strided(shape, stride, dtype=dtype, device=META)
 

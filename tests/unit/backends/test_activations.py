@@ -1,4 +1,4 @@
-"""Saved activations return to the device before the operator that needs them."""
+"""OffloadedTensor activations return to the device before the operator that needs them."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backends.common.trainer.host_memory import HostPool
 from backends.megatron import activations
-from backends.megatron.activations import ActivationOffload, Saved
+from backends.megatron.activations import ActivationOffload, OffloadedTensor
 
 SIZE = 64
 
@@ -18,13 +18,13 @@ class Logged(ActivationOffload):
         super().__init__([], HostPool())
         self.log: list[str] = []
 
-    def _fetch(self, saved: Saved) -> Tensor:
+    def _fetch(self, saved: OffloadedTensor) -> Tensor:
         self.log.append(f"fetch {_number(saved)}")
         return super()._fetch(saved)
 
-    def _to_device(self, saved: Tensor | Saved) -> Tensor:
+    def _to_device(self, saved: Tensor | OffloadedTensor) -> Tensor:
         tensor = super()._to_device(saved)
-        assert isinstance(saved, Saved) and saved.fetched is None
+        assert isinstance(saved, OffloadedTensor) and saved.fetched is None
         self.log.append(f"take {_number(saved)}")
         return tensor
 
@@ -35,7 +35,7 @@ def _chain(x: Tensor) -> Tensor:
     return x
 
 
-def _number(saved: Saved) -> int:
+def _number(saved: OffloadedTensor) -> int:
     return 0 if saved.before is None else 1 + _number(saved.before)
 
 

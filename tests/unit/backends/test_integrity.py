@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.common.checkpoint.integrity import Checksums, Piece
+from backends.common.checkpoint.integrity import ByteRange, Checksums
 from backends.fsdp.checkpoint import PLAIN_FILES as FSDP_FILES
 from backends.megatron.checkpoint_writer import PLAIN_FILES as MEGATRON_FILES
 from slime_like.errors import CheckpointError
@@ -50,7 +50,7 @@ def test_a_file_of_another_length_is_rejected(
     (trainer.parent / beside).write_text("{}")
     (trainer / "data").write_bytes(bytes(90))
     (trainer / "plain").write_bytes(b"plain")
-    pieces = [Piece(piece, offset, 30, 0) for piece, offset in (("a", 0), ("b from [0, 0] on", 30), ("c", 60))]
+    pieces = [ByteRange(piece, offset, 30, 0) for piece, offset in (("a", 0), ("b from [0, 0] on", 30), ("c", 60))]
     Checksums.of_directory(trainer, {"data": pieces}, ["plain"]).write()
     _verify(trainer)
     if length is None:
