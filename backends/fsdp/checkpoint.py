@@ -1,8 +1,9 @@
-"""Training state on disk through torch's distributed checkpointing, readable on any number of ranks."""
+"""Training state on disk in torch's distributed format, readable on any number of ranks, and its conversion."""
 
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,17 @@ from torch.distributed.tensor import DTensor
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader, damaged
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format
 from backends.common.checkpoint.writing import RankWriting, refused_by_disk, write_data_file
+from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies
-from backends.fsdp.model import LogprobModel
+from backends.fsdp.model import LogprobModel, meta_model
+from backends.fsdp.names import TensorRows, pieces
 from backends.fsdp.optimizer import Optimizer
 from backends.fsdp.parallel import Groups
-from slime_like.errors import CheckpointError
+from backends.fsdp.weights import checkpoint_shapes
+from slime_like.errors import CheckpointError, ConfigError
+from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
 
 MODEL, MOMENTS, RANDOM = "model.", "optimizer.", "random."
 """Prefixes of the stored tensors' names."""
@@ -163,7 +168,7 @@ def _gathered(value: Any) -> list[Any] | None:
     return everyones
 
 
-# ----------------------------------------------------------------------------------------------------------- the state
+# ------------------------------------------------------------------------------------------------------------ the state
 def model_state(model: LogprobModel) -> dict[str, Tensor]:
     return {MODEL + name: tensor.detach() for name, tensor in model.stored_by_name().items()}
 
@@ -203,3 +208,53 @@ def plain_values(groups: Groups) -> dict[str, Any]:
 
 def layout(groups: Groups) -> dict[str, int]:
     return {"context": groups.context.size(), "data": groups.replicas.size()}
+
+
+# ----------------------------------------------------------------------------------------------------------- conversion
+class FsdpConverter(HuggingFaceConverter):
+    """Converter of ``slime-like convert``; see ``slime_like.interfaces.conversion.Converter``."""
+
+    def prove(self) -> dict[str, tuple[int, ...]]:
+        """Return the model's parameters as the tensors: nothing is split or rearranged."""
+        return checkpoint_shapes(meta_model(self.model, torch.float32))
+
+    def to_checkpoint(self, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
+        """Raise ConfigError: there is nothing to convert to."""
+        raise ConfigError(
+            "trainer.backend=fsdp reads Hugging Face checkpoints directly; give the directory as model.path"
+        )
+
+    def _open(self, checkpoint: Path) -> TensorSource:
+        return FsdpSource(
+            checkpoint, meta_model(self.model, torch.float32).pieces if self.model.lora.is_set else pieces
+        )
+
+
+class FsdpSource:
+    """A training checkpoint of this backend. Tensors of one parameter are read together.
+
+    Weights are stored as float32, whatever type they were computed with. ``cut`` divides a parameter into tensors.
+    """
+
+    def __init__(self, checkpoint: Path, cut: Callable[[str, Tensor], list[TensorRows]]) -> None:
+        self._cut = cut
+        self._checkpoint = StoredCheckpoint(checkpoint)
+        self._checkpoint.checksums.verify_lengths()
+        self._parameters: dict[str, str] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.groups: list[list[str]] = []
+        for stored, shape in self._checkpoint.shapes.items():
+            if stored.startswith(MODEL):
+                parts = cut(stored.removeprefix(MODEL), torch.empty(shape, device="meta"))
+                shapes = {piece.name: tuple(piece.view.shape) for piece in parts}
+                dtype = str(self._checkpoint.dtypes[stored]).removeprefix("torch.")
+                self.tensors |= {name: TensorInfo(dtype, shape) for name, shape in shapes.items()}
+                self.groups.append(list(shapes))
+                self._parameters[next(iter(shapes))] = stored
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Read tensors. ``names`` must be one of ``groups``."""
+        stored = self._parameters[names[0]]
+        values = torch.empty(self._checkpoint.shapes[stored], dtype=self._checkpoint.dtypes[stored])
+        self._checkpoint.read({stored: values}, alone=True)
+        return {piece.name: piece.view for piece in self._cut(stored.removeprefix(MODEL), values)}

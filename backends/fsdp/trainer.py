@@ -46,7 +46,7 @@ class FsdpTrainer(TrainerBase):
 
     @staticmethod
     def converter(model: ModelConfig, trainer: TrainerConfig) -> Converter:
-        from backends.fsdp.converter import FsdpConverter
+        from backends.fsdp.checkpoint import FsdpConverter
 
         return FsdpConverter(model, trainer)
 

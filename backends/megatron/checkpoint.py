@@ -22,8 +22,7 @@ from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.lora import is_added
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.lora import factor_entries
-from backends.megatron.optimizer import Optimizer
-from backends.megatron.optimizer_state import sharded_optimizer_state
+from backends.megatron.optimizer import Optimizer, sharded_optimizer_state
 from backends.megatron.versions import loading_together
 from slime_like.errors import CheckpointError
 

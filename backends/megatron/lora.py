@@ -202,7 +202,7 @@ def set_dropout(chunks: Iterable[torch.nn.Module], is_active: bool) -> None:
             module.train(is_active)
 
 
-# ------------------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 _FACTOR = re.compile(rf"(?P<layer>.+)\.{ADDED}\.?(?P<expert>\d*)\.(?P<letter>[ab])")
 """Name of a factor. ``GroupedLinear`` numbers its experts' factors."""
 

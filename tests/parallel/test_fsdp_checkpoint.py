@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM
 
-from backends.fsdp.converter import FsdpConverter
+from backends.fsdp.checkpoint import FsdpConverter
 from backends.fsdp.optimizer import learning_rate
 from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import pack_sequences

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.megatron.optimizer_state import boxes
+from backends.megatron.optimizer import boxes
 
 
 @given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from backends.common.checkpoint.integrity import Checksums, VerifyingReader
 from backends.common.checkpoint.reading import read_index
-from backends.fsdp.checkpoint import PLAIN_FILES, StoredCheckpoint
-from backends.fsdp.converter import FsdpConverter
+from backends.fsdp.checkpoint import PLAIN_FILES, FsdpConverter, StoredCheckpoint
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, TensorInfo
