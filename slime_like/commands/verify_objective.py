@@ -20,7 +20,7 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     findings += verify_objective(config) if is_whole else []
     print(*sentences(findings), sep="\n")
     if not is_whole:
-        print(f"algorithm.loss={config.algorithm.loss}: the whole objective has no batches of samples to enumerate")
+        print(f"algorithm.loss={config.algorithm.loss}: compared only in parts, not as a whole objective of samples")
     return FAILED if any(finding.is_wrong for finding in findings) else 0
 
 

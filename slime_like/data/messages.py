@@ -79,7 +79,8 @@ def read_messages(row: Row, key: str, code: str) -> Messages:
     """
     given = _parsed(row.get(key))
     if not isinstance(given, list) or not given:
-        raise row.fault(code, f"{key!r} must be a list of chat messages, or its JSON")
+        text = "text, or " if code == "bad-prompt" else ""
+        raise row.fault(code, f"{key!r} must be {text}a list of chat messages, or its JSON")
     return [_message(row, code, f"{key!r}, message {number}", each) for number, each in enumerate(given, start=1)]
 
 

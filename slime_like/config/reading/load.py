@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from slime_like.config.base import CONFLICT, known
 from slime_like.config.filling import AUTO, FILLING, fill
-from slime_like.config.reading.fields import all_fields, value_text
+from slime_like.config.reading.fields import all_fields, sections, value_text
 from slime_like.config.reading.problems import describe
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, Problem, field_of
@@ -62,6 +62,7 @@ def load_config(
             parts.append(_setting(name, values))
         except ValueError as error:
             problems.append(Problem("flag-value", f"--{name}: {error}", name))
+    problems += _take_clashes(parts)
     data, undecided = _merged(_spelled_out(parts), path)
     problems += [Problem("field-undecided", f"{name}=??? is undecided; give a value", name) for name in undecided]
     filling = [name for name in FILLING if _take_auto(data, name.split("."))]
@@ -159,6 +160,38 @@ def _usable(text: str) -> str:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[arg-type]
         before = plain or ""
     return text
+
+
+def _take_clashes(parts: Sequence[DictConfig]) -> Iterator[Problem]:
+    """Remove what cannot be merged, a list for a mapping or a mapping for a list, and yield a problem for each."""
+    lower: list[Any] = [_nested(dict.fromkeys(sections()))]
+    for part in parts:
+        plain: Any = OmegaConf.to_container(part)
+        for name in sorted({name for low in lower for name in _clashes(low, plain)}):
+            owner, _, key = name.rpartition(".")
+            holder: Any = OmegaConf.select(part, owner) if owner else part
+            kind = "a list" if isinstance(holder[key], DictConfig) else "a section; write its fields below it"
+            yield Problem("field-type", f"{name}={holder[key]} must be {kind}", name)
+            del holder[key]
+        lower.append(OmegaConf.to_container(part))
+
+
+def _nested(names: Iterable[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        node = found
+        for key in name.split("."):
+            node = node.setdefault(key, {})
+    return found
+
+
+def _clashes(low: Any, high: Any, name: str = "") -> Iterator[str]:
+    """Yield the names of lists in one and mappings in the other."""
+    if isinstance(low, dict) and isinstance(high, dict):
+        for key in low.keys() & high.keys():
+            yield from _clashes(low[key], high[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(low, dict | list) and isinstance(high, dict | list) and type(low) is not type(high):
+        yield name
 
 
 def _spelled_out(parts: Sequence[DictConfig]) -> list[DictConfig]:

@@ -223,7 +223,7 @@ def by_reason(reasons: Sequence[str]) -> str:
 
 
 def failure_text(metadata: Iterable[Mapping[str, Any]]) -> str:
-    """Format ``by_reason`` of the failed responses with the detail of the first one."""
+    """Format ``by_reason`` of the failed responses with the detail of the first one, or with its function."""
     failed = [entry for entry in metadata if "reason" in entry]
-    details = [entry["detail"] for entry in failed if "detail" in entry]
+    details = [entry.get("detail") or entry["function"] for entry in failed if entry.keys() & {"detail", "function"}]
     return by_reason([entry["reason"] for entry in failed]) + (f", first: {details[0]}" if details else "")

@@ -398,3 +398,20 @@ def test_files_of_a_mixture_are_found_from_other_directories(tmp_path: Path, mon
 
 def test_every_field_has_a_description() -> None:
     assert [name for name, field in all_fields().items() if len(field.description) < 8] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (["--model", "[1]", "--steps", "many"], {"model", "steps"}),
+        (["--trainer", "[1]", "--rollout.temperature", "0"], {"trainer", "rollout.temperature"}),
+        (["--reward.functions", "[{name: length}]", "--reward.functions.0.name", "length"], {"reward.functions"}),
+    ],
+)
+def test_lists_and_sections_are_not_merged(flags: list[str], fields: set[str]) -> None:
+    """And hide no other problem."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["--run_dir", "x", "--model.path", "x", "--data.train", "x", *flags])
+    found = {problem.field: problem.code for problem in caught.value.problems}
+    assert fields <= found.keys()
+    assert "yaml-syntax" not in found.values()
