@@ -1,6 +1,5 @@
 """Encoding of an environment's observation to the token ids that the model reads."""
 
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -52,9 +51,8 @@ class ObservationEncoder:
 
         If the model sampled ``stop_token`` at the end of its turn, the turn is not ended again.
         """
-        said: Sequence[int] = self._tokenizer(observation, add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ]
+        # Cut, because ``split_special_tokens`` would set the tokenizer itself, which other threads use.
+        said = encoded(self._tokenizer, cut_special(observation, self._special).split(CUT))
         excess = max(0, len(said) - self._max_tokens)
         if excess:  # the last character may be incomplete
             observation = decoded(self._tokenizer, said[: self._max_tokens]).rstrip("\ufffd")

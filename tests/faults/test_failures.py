@@ -100,8 +100,8 @@ def test_a_reward_worker_that_hangs_once(tiny: Tiny, tmp_path: Path) -> None:
     functions = f"[{{name: 'tests.faults.rewards:hangs_once', options: {{marker: {tmp_path}/hung}}}}]"
     flags = ["--reward.functions", functions, "--reward.timeout_s", "1", "--steps", "1"]
     finished = succeed(quick(tiny, tmp_path / "run", *flags), tmp_path / "log")
-    for when in ("step 1, reward", "all steps"):
-        assert f"{when}: scoring failed for 1 of 32 responses (1 by timeout); 1 masked" in finished.stderr
+    for when, first in (("step 1, reward", ", first: tests.faults.rewards:hangs_once"), ("all steps", "")):
+        assert f"{when}: scoring failed for 1 of 32 responses (1 by timeout{first}); 1 masked" in finished.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert row["ref_actor_rewards/scoring_failures"] == row["ref_actor_rewards/failures_masked"] == 1
     assert audit_run(tmp_path / "run").failed == {"masked: timeout": 1}

@@ -1,5 +1,6 @@
 """What the model reads between two of its turns."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -92,3 +93,12 @@ def test_a_template_may_be_given(rejects: Rejects) -> None:
     for template in (silent, "{{ raise_exception('no') }}", None):
         with rejects(ConfigError, "config"):
             ObservationEncoder(tokenizer_of(template), None, 10)
+
+
+def test_observations_are_encoded_at_the_same_time() -> None:
+    """Threads share the tokenizer, so encoding must not set how it treats special tokens."""
+    encoder = ObservationEncoder(tokenizer_of(templates.SOUND), None, 9_999)
+    said = ["7", "<eos>" * 40, "8 " * 300]
+    expected = [encoder.encode(one) for one in said]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(encoder.encode, said * 400)) == expected * 400
