@@ -17,7 +17,7 @@ from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationReques
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import expected_tensors
+from slime_like.weights.expected_tensors import expected_tensors
 from slime_like.weights.quantization import with_scales
 
 MemoryPart = Literal["weights", "kv_cache"]

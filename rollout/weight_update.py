@@ -15,7 +15,8 @@ from slime_like.config import ModelConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, Manifest, TensorEntry, UpdateReceipt
 from slime_like.interfaces.weights import MODEL
-from slime_like.weights.adapter import expected_factors, module_ends
+from slime_like.weights.adapter import module_ends
+from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
 
 Call = Callable[..., Awaitable[Any]]

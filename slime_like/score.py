@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from slime_like.config import RunConfig, TrainerConfig
-from slime_like.data.sequences import TokenRow, TokenRows
+from slime_like.data.token_rows import TokenRow, TokenRows
 from slime_like.errors import DataError
 from slime_like.interfaces import Scores
 from slime_like.observability.names import SCORING_SPEED
@@ -42,7 +42,7 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
     """Check every row, then score the rows in windows. Memory holds one window of packs, not the file.
 
     Args:
-        source: token rows, see ``slime_like.data.sequences``.
+        source: token rows, see ``slime_like.data.token_rows``.
         output: file that gets ``{"id", "logprobs", "entropy"}`` per row, in input order; written whole or not at all.
         weights: ``trainer`` directory of a training checkpoint; ``None`` means the weights of ``model.path``.
         temporary: whether to create ``run_dir`` and remove it after success.

@@ -9,8 +9,8 @@ from slime_like.algorithms import pack_sequences
 from slime_like.config import AlgorithmConfig, ModelConfig, RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement, load_backend
-from slime_like.models.weight_files import expected_tensors
 from slime_like.trajectory import UnscoredTrajectory
+from slime_like.weights.expected_tensors import expected_tensors
 
 with tempfile.TemporaryDirectory() as directory:
     model, checkpoint = Path(directory) / "model", Path(directory) / "checkpoint"

@@ -14,7 +14,8 @@ from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import has_tower
 from slime_like.models.weight_files import header_shapes
-from slime_like.weights.adapter import expected_factors, module_ends
+from slime_like.weights.adapter import module_ends
+from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.quantization import checkpoint_settings
 
 if TYPE_CHECKING:

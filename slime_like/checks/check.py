@@ -5,7 +5,7 @@ Sections reject combinations of fields themselves (``Section.conflicts``). Needs
 
 from collections.abc import Iterator, Sequence
 
-from slime_like.checks import engine_arguments, layout, model_directories, names, packages, rows, run_files, sizes
+from slime_like.checks import engine_arguments, layout, lengths, model_directories, names, packages, rows, run_files
 from slime_like.checks.definition import Check, Needs, training_needs
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.config.base import CONFLICT, known
@@ -87,7 +87,7 @@ CHECKS: Sequence[Check] = (
     Check(
         "algorithm.minibatches",
         {"training"},
-        lambda run: sizes.minibatch_problems(run.rollout, run.algorithm, run.trainer.parallel.data),
+        lambda run: lengths.minibatch_problems(run.rollout, run.algorithm, run.trainer.parallel.data),
     ),
     Check("rollout.engine-args", {"engine"}, lambda run: engine_arguments.engine_problems(run.rollout)),
     Check(
@@ -95,16 +95,16 @@ CHECKS: Sequence[Check] = (
         {"model", "engine"},
         sized=lambda run, size: engine_arguments.adapter_problems(run.model, run.rollout.engine, size),
     ),
-    Check("cluster.gpus-idle", {"training"}, sizes.idle_gpu_problems),
+    Check("cluster.gpus-idle", {"training"}, lengths.idle_gpu_problems),
     Check(
         "cluster.placement",
         {"training", "engine"},
-        lambda run: sizes.colocation_problems(run.rollout, run.cluster, run.trainer.parallel.world_size),
+        lambda run: lengths.colocation_problems(run.rollout, run.cluster, run.trainer.parallel.world_size),
     ),
     Check(
         "rollout.nodes",
         {"engine"},
-        lambda run: sizes.engine_node_problems(
+        lambda run: lengths.engine_node_problems(
             run.rollout, run.cluster.gpus_per_node, run.model.lora.sends_factors, run.algorithm.routing_replay
         ),
     ),
@@ -123,10 +123,10 @@ CHECKS: Sequence[Check] = (
         "rollout.tensor", {"model", "engine"}, sized=lambda run, size: layout.engine_rank_problems(run.rollout, size)
     ),
     Check(
-        "rollout.stop-tokens", {"model", "data"}, sized=lambda run, size: sizes.stop_token_problems(run.rollout, size)
+        "rollout.stop-tokens", {"model", "data"}, sized=lambda run, size: lengths.stop_token_problems(run.rollout, size)
     ),
-    Check("rollout.length", {"model", "engine"}, sized=sizes.length_problems),
-    Check("trainer.token-budget", {"training", "engine"}, sizes.budget_problems),
+    Check("rollout.length", {"model", "engine"}, sized=lengths.length_problems),
+    Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
     # slow checks
     Check("algorithm.options", {"training", "code"}, lambda run: names.option_problems(run.algorithm)),
     Check(

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import OTHER, VALUE_HEAD, ModelDimensions
 from slime_like.models.tower import language_names
 
@@ -127,18 +126,6 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {
         name: shapes[name] for name, own in language_names(directory, shapes).items() if not dimensions.is_ignored(own)
     }
-
-
-def expected_tensors(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tensor in a full weight update of this model. Reads headers only.
-
-    Raises:
-        CheckpointError: the directory has no safetensors file, or a damaged one.
-    """
-    try:
-        return model_shapes(Path(directory))
-    except WeightFilesError as error:
-        raise CheckpointError(str(error), code="weight-files", who=f"model.path={directory}") from error
 
 
 def value_head_of(names: Container[str]) -> str | None:

@@ -33,7 +33,8 @@ from slime_like.observability.metrics import METRICS_FILE, read_metrics
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.system.interrupts import raise_if_interrupted
 from slime_like.system.words import counted
-from slime_like.weights.adapter import expected_factors, stored_factors
+from slime_like.weights.adapter import stored_factors
+from slime_like.weights.expected_tensors import expected_factors
 
 _START_S, _REST_S, _STOP_S = 900.0, 1800.0, 120.0
 _LOOK_EVERY_S = 0.2

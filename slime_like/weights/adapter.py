@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from slime_like.config.lora import ALL_LINEAR, LoraConfig
 from slime_like.config.sections import ModelConfig
 from slime_like.models.tower import own_name
-from slime_like.models.weight_files import expected_tensors, fingerprint
+from slime_like.models.weight_files import fingerprint
 
 ADAPTER = "adapter"
 """Name of an adapter in manifests (``Manifest.updates``)."""
@@ -79,11 +79,6 @@ def factor_shapes(settings: LoraConfig, weights: Mapping[str, Shape]) -> dict[st
             a, b = factor_names(name)
             found |= {a: (rank, shape[1]), b: (shape[0], rank)}
     return found
-
-
-def expected_factors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every factor of a model on disk. Raises like ``expected_tensors``."""
-    return factor_shapes(model.lora, expected_tensors(model.path))
 
 
 class FactorPart(NamedTuple):

@@ -15,8 +15,8 @@ from torch import Tensor
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import expected_tensors
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
+from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.assembly import stacked_experts, to_hugging_face
 from tests.parallel.ranks import run_ranks
 from tests.parallel.reference import Reference, ReferenceStep, adamw_steps

@@ -30,7 +30,8 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import expected_tensors, weight_file_problems
+from slime_like.models.weight_files import weight_file_problems
+from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.ranks import run_ranks
 from tests.parallel.steps import joined, same_bits, small_disk
 from tests.parallel.tiny import DIVISIBLE, edited_weights, tiny_config, with_drafts

@@ -23,8 +23,9 @@ from slime_like.interfaces import RankPlacement
 from slime_like.interfaces.conversion import ConversionOptions
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import language_names, language_settings
-from slime_like.models.weight_files import expected_tensors, keeps_type, weight_file_problems
+from slime_like.models.weight_files import keeps_type, weight_file_problems
 from slime_like.trajectory import PackedTrajectory
+from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.assembly import stacked_experts
 from tests.parallel.parity import (
     BALANCE,

@@ -16,7 +16,7 @@ from backends.common.trainer.host_memory import HostCopies, HostPool, Parking, w
 from backends.common.trainer.lora import Initial
 from slime_like.config import ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
-from slime_like.weights.adapter import expected_factors
+from slime_like.weights.expected_tensors import expected_factors
 
 
 class StepOptimizer(Protocol):

@@ -9,7 +9,6 @@ from slime_like.config.rollout import ENGINES
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces.engine import load_engine
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import expected_tensors
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
@@ -21,6 +20,7 @@ from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.group import TrainerGroup
 from slime_like.sandbox.rewards.pool import RewardPool
+from slime_like.weights.expected_tensors import expected_tensors
 from slime_like.weights.quantization import is_quantized
 
 

@@ -15,7 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
-from slime_like.data.sequences import TokenBudget
+from slime_like.data.token_rows import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import TrainerBackend

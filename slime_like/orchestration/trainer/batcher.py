@@ -18,7 +18,7 @@ from slime_like.algorithms.packing.partition import (
 from slime_like.algorithms.packing.prefixes import Bundle, Costs, make_bundles, split_bundles
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import AlgorithmConfig, ModelConfig, TrainerConfig
-from slime_like.data.sequences import TokenBudget
+from slime_like.data.token_rows import TokenBudget
 from slime_like.errors import ConfigError, DataError, SlimeLikeError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.system.words import counted

@@ -18,7 +18,8 @@ from backends.megatron.families import family_of
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
-from slime_like.models.weight_files import expected_tensors, stack_parts, weight_file_problems
+from slime_like.models.weight_files import stack_parts, weight_file_problems
+from slime_like.weights.expected_tensors import expected_tensors
 from tests.conftest import Tiny
 from tests.parallel.towers import give_tower
 from tests.support.rejections import Rejects

@@ -20,14 +20,8 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.families import FAMILIES
 from slime_like.models.tower import has_tower
 from slime_like.models.weight_files import model_shapes
-from slime_like.weights.adapter import (
-    ADAPTER_FILE,
-    expected_factors,
-    factor_names,
-    factor_shapes,
-    module_ends,
-    with_tower,
-)
+from slime_like.weights.adapter import ADAPTER_FILE, factor_names, factor_shapes, module_ends, with_tower
+from slime_like.weights.expected_tensors import expected_factors
 from tests.parallel.towers import KINDS, save_tower
 from tests.support.rejections import Rejects
 

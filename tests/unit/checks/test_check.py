@@ -18,8 +18,8 @@ from slime_like.checks import names
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.layout import layers_per_stage
+from slime_like.checks.lengths import engine_node_problems, length_problems
 from slime_like.checks.packages import missing_flash_attention
-from slime_like.checks.sizes import engine_node_problems, length_problems
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.dump import dump_path

@@ -7,7 +7,7 @@ import pytest
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.sizes import idle_gpu_problems
+from slime_like.checks.lengths import idle_gpu_problems
 from slime_like.config import RunConfig
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.reading.load import load_config, save_config

@@ -14,7 +14,7 @@ from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.weights.adapter import expected_factors
+from slime_like.weights.expected_tensors import expected_factors
 from slime_like.weights.received import WeightReceiver
 from tests.conftest import Tiny
 from tests.support.rejections import Rejects

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.models.weight_files import expected_tensors
+from slime_like.weights.expected_tensors import expected_tensors
 
 
 @pytest.mark.parametrize("tied", [False, True])

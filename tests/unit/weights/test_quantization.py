@@ -22,11 +22,12 @@ from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Manifest, RankCoordinates, WeightBucket, WeightExport
 from slime_like.models.families import FAMILIES
-from slime_like.models.weight_files import expected_tensors, header_shapes
+from slime_like.models.weight_files import header_shapes
 from slime_like.orchestration.run.engines import require_quantizable
 from slime_like.orchestration.trainer import rank_export
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.weights import quantization
+from slime_like.weights.expected_tensors import expected_tensors
 from slime_like.weights.quantization import dequantize, dequantized, quantize, quantized, with_scales
 from tests.conftest import Tiny
 from tests.parallel.towers import give_tower

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_like.config import TrainerConfig
-from slime_like.data.sequences import TokenRows
+from slime_like.data.token_rows import TokenRows
 from slime_like.errors import DataError
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
