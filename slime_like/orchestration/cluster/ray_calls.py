@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
@@ -29,6 +29,7 @@ _ROLE = re.compile(r"(\w+) (?:worker |rank )?(\d+).*")
 
 _Answer = TypeVar("_Answer")
 _Error = TypeVar("_Error", bound=SlimeLikeError)
+_P = ParamSpec("_P")
 
 
 def watch_none() -> None:
@@ -117,6 +118,77 @@ class Answers(Generic[_Answer]):
             if reference in ended:
                 one(reference, name, phase=self.phase, error=self.error)
         return not running
+
+
+class ActorGroup:
+    """The Ray actors of one kind, in order, and typed calls to them. An actor runs its calls in the order of the calls.
+
+    A method is given as a function of the actor's class, so its arguments and answers are typed. Every call names its
+    phase ("scoring") for messages.
+
+    Args:
+        timeout_s: default bound of every wait, in seconds.
+        error: class of errors about an actor that fails, dies or is late.
+        watch: see ``gather``.
+
+    Attributes:
+        actors, names: Ray's handles, and what messages call them ("trainer rank 3").
+    """
+
+    def __init__(self, timeout_s: float, error: type[SlimeLikeError], watch: Callable[[], None] = watch_none) -> None:
+        self.actors: list[Any] = []
+        self.names: list[str] = []
+        self.timeout_s = timeout_s
+        self._error = error
+        self._watch = watch
+        self._deferred: list[Answers[Any]] = []
+
+    def call(
+        self, phase: str, method: Callable[Concatenate[Any, _P], _Answer], /, *arguments: _P.args, **options: _P.kwargs
+    ) -> list[_Answer]:
+        """Call every actor with the same arguments, and wait for all answers."""
+        return self.start(phase, method, *arguments, **options).result()
+
+    def start(
+        self, phase: str, method: Callable[Concatenate[Any, _P], _Answer], /, *arguments: _P.args, **options: _P.kwargs
+    ) -> "Answers[_Answer]":
+        """Call every actor without waiting."""
+        return self.start_each(phase, method, dict.fromkeys(range(len(self.actors)), arguments), **options)
+
+    def start_each(
+        self, phase: str, method: Callable[..., _Answer], arguments: Mapping[int, tuple[Any, ...]], **options: Any
+    ) -> "Answers[_Answer]":
+        """Call some actors, each with the arguments under its index, without waiting."""
+        references = {
+            self.names[index]: getattr(self.actors[index], method.__name__).remote(*values, **options)
+            for index, values in arguments.items()
+        }
+        return Answers(references, phase, self.timeout_s, self._error, self._watch, before=self.settle)
+
+    def defer(self, answers: "Answers[Any]") -> None:
+        """Don't wait for ``answers``. The next call that waits, or ``is_idle``, raises a failure."""
+        self._deferred.append(answers)
+
+    def is_idle(self) -> bool:
+        """Return whether all deferred calls are answered. Raises a failure among them once. Never waits."""
+        deferred, self._deferred = self._deferred, []
+        self._deferred = [answers for answers in deferred if not answers.is_answered()]
+        return not self._deferred
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Wait for every deferred call. Each bound starts when the previous call has ended."""
+        deferred, self._deferred = self._deferred, []
+        for answers in deferred:
+            answers.result(timeout_s)
+
+    def liveness(self, phase: str) -> "Liveness":
+        """Return a check of these actors, for use while others are waited for."""
+        return Liveness(self.actors, self.names, phase, self._error)
+
+    def shutdown(self, method: Callable[[Any], object], timeout_s: float) -> None:
+        """End the actors with ``method`` of theirs, and kill those that don't answer within ``timeout_s``."""
+        end_actors(self.actors, [getattr(actor, method.__name__).remote() for actor in self.actors], timeout_s)
+        self.actors, self.names, self._deferred = [], [], []
 
 
 def end_actors(actors: Sequence[Any], references: Sequence[Any], timeout_s: float) -> None:
