@@ -21,7 +21,7 @@ from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep, adjust, score, update
 from slime_like.orchestration.trainer.batcher import WindowStream
-from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.planning.search import choose_recompute
 
 _WINDOW = "training on a window"
@@ -65,7 +65,7 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     with clock.phase("sync"):
         run.devices.training()
     ranks = run.trainers.ranks
-    ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, batch.replicas))
+    ranks.defer(ranks.scatter("receiving a batch", TrainerRank.load_batch, batch.replicas))
     with run.progress.waiting("training"):
         scoring = score(run, trajectories, clock)
         penalties = adjust(run, trajectories, step, clock)
@@ -82,14 +82,14 @@ def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     The rest is the last window. If all groups are ready together, the last window is the whole batch.
     """
     windows, ranks, source = WindowStream(run.batcher), run.trainers.ranks, run.rollout.source
-    ranks.defer(ranks.start(_WINDOW, RankTraining.begin_stream))
+    ranks.defer(ranks.start(_WINDOW, TrainerRank.begin_stream))
     with run.rollout.sampling(run.progress):
         for groups in source.stream(step, clock):
             holds = source.is_complete(step) or not ranks.is_idle()
             if window := windows.add(groups, holds):
-                ranks.defer(ranks.scatter(_WINDOW, RankTraining.train_window, window, False))
+                ranks.defer(ranks.scatter(_WINDOW, TrainerRank.train_window, window, False))
     with clock.phase("train"), run.progress.waiting("training"):
         window, denominator = windows.finish()
-        ranks.defer(ranks.scatter(_WINDOW, RankTraining.train_window, window, True))
-        steps = ranks.call("updating", RankTraining.finish_stream, denominator)
+        ranks.defer(ranks.scatter(_WINDOW, TrainerRank.train_window, window, True))
+        steps = ranks.call("updating", TrainerRank.finish_stream, denominator)
     return TrainedStep.of_stream(windows, steps)

@@ -142,7 +142,7 @@ class TrainerBackend(Protocol):
         named. With ``old``, a pass that names the policy gives packs the routes that their training passes replay.
         """
 
-    def trial(self, size: float | None) -> None:
+    def perturb_adapter(self, size: float | None) -> None:
         """Replace the factors by others, whose outputs have about this size, or with ``None`` restore them exactly."""
 
     def export_weights(self) -> WeightExport:

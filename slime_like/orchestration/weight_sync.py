@@ -8,15 +8,14 @@ import numpy as np
 
 from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import BucketMetadata, TrainerBackend, UpdateReceipt
+from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.observability.records import SyncRecord
 from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.calls import RankCalls, given
-from slime_like.orchestration.trainer.rank_export import RankExport
-from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
 from slime_like.weights.transports.colocated import join_buckets
@@ -99,7 +98,7 @@ class WeightSync:
     def connect(self) -> None:
         """Open the transport on both sides, even if it is already open. Replaced engines join this way, too."""
         phase, arguments = "opening the weight transport", (self._transport, self._run_name, self._delta)
-        rendezvous = self._ranks.call(phase, RankExport.open_transport, *arguments)
+        rendezvous = self._ranks.call(phase, TrainerRank.open_transport, *arguments)
         self._engines.connect(self._transport, join_rendezvous(given(rendezvous)))
         self._connected = self._supervisor.generation
 
@@ -123,10 +122,10 @@ class WeightSync:
         of merged weights, which would cost a whole transfer.
         """
         probe, phase = self._probe, "trying factors"
-        before = given(self._ranks.call(phase, RankTraining.probe, probe.sequences))[0]
+        before = given(self._ranks.call(phase, TrainerRank.probe, probe.sequences))[0]
         for size in _TRIAL_SIZES:
-            self._ranks.call(phase, TrainerBackend.trial, size)
-            after = given(self._ranks.call(phase, RankTraining.probe, probe.sequences))[0]
+            self._ranks.call(phase, TrainerRank.perturb_adapter, size)
+            after = given(self._ranks.call(phase, TrainerRank.probe, probe.sequences))[0]
             if probe.notices(after, before):
                 break
         else:
@@ -134,7 +133,7 @@ class WeightSync:
             raise WeightSyncError(problem, code="trial-unnoticed", remedy="lower sync.probe_tolerance")
         self._run(version)
         self._turns.training(keep_weights=True)
-        self._ranks.call(phase, TrainerBackend.trial, None)
+        self._ranks.call(phase, TrainerRank.perturb_adapter, None)
         probe.trial_due, probe.baseline = False, None
 
     def _run(self, version: int) -> SyncReport:
@@ -186,12 +185,12 @@ class WeightSync:
         if self._connected != self._supervisor.generation:
             self.connect()
         generation, self._connected = self._connected, None  # until the transfer has succeeded
-        manifests = self._ranks.start(_PHASE, RankExport.begin_export)
-        first = self._ranks.start(_PHASE, RankExport.next_bucket)
+        manifests = self._ranks.start(_PHASE, TrainerRank.begin_export)
+        first = self._ranks.start(_PHASE, TrainerRank.next_bucket)
         begun = self._engines.begin_update(version, manifests)
         manifests.result()  # otherwise, the engines would report a trainer's failure
         sent, receipts = self._stream(first, begun, version)
-        self._ranks.defer(self._ranks.start(_PHASE, RankExport.end_export))
+        self._ranks.defer(self._ranks.start(_PHASE, TrainerRank.end_export))
         self._connected = generation
         return sent, receipts
 
@@ -207,7 +206,7 @@ class WeightSync:
             if not buckets and self._verifies:
                 # Trainers are done while engines still load the last buckets and activate the version.
                 phase = "scoring the weight-sync probe"
-                sent.expected = self._ranks.start(phase, RankTraining.probe, self._probe.sequences)
+                sent.expected = self._ranks.start(phase, TrainerRank.probe, self._probe.sequences)
             before = asked
             asked = self._engines.update(buckets, before) if buckets else self._engines.finish_update(version, before)
             before.result()
@@ -215,7 +214,7 @@ class WeightSync:
                 return sent, asked.result()
             sent.hash_s += max(bucket.hash_s for bucket in buckets)
             sent.buckets += buckets
-            gathered = self._ranks.start(_PHASE, RankExport.next_bucket)
+            gathered = self._ranks.start(_PHASE, TrainerRank.next_bucket)
 
     def _verify(
         self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Answers[np.ndarray | None]

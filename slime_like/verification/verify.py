@@ -23,8 +23,7 @@ from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.trainer.alone import exported_tensors, run_directory, trainers_alone
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.calls import given
-from slime_like.orchestration.trainer.rank_export import RankExport
-from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.system.console import Console
 from slime_like.system.words import counted
@@ -245,10 +244,10 @@ class Baseline:
             self.batch = with_frozen_logprobs(self.batch, scores, config.seed)
             batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, 0)
             packed = batcher.batch(self.batch)
-            ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, packed.replicas))
-            _drain(exported_tensors(ranks, RankExport.begin_gradient_export, 0, packed.denominators[0]), gradients)
+            ranks.defer(ranks.scatter("receiving a batch", TrainerRank.load_batch, packed.replicas))
+            _drain(exported_tensors(ranks, TrainerRank.begin_gradient_export, 0, packed.denominators[0]), gradients)
             stats = [
-                given(ranks.call("training", RankTraining.train_minibatch, index, denominator))[0]
+                given(ranks.call("training", TrainerRank.train_minibatch, index, denominator))[0]
                 for _ in range(config.steps)
                 for index, denominator in enumerate(packed.denominators)
             ]

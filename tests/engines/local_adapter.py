@@ -40,8 +40,8 @@ class LocalAdapterTrainers(LocalTrainers):
     def begin_export(self) -> list[Manifest]:
         return [replace(part, updates=ADAPTER) for part in super().begin_export()]
 
-    def trial(self, size: float | None) -> list[None]:
-        """Like ``TrainerBackend.trial``."""
+    def perturb_adapter(self, size: float | None) -> list[None]:
+        """Like ``TrainerBackend.perturb_adapter``."""
         if size is None:
             self.factors = self._own
         else:

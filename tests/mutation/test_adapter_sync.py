@@ -80,8 +80,8 @@ def the_merged_base_is_sent_as_the_base(patch: Patch, trainers: LocalAdapterTrai
 
 def the_trial_changes_nothing(patch: Patch, trainers: LocalAdapterTrainers) -> None:
     """It could then not prove anything."""
-    trial = trainers.trial
-    patch.setattr(trainers, "trial", lambda size: trial(size and 0.0))
+    trial = trainers.perturb_adapter
+    patch.setattr(trainers, "perturb_adapter", lambda size: trial(size and 0.0))
 
 
 Bug = Callable[[Patch, LocalAdapterTrainers], None]
@@ -137,7 +137,7 @@ def test_the_first_sync_catches(setting: Setting, monkeypatch: Patch, bug: Bug, 
         bug(patch, setting.trainers)
         with rejects(WeightSyncError, BUGS[bug]):
             setting.new_sync().run(1)
-    setting.trainers.trial(None)  # after a failed run, ranks end
+    setting.trainers.perturb_adapter(None)  # after a failed run, ranks end
     setting.new_sync().run(2)
 
 

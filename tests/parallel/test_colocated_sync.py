@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -81,7 +80,8 @@ def _export(placement: RankPlacement, session: str, config: RunConfig) -> list[d
     tensor, rest = placement.rank % TENSOR, placement.rank // TENSOR
     place = RankCoordinates(tensor, rest // 2, rest % 2, 0, 0, 1)
     backend: Any = Backend(place)
-    export = RankExport(config.sync, config.bucket_bytes(on_gpus=False), backend, place, SimpleNamespace())  # type: ignore[arg-type]
+    export = RankExport(config)
+    export.backend, export.place = backend, place
     first_rank, worker = placement.rank // ENGINE * ENGINE, placement.rank % ENGINE
     received = []
     with mock.patch.object(rank_export, "node_address", lambda: "127.0.0.1"), counted_messages() as messages:
@@ -100,7 +100,7 @@ def _export(placement: RankPlacement, session: str, config: RunConfig) -> list[d
             assert messages == sizes == [bucket_nbytes(each) for each in sent(backend.sync)]
             received.append(arrivals.checksums)
     receiver.close()
-    export.close()
+    export.close_transport()
     dist.destroy_process_group()
     return received
 

@@ -136,7 +136,8 @@ def take(placement: RankPlacement, config: RunConfig, rows: list[ScoredTrajector
     """Score a batch with the teachers that the ranks hold, and do its step. Return the scores by sequence id."""
     with running(placement, config) as trainer:
         place = trainer.coordinates
-        rank = RankTraining(config.roles.scoring, trainer, place)
+        rank = RankTraining(config)
+        rank.backend, rank.place = trainer, place
         batch = batcher_of(config, place.data_size).batch(rows, by_source=True)
         rank.load_batch(batch.replicas[place.data])
         for role in config.roles.scoring:

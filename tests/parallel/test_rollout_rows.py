@@ -64,7 +64,8 @@ def _step(
     """Return (this rank's exported gradients, the loss if this rank has it)."""
     with running(placement, config) as trainer:
         place = trainer.coordinates
-        rank, batcher = RankTraining(config.roles.scoring, trainer, place), batcher_of(config, place.data_size)
+        rank, batcher = RankTraining(config), batcher_of(config, place.data_size)
+        rank.backend, rank.place = trainer, place
         if streams:
             early, denominator = train_windows(rank, batcher, rows, place.data)
             assert early >= 1

@@ -49,7 +49,8 @@ def _rollouts() -> list[ScoredTrajectory]:
 def _update(placement: RankPlacement, config: RunConfig, rollouts: list[ScoredTrajectory], streams: bool) -> Trained:
     with running(placement, config) as trainer:
         place, before = trainer.coordinates, weights_of(trainer)
-        rank = RankTraining(config.roles.scoring, trainer, place)
+        rank = RankTraining(config)
+        rank.backend, rank.place = trainer, place
         batcher = batcher_of(config, place.data_size)
         windows, stats = (_streamed if streams else _at_once)(rank, batcher, rollouts, place.data)
         trainer.settle_weights()

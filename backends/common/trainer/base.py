@@ -278,7 +278,7 @@ class TrainerBase(TrainerBackend):
         return self.config.algorithm.routing_replay if self._role.name == POLICY else "none"
 
     # ------------------------------------------------------------------------------------------- transfer of the state
-    def trial(self, size: float | None) -> None:
+    def perturb_adapter(self, size: float | None) -> None:
         self.settle_weights()
         self._trial.close()
         if size is not None:

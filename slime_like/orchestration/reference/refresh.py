@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config.roles import REFERENCE
-from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.disk import link_tree
 
 _PARTIAL = ".partial"
@@ -47,7 +47,7 @@ class Reference:
             return
         partial = self._root / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed start
-        self._trainers.ranks.call("saving weights", TrainerBackend.save_weights, partial)
+        self._trainers.ranks.call("saving weights", TrainerRank.save_weights, partial)
         self._adopt(partial, step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Reference:
         written.rename(place)
         kept = {place}
         if self._pool is None:
-            self._trainers.ranks.call("loading the reference weights", TrainerBackend.load_weights, place, REFERENCE)
+            self._trainers.ranks.call("loading the reference weights", TrainerRank.load_weights, place, REFERENCE)
         else:
             self._pool.weights.use(place)
             kept |= self._pool.weights.in_use()

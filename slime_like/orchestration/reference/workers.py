@@ -9,10 +9,11 @@ from pathlib import Path
 
 from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import Scores, TrainerBackend
+from slime_like.interfaces import Scores
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.scoring import request_tokens, score_sequences
 from slime_like.trajectory import UnscoredTrajectory
 
@@ -41,7 +42,7 @@ class RankedWorker:
     def use(self, weights: Path) -> None:
         if weights != self._weights:
             phase = f"loading the {self.role.name} weights"
-            self._trainers.ranks.call(phase, TrainerBackend.load_weights, weights, self.role.name)
+            self._trainers.ranks.call(phase, TrainerRank.load_weights, weights, self.role.name)
             self._weights = weights
 
     def score(self, trajectories: list[UnscoredTrajectory]) -> list[Scores]:

@@ -18,7 +18,7 @@ from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans, whitened
 from slime_like.orchestration.trainer.calls import RankCalls
-from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory
@@ -256,7 +256,7 @@ def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficie
         for source in {None, row.source}:
             gains[source].append(gain[row.loss_mask])
     given = {row.sequence_id: row.advantages.numpy() for row in trajectories}
-    ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
+    ranks.call("receiving advantages", TrainerRank.set_tokens, "advantages", given)
     tokens = {source: torch.cat(found).double() for source, found in gains.items()}
     return {source: -float(found.mean()) for source, found in tokens.items() if len(found)}
 
@@ -278,7 +278,7 @@ def _replace(ranks: RankCalls, rows: Sequence[ScoredTrajectory], advantages: Map
     for row in rows:
         row.advantages = advantages[row.sequence_id].expand(row.response_len)
     given = {name: values.numpy() for name, values in advantages.items()}
-    ranks.call("receiving advantages", RankTraining.set_tokens, "advantages", given)
+    ranks.call("receiving advantages", TrainerRank.set_tokens, "advantages", given)
 
 
 def _in_time(rollout: Rollout[Any], level: Level) -> Tensor:
@@ -336,4 +336,4 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
         weights, _ = configured_weights(algorithm.importance, old, behaviour, mask, lengths)
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
-    ranks.call("dividing weights", RankTraining.set_tokens, "mean_weights", {row.sequence_id: mean for row in rows})
+    ranks.call("dividing weights", TrainerRank.set_tokens, "mean_weights", {row.sequence_id: mean for row in rows})

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC
-from slime_like.interfaces import TrainerBackend
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.calls import given
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
-from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.statistics import ValueStats
 from slime_like.trajectory import ScoredTrajectory
@@ -73,8 +72,8 @@ class Critic:
         """Load a step's rows and return their values by sequence id, (response_len,) each, from the current weights."""
         ranks, batch = self.group.ranks, self._batcher.batch(rows, bool(self._config.distillation.teachers))
         self._denominators = batch.denominators
-        ranks.defer(ranks.scatter("receiving a batch", RankTraining.load_batch, batch.replicas))
-        ranks.call("scoring with the critic", RankTraining.score_batch, CRITIC)
+        ranks.defer(ranks.scatter("receiving a batch", TrainerRank.load_batch, batch.replicas))
+        ranks.call("scoring with the critic", TrainerRank.score_batch, CRITIC)
         return {name: scores["values"] for name, scores in frozen_scores(ranks, rows, "values").items()}
 
     def learn(self, returns: Mapping[str, Tensor]) -> None:
@@ -83,9 +82,9 @@ class Critic:
         On its own devices, it only starts them; ``statistics`` waits.
         """
         ranks, targets = self.group.ranks, {name: values.numpy() for name, values in returns.items()}
-        ranks.defer(ranks.start("receiving returns", RankTraining.set_tokens, "returns", targets))
+        ranks.defer(ranks.start("receiving returns", TrainerRank.set_tokens, "returns", targets))
         self._updates = [
-            ranks.start("training the critic", RankTraining.train_minibatch, index, denominator)
+            ranks.start("training the critic", TrainerRank.train_minibatch, index, denominator)
             for _ in range(self._algorithm.epochs)
             for index, denominator in enumerate(self._denominators)
         ]
@@ -99,9 +98,9 @@ class Critic:
     def load(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint."""
         with self.turn():
-            self.group.ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.critic)
+            self.group.ranks.call("loading a checkpoint", TrainerRank.load, checkpoint.critic)
 
     def export(self, directory: Path) -> None:
         """Write the critic as a Hugging Face model."""
         with self.turn():
-            self.group.ranks.call("writing the critic", TrainerBackend.export_hf, directory)
+            self.group.ranks.call("writing the critic", TrainerRank.export_hf, directory)

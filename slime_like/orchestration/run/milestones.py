@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checks.run_files import BACKEND, FINGERPRINT
-from slime_like.interfaces import TrainerBackend
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, plot_reward_curve, read_metrics, series
 from slime_like.observability.names import ACCURACY, evaluation_metrics
@@ -15,6 +14,7 @@ from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import CRITIC_EXPORT, EXPORT, SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.weights.adapter import ADAPTER, adapter_facts
 
 _WRITING = "writing the checkpoint"
@@ -92,7 +92,7 @@ class Milestones:
             run.devices.training()
             phase = "writing the Hugging Face model"
             with run.progress.waiting(phase):
-                run.trainers.ranks.call(phase, TrainerBackend.export_hf, files["hugging face model"])
+                run.trainers.ranks.call(phase, TrainerRank.export_hf, files["hugging face model"])
                 if run.critic is not None:
                     files["critic"] = config.run_dir / CRITIC_EXPORT
                     run.critic.export(files["critic"])

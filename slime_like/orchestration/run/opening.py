@@ -18,7 +18,6 @@ from slime_like.data.prompts import PromptSource
 from slime_like.data.token_rows import TokenBudget
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import CheckpointError
-from slime_like.interfaces import TrainerBackend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import DRIVER_LOG, Progress
@@ -49,6 +48,7 @@ from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.sandbox.rewards.registry import required_of_rows
 from slime_like.system.gpus import local_gpus
@@ -278,7 +278,7 @@ class _Placed:
         if (checkpoint := base.checkpoint) is not None:
             rollout.restore(checkpoint)
             with self.progress.waiting("loading the checkpoint"):
-                ranks.call("loading a checkpoint", TrainerBackend.load, checkpoint.trainer)
+                ranks.call("loading a checkpoint", TrainerRank.load, checkpoint.trainer)
                 if self.critic is not None:
                     self.critic.load(checkpoint)
                 reference.restore(checkpoint)

@@ -18,7 +18,8 @@ from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream, split_by_group
 from slime_like.orchestration.trainer.calls import given
-from slime_like.orchestration.trainer.rank_training import RankTraining, StreamedStep
+from slime_like.orchestration.trainer.rank import TrainerRank
+from slime_like.orchestration.trainer.rank_training import StreamedStep
 from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.statistics import GRPOStats, ValueStats
 from slime_like.trajectory import ScoredTrajectory
@@ -66,7 +67,7 @@ def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock)
     with clock.phase("score"):
         for role in config.roles.scoring:
             started = time.perf_counter()
-            ranks.call(f"scoring with the {role.name} weights", RankTraining.score_batch, role.name)
+            ranks.call(f"scoring with the {role.name} weights", TrainerRank.score_batch, role.name)
             if not role.trained:
                 own = [row for row in trajectories if role.source in (None, row.source)]
                 records[role.name] = _scoring_record(own, time.perf_counter() - started)
@@ -126,7 +127,7 @@ def _set_apart(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) ->
         apart = torch.zeros_like(mask).masked_scatter(mask, loss.set_apart(old[mask], advantages[mask], generator))
         parts = apart.split([row.response_len for row in rows])
         found |= {row.sequence_id: part.numpy() for row, part in zip(rows, parts, strict=True)}
-    ranks.call("receiving chosen tokens", RankTraining.set_tokens, "set_apart", found)
+    ranks.call("receiving chosen tokens", TrainerRank.set_tokens, "set_apart", found)
 
 
 def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:
@@ -142,7 +143,7 @@ def update(run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajecto
     shrinks = run.config.algorithm.rejection.shrinks
     denominators = _of_kept(run, batch, trajectories) if shrinks else batch.denominators
     return [
-        given(run.trainers.ranks.call("training", RankTraining.train_minibatch, index, denominator))[0]
+        given(run.trainers.ranks.call("training", TrainerRank.train_minibatch, index, denominator))[0]
         for _ in range(run.config.algorithm.epochs)
         for index, denominator in enumerate(denominators)
     ]

@@ -13,7 +13,7 @@ from slime_like.errors import ConfigError
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.trainer.calls import RankCalls, given
 from slime_like.orchestration.trainer.group import TrainerGroup
-from slime_like.orchestration.trainer.rank_export import RankExport
+from slime_like.orchestration.trainer.rank import TrainerRank
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def trainers_alone(config: RunConfig) -> Iterator[TrainerGroup]:
 
 
 def exported_tensors(
-    ranks: RankCalls, begin: Callable[..., object] = RankExport.begin_export, *arguments: Any
+    ranks: RankCalls, begin: Callable[..., object] = TrainerRank.begin_export, *arguments: Any
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the model under Hugging Face names, in buckets of at most ``sync.bucket_mb``, to this process.
 
@@ -38,7 +38,7 @@ def exported_tensors(
     """
     phase = "exporting tensors"
     ranks.call(phase, begin, *arguments)
-    while buckets := given(ranks.call(phase, RankExport.next_tensors)):
+    while buckets := given(ranks.call(phase, TrainerRank.next_tensors)):
         yield from buckets
 
 

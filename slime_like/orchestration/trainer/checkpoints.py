@@ -14,7 +14,6 @@ from typing import Any
 
 from slime_like.config.roles import CRITIC
 from slime_like.errors import CheckpointError, SlimeLikeError
-from slime_like.interfaces import PendingSave, TrainerBackend
 from slime_like.orchestration.trainer.checkpoint import (
     FILES,
     LENGTHS,
@@ -82,7 +81,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk refused; what was written is removed, and older checkpoints are untouched.
         """
-        final = self._write(step, state, "saving a checkpoint", TrainerBackend.save)
+        final = self._write(step, state, "saving a checkpoint", TrainerRank.save)
         with self._whole_or_removed(final):
             self._commit(final)
         return final
@@ -104,7 +103,7 @@ class CheckpointStore:
             return None
         phase = "writing a checkpoint in the background"
         with self._whole_or_removed(self._started):
-            asked = [group.ranks.start(phase, PendingSave.is_written) for group in self._groups]
+            asked = [group.ranks.start(phase, TrainerRank.is_written) for group in self._groups]
             written = all(all(answers.result(timeout_s)) for answers in asked)
         return self.finish(timeout_s) if written else None
 
@@ -119,7 +118,7 @@ class CheckpointStore:
         final = self._started
         with self._whole_or_removed(final):
             for group in self._groups:
-                group.ranks.start("finishing a checkpoint", PendingSave.finish).result(timeout_s)
+                group.ranks.start("finishing a checkpoint", TrainerRank.finish_save).result(timeout_s)
             self._commit(final)
         self._started = None
         return final

@@ -13,7 +13,7 @@ import ray
 from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC, POLICY
 from slime_like.errors import TrainerError
-from slime_like.interfaces import RankPlacement, TrainerBackend
+from slime_like.interfaces import RankPlacement
 from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.placement import Placement
@@ -117,7 +117,8 @@ class TrainerGroup:
             for rank in range(size)
         ]
         arguments = [(placement, only_scores, checkpoint) for placement in placements]
-        self.ranks.place(self.ranks.start_each("setting up", TrainerRank.setup, arguments).result(timeout, left))
+        answers = self.ranks.start_each("setting up", TrainerRank.setup, dict(enumerate(arguments)))
+        self.ranks.place(answers.result(timeout, left))
 
     def _require_shared_run_dir(self, timeout_s: float) -> None:
         """Require that every node sees the run directory, since all ranks write checkpoints there."""
@@ -146,11 +147,11 @@ class TrainerGroup:
     # ------------------------------------------------------------------------------------------------------- devices
     def offload(self, keep_weights: bool = False) -> None:
         """Free device memory for the engines."""
-        self.ranks.call("making room for the engines", TrainerBackend.offload, keep_weights)
+        self.ranks.call("making room for the engines", TrainerRank.offload, keep_weights)
 
     def onload(self) -> None:
         """Bring back what ``offload`` moved."""
-        self.ranks.call("coming back to the device", TrainerBackend.onload)
+        self.ranks.call("coming back to the device", TrainerRank.onload)
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> dict[str, int]:

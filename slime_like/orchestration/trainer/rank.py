@@ -1,17 +1,16 @@
-"""The Ray actor of one trainer rank. It starts the backend, and the driver calls through it."""
+"""The Ray actor of one trainer rank, whose methods the driver calls."""
 
 import os
 import random
 import resource
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
 
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import TrainerError
-from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, TrainerBackend, load_backend
+from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, load_backend
 from slime_like.orchestration.cluster.node import node_address, require_own_devices, use_cluster_interface, use_log
 from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.orchestration.trainer.rank_training import RankTraining
@@ -22,9 +21,8 @@ from slime_like.system.network import is_free
 _RENDEZVOUS_PORTS = range(21_000, 32_000)
 
 
-class TrainerRank:
-    """One rank: its start and end. A ``TrainerBackend``, a ``RankTraining`` and a ``RankExport`` do the computing;
-    ``call`` reaches their methods. Plain Python: Ray makes an actor of it.
+class TrainerRank(RankTraining, RankExport):
+    """One rank of a model: its start and end, and the state of its backend. Plain Python: Ray makes an actor of it.
 
     Args:
         role: name of the rank's log.
@@ -35,13 +33,9 @@ class TrainerRank:
         use_log(role)
         if shared:  # Ray assigns no device to this actor; CUDA is not initialized yet
             os.environ["CUDA_VISIBLE_DEVICES"] = shared
-        self._config = config
-        self._parts: dict[str, Any] = {TrainerRank.__name__: self}
-
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call ``method`` of this rank or one of its parts, given as "Class.method"."""
-        part, name = method.split(".")
-        return getattr(self._parts[part], name)(*arguments, **options)
+        RankTraining.__init__(self, config)
+        RankExport.__init__(self, config)
+        self._pending: PendingSave
 
     # -------------------------------------------------------------------------------------------------------- start
     def address(self) -> tuple[str, int]:
@@ -51,7 +45,7 @@ class TrainerRank:
             TrainerError: the configured port is taken.
         """
         host = node_address()
-        port = self._config.trainer.rendezvous_port
+        port = self.config.trainer.rendezvous_port
         if port is not None and not is_free(host, port):
             raise TrainerError(
                 f"trainer.rendezvous_port={port} is taken on {host}",
@@ -73,20 +67,51 @@ class TrainerRank:
         """Set up for training, or without gradients and optimizer; see ``TrainerBackend.setup_for_scoring``."""
         require_own_devices()
         use_cluster_interface(gloo=True)
-        for name, value in cuda_environment(self._config.trainer, compute_capability(self.device() or "0")).items():
+        for name, value in cuda_environment(self.config.trainer, compute_capability(self.device() or "0")).items():
             os.environ.setdefault(name, value)  # CUDA reads it on initialization, which comes later
-        backend = load_backend(self._config.trainer.backend)(self._config, placement)
-        self._parts[TrainerBackend.__name__] = backend  # ``shutdown`` ends it even if its setup fails
-        place = backend.setup_for_scoring(checkpoint) if only_scores else backend.setup()
-        training = RankTraining(self._config.roles.scoring, backend, place)
-        max_nbytes = self._config.bucket_bytes(on_gpus=torch.cuda.is_available())
-        export = RankExport(self._config.sync, max_nbytes, backend, place, training)
-        self._parts |= {RankTraining.__name__: training, RankExport.__name__: export}
-        return place
+        self.backend = load_backend(self.config.trainer.backend)(self.config, placement)
+        self.place = self.backend.setup_for_scoring(checkpoint) if only_scores else self.backend.setup()
+        return self.place
+
+    # -------------------------------------------------------------------------------- the backend's state (its methods)
+    def save(self, directory: Path) -> None:
+        self.backend.save(directory)
 
     def start_save(self, directory: Path) -> None:
-        """Make the save that ``TrainerBackend.start_save`` returns a part of this rank."""
-        self._parts[PendingSave.__name__] = self._parts[TrainerBackend.__name__].start_save(directory)
+        """Start a save, which ``is_written`` and ``finish_save`` refer to."""
+        self._pending = self.backend.start_save(directory)
+
+    def is_written(self) -> bool:
+        return self._pending.is_written()
+
+    def finish_save(self) -> None:
+        self._pending.finish()
+
+    def load(self, directory: Path) -> None:
+        self.backend.load(directory)
+
+    def save_weights(self, directory: Path) -> None:
+        self.backend.save_weights(directory)
+
+    def load_weights(self, directory: Path, role: str) -> None:
+        self.backend.load_weights(directory, role)
+
+    def export_hf(self, directory: Path) -> None:
+        self.backend.export_hf(directory)
+
+    def perturb_adapter(self, size: float | None) -> None:
+        self.backend.perturb_adapter(size)
+
+    def offload(self, keep_weights: bool = False) -> None:
+        self.backend.offload(keep_weights)
+
+    def onload(self) -> None:
+        self.backend.onload()
+
+    def begin_gradient_export(self, index: int, denominator: float) -> None:
+        """Make ``next_tensors`` return the gradients of minibatch ``index`` of the loaded batch. Updates nothing."""
+        self.accumulate_minibatch(index, denominator)
+        self._buckets = self.backend.export_gradients(denominator)
 
     # ---------------------------------------------------------------------------------------------------------- end
     def peak_memory_bytes(self) -> dict[str, int]:
@@ -98,10 +123,9 @@ class TrainerRank:
 
     def shutdown(self) -> None:
         """Close the weight transport and leave the process groups."""
-        if export := self._parts.get(RankExport.__name__):
-            export.close()
-        if backend := self._parts.get(TrainerBackend.__name__):
-            backend.shutdown()
+        self.close_transport()
+        if hasattr(self, "backend"):  # also after its setup has failed
+            self.backend.shutdown()
 
 
 def cuda_environment(trainer: TrainerConfig, capability: tuple[int, int] | None) -> dict[str, str]:

@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slime_like.config import SyncConfig
+from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Manifest, RankCoordinates, TrainerBackend, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
-from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.weights.quantization import quantized
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.colocated import ColocatedSender
@@ -20,17 +20,17 @@ _KEEP = 1.125
 
 
 class RankExport:
-    """Export of one rank: gathers buckets of ``max_nbytes`` and sends them to the engines or to the driver."""
+    """Part of ``TrainerRank`` that gathers buckets and sends them to the engines or to the driver.
 
-    def __init__(
-        self, sync: SyncConfig, max_nbytes: int, backend: TrainerBackend, place: RankCoordinates, training: RankTraining
-    ) -> None:
-        self._sync = sync
-        self._keep_nbytes = int(_KEEP * max_nbytes)
-        self._backend = backend
-        self._stage = place.pipeline
-        self._gathers = (place.data, place.context, place.tensor) == (0, 0, 0)
-        self._training = training
+    Attributes:
+        backend, place: set by ``TrainerRank.setup``.
+    """
+
+    backend: TrainerBackend
+    place: RankCoordinates
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
         self._sender: Sender | None = None
         self._buckets: Iterator[WeightBucket] = iter(())
         self._stream: Iterator[BucketMetadata] | None = None
@@ -42,17 +42,19 @@ class RankExport:
         Returns ``None`` on ranks that send nothing. Only the first rank of a pipeline stage sends, or every rank to the
         engine on its own device. Collective.
         """
-        self.close()
-        if not self._gathers and name != COLOCATED:
+        self.close_transport()
+        place, sync = self.place, self.config.sync
+        gathers = (place.data, place.context, place.tensor) == (0, 0, 0)
+        if not gathers and name != COLOCATED:
             return None
         settings = TransportSettings(
             address=node_address(),
-            directory=self._sync.directory,
-            timeout_s=self._sync.timeout_s,
+            directory=sync.directory,
+            timeout_s=sync.timeout_s,
             delta=delta,
-            stage=self._stage,
-            gathers=self._gathers,
-            keep_nbytes=self._keep_nbytes,
+            stage=place.pipeline,
+            gathers=gathers,
+            keep_nbytes=int(_KEEP * self.config.bucket_bytes(on_gpus=torch.cuda.is_available())),
         )
         self._sender = open_sender(name, session, settings)
         return self._sender.rendezvous()
@@ -63,8 +65,8 @@ class RankExport:
         Returns the manifest of what this rank gathers; ``None`` if it gathers nothing.
         """
         self._release(keep=0)
-        export = self._backend.export_weights()
-        if self._sender is not None and self._sync.quantization != "none":  # engines get it, not the driver
+        export = self.backend.export_weights()
+        if self._sender is not None and self.config.sync.quantization != "none":  # engines get it, not the driver
             export = quantized(export)
         self._buckets = export.buckets
         self._stream = self._sender.stream(self._next) if isinstance(self._sender, ColocatedSender) else None
@@ -75,11 +77,6 @@ class RankExport:
         self._release(keep=0)
         if self._sender is not None:
             self._sender.rest()
-
-    def begin_gradient_export(self, index: int, denominator: float) -> None:
-        """Make ``next_tensors`` return the gradients of minibatch ``index`` of the loaded batch. Updates nothing."""
-        self._training.accumulate_minibatch(index, denominator)
-        self._buckets = self._backend.export_gradients(denominator)
 
     def next_bucket(self) -> BucketMetadata | None:
         """Gather and send the next bucket. Return ``None`` if this rank has none to send, or no more.
@@ -112,7 +109,7 @@ class RankExport:
         bucket = next(self._buckets, None)
         return bucket if bucket is not None and bucket.tensors else None
 
-    def close(self) -> None:
+    def close_transport(self) -> None:
         """Close the sending side if it is open."""
         if self._sender is not None:
             self._sender.close()

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from slime_like.algorithms.packing.fields import RESPONSE_FIELDS
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens, unpack_response_logprobs
-from slime_like.config.roles import ModelRole
+from slime_like.config import RunConfig
 from slime_like.interfaces import RankCoordinates, Scores, TrainerBackend
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 
@@ -35,12 +35,18 @@ class StreamedStep:
 
 
 class RankTraining:
-    """The packs of the current step on one rank, and computations on them by a backend that is set up."""
+    """Part of ``TrainerRank``: the packs of the current step, and computations on them.
 
-    def __init__(self, scoring: Sequence[ModelRole], backend: TrainerBackend, place: RankCoordinates) -> None:
-        self._scoring = scoring
-        self._backend = backend
-        self._place = place
+    Attributes:
+        backend, place: set by ``TrainerRank.setup``.
+    """
+
+    backend: TrainerBackend
+    place: RankCoordinates
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._scoring = config.roles.scoring
         self._minibatches: list[Minibatch] = []
         self._busy_s = 0.0
         self._scoring_s = defaultdict[str, float](float)
@@ -72,13 +78,13 @@ class RankTraining:
     def train_minibatch(self, index: int, denominator: float) -> Any:
         """Run one optimizer step on minibatch ``index`` of the loaded batch, and return the ``StepStats``."""
         self.accumulate_minibatch(index, denominator)
-        return self._backend.finish_step(denominator)
+        return self.backend.finish_step(denominator)
 
     def accumulate_minibatch(self, index: int, denominator: float) -> None:
         """Compute the gradients of minibatch ``index`` without an update."""
         packs = self._minibatches[index]
-        self._backend.begin_step(denominator, real_tokens(packs))
-        self._backend.accumulate(packs, last=True)
+        self.backend.begin_step(denominator, real_tokens(packs))
+        self.backend.accumulate(packs, last=True)
 
     # ----------------------------------------------------------------------------------------------- streamed windows
     def begin_stream(self) -> None:
@@ -86,7 +92,7 @@ class RankTraining:
         started = time.perf_counter()
         self._minibatches = [[]]
         self._scoring_s.clear()
-        self._backend.begin_step()
+        self.backend.begin_step()
         self._busy_s = time.perf_counter() - started
 
     def train_window(self, packs: list[PackedTrajectory], last: bool) -> None:
@@ -104,20 +110,20 @@ class RankTraining:
             self._freeze(packs, role.name)
             if not role.trained:
                 self._scoring_s[role.name] += time.perf_counter() - scoring
-        self._backend.accumulate(packs, last=last)
+        self.backend.accumulate(packs, last=last)
         self._busy_s += time.perf_counter() - started
 
     def finish_stream(self, denominator: float) -> StreamedStep:
         """Update with everything that ``train_window`` got since ``begin_stream``."""
         started = time.perf_counter()
-        stats = self._backend.finish_step(denominator)
+        stats = self.backend.finish_step(denominator)
         return StreamedStep(stats, self._busy_s + time.perf_counter() - started, dict(self._scoring_s))
 
     # -------------------------------------------------------------------------------------------------------- scores
     def score(self, packs: list[PackedTrajectory]) -> list[Scores] | None:
         """Return scores of ``packs`` on the host, from one rank per replica; ``None`` elsewhere."""
-        scored = self._backend.score(packs)
-        if scored is None or self._place.tensor > 0 or self._place.context > 0:
+        scored = self.backend.score(packs)
+        if scored is None or self.place.tensor > 0 or self.place.context > 0:
             return None
         return [{name: values.cpu() for name, values in scores.items()} for scores in scored]
 
@@ -140,14 +146,14 @@ class RankTraining:
             UnscoredTrajectory.unsampled(f"probe-{index}", tokens[:1], tokens[1:], group_id=index)
             for index, tokens in enumerate(map(torch.tensor, sequences))
         ]
-        scored = self._backend.score([pack_sequences(probes)])
+        scored = self.backend.score([pack_sequences(probes)])
         return None if scored is None else scored[0]["old_logprobs"].cpu().numpy()
 
     def _freeze(self, packs: list[PackedTrajectory], role: str) -> None:
         """Store scores of the packs of the role's source, of which every replica has the same number."""
         source = next((one.source for one in self._scoring if one.name == role), None)
         own = [pack for pack in packs if source in (None, pack.source)]
-        scored = self._backend.score(own, role) if own else None
+        scored = self.backend.score(own, role) if own else None
         for pack, scores in () if scored is None else zip(own, scored, strict=True):
             for name, values in scores.items():  # rows of hidden states would fill a device
                 setattr(pack, name, values.cpu() if values.ndim > 1 else values)

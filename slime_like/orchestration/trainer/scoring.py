@@ -10,7 +10,7 @@ from slime_like.errors import TrainerError
 from slime_like.interfaces import Scores
 from slime_like.orchestration.trainer.batcher import bundles_of, fill_to_equal_counts, partition_over_replicas
 from slime_like.orchestration.trainer.calls import RankCalls
-from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.trajectory import Trajectory
 
 # Windows this long keep a pipeline's bubble small and average out pack lengths over replicas.
@@ -54,7 +54,7 @@ def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: 
         [pack_sequences([sequences[i] for i in members], sharing=sharing) for members in replica]
         for replica in partition
     ]
-    answers = ranks.by_replica(ranks.scatter("scoring", RankTraining.score, fill_to_equal_counts(packs)).result())
+    answers = ranks.by_replica(ranks.scatter("scoring", TrainerRank.score, fill_to_equal_counts(packs)).result())
     scores: dict[int, Scores] = {}
     for replica, replica_packs, scored in zip(partition, packs, answers, strict=True):
         for members, pack, values in zip(replica, replica_packs, scored[: len(replica_packs)], strict=True):
@@ -66,7 +66,7 @@ def score_sequences(ranks: RankCalls, sequences: Sequence[Trajectory], trainer: 
 
 def frozen_scores(ranks: RankCalls, rows: Sequence[Trajectory], *fields: str) -> dict[str, Scores]:
     """Return frozen scores of these rows of the loaded batch by sequence id, from whichever rank holds them."""
-    answers = ranks.call("reporting scores", RankTraining.frozen, [row.sequence_id for row in rows], *fields)
+    answers = ranks.call("reporting scores", TrainerRank.frozen, [row.sequence_id for row in rows], *fields)
     return {name: scores for answer in answers for name, scores in answer.items()}
 
 

@@ -21,7 +21,6 @@ from slime_like.interfaces import (
     GenerationRequest,
     PromptInput,
     SamplingParams,
-    TrainerBackend,
     load_engine,
 )
 from slime_like.models.dimensions import ModelDimensions
@@ -33,6 +32,7 @@ from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import CONFIG_FILE
 from slime_like.orchestration.run.engines import launch_engines
 from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.trajectory import ScoredTrajectory
@@ -217,5 +217,5 @@ class Sides:
         if self._checkpoint is None and model.weights is None and not model.lora.is_set:
             return {}
         parent = self._stack.enter_context(TemporaryDirectory(prefix="explain-gap-", dir=self._config.run_dir))
-        self._trainers.ranks.call("exporting weights", TrainerBackend.export_hf, directory := Path(parent, "hf"))
+        self._trainers.ranks.call("exporting weights", TrainerRank.export_hf, directory := Path(parent, "hf"))
         return {"lora": model.lora.model_copy(update={"path": directory})} if model.lora.is_set else {"path": directory}

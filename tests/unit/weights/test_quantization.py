@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -159,7 +159,8 @@ def test_only_engines_get_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     backend: Any = SimpleNamespace(
         export_weights=lambda: WeightExport(Manifest.of(dict(plain)), iter([WeightBucket(plain)]))
     )
-    export = RankExport(sync, 1 << 20, backend, RankCoordinates(0, 0, 0, 0, 0, 1), SimpleNamespace())  # type: ignore[arg-type]
+    export = RankExport(cast(Any, SimpleNamespace(sync=sync, bucket_bytes=lambda on_gpus: 1 << 20)))
+    export.backend, export.place = backend, RankCoordinates(0, 0, 0, 0, 0, 1)
     assert export.begin_export() == Manifest.of(dict(plain))
     assert {each: tensor.dtype for each, tensor in (export.next_tensors() or {}).items()} == dict.fromkeys(
         dict(plain), torch.float32
@@ -170,7 +171,7 @@ def test_only_engines_get_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = {entry.name: (entry.dtype, entry.shape) for entry in bucket.entries}
     assert found == {each: (info.dtype, info.shape) for each, info in manifest.tensors.items()}
     assert found[f"{name}_scale_inv"] == ("float32", (2, 2)) and found[name] == ("float8_e4m3fn", (130, 200))
-    export.close()
+    export.close_transport()
 
 
 @pytest.mark.parametrize(

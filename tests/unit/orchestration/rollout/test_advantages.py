@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -142,7 +142,7 @@ def test_advantages_below_samples_are_spread_over_tokens_with_loss(
 
 def one_rank(settings: RunConfig, trajectories: list[ScoredTrajectory]) -> tuple[Any, list[PackedTrajectory]]:
     """A trainer group of one rank that has loaded and scored its packs."""
-    rank = RankTraining(settings.roles.scoring, cast(Any, None), cast(Any, None))
+    rank = RankTraining(settings)
     packs = [pack_sequences(trajectories[:4]), pack_sequences(trajectories[4:])]
     scored = [pack.old_logprobs for pack in packs]
     rank.load_batch([[packs[0], zero_weight_pack(packs[0])], [packs[1]]])

@@ -17,28 +17,27 @@ from slime_like.orchestration.trainer import calls as calls_module
 from slime_like.orchestration.trainer import rank as rank_module
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.orchestration.trainer.rank_export import RankExport
-from slime_like.orchestration.trainer.rank_training import RankTraining
 from tests.support.rejections import Rejects
 
 OUT_OF_MEMORY = TrainerError("out of memory")
-WINDOW = RankTraining.train_window
+
+
+class Actor:
+    """Stand-in for an actor's handle: every method is answered by one function."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.answer = answer
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: [self.answer(method, *arguments)])
 
 
 class Cluster:
     """Stand-in for Ray. An object reference is a list with the value or the error of its task."""
 
     def __init__(self) -> None:
-        self.titles: list[str] = []
         self.phases: list[tuple[str, float]] = []
         self.running: list[Any] = []
-
-    def actor(self, answer: Callable[..., Any]) -> Any:
-        def options(name: str) -> Any:
-            self.titles.append(name)
-            return SimpleNamespace(remote=lambda *arguments, **options: [answer(*arguments, **options)])
-
-        return SimpleNamespace(call=SimpleNamespace(options=options))
 
     def put(self, value: Any) -> Any:
         return ("stored", value)
@@ -68,10 +67,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return cluster
 
 
-def ranks(cluster: Cluster, answers: Sequence[Callable[..., Any]]) -> RankCalls:
+def ranks(answers: Sequence[Callable[..., Any]]) -> RankCalls:
     """Two tensor-parallel ranks per data-parallel replica."""
     calls = RankCalls("trainer", 60.0)
-    calls.connect([cluster.actor(answer) for answer in answers])
+    calls.connect([Actor(answer) for answer in answers])
     calls.place([RankCoordinates(rank % 2, 0, 0, rank // 2, 0, len(answers) // 2) for rank in range(len(answers))])
     return calls
 
@@ -80,52 +79,49 @@ def test_each_rank_gets_its_replica_s_element(cluster: Cluster) -> None:
     sent: list[tuple[Any, ...]] = []
 
     def answer(rank: int) -> Callable[..., Any]:
-        def score(*arguments: Any) -> Any:
-            sent.append(arguments)
+        def score(*call: Any) -> Any:
+            sent.append(call)
             return [f"scores of rank {rank}"] if rank % 2 == 0 else None
 
         return score
 
-    calls = ranks(cluster, [answer(rank) for rank in range(4)])
+    calls = ranks([answer(rank) for rank in range(4)])
     assert calls.num_replicas == 2
-    answers = calls.scatter("scoring", RankTraining.score, ["first", "second"], "more").result()
+    answers = calls.scatter("scoring", TrainerRank.score, ["first", "second"], "more").result()
     assert cast(Any, calls.by_replica(answers)) == [["scores of rank 0"], ["scores of rank 2"]]
     elements = ["first", "first", "second", "second"]
-    assert sent == [("RankTraining.score", ("stored", element), "more") for element in elements]
-    assert cluster.titles == ["TrainerRank.score"] * 4
+    assert sent == [("score", ("stored", element), "more") for element in elements]
     assert cluster.phases == [("scoring", 60.0)]
 
 
 def test_deferred_calls_are_waited_for_first_and_in_order(cluster: Cluster) -> None:
-    calls = ranks(cluster, [lambda method, *rest: method] * 2)
-    calls.defer(calls.start("starting", RankTraining.begin_stream))
+    calls = ranks([lambda method, *rest: method] * 2)
+    calls.defer(calls.start("starting", TrainerRank.begin_stream))
     assert calls.is_idle()
-    cluster.running = [["RankTraining.train_window"]]
+    cluster.running = [["train_window"]]
     for last in (False, True):
-        calls.defer(calls.scatter("training", WINDOW, [[]], last))
+        calls.defer(calls.scatter("training", TrainerRank.train_window, [[]], last))
         assert not calls.is_idle() and cluster.phases == []
-    assert calls.start("updating", RankTraining.finish_stream, 1.0).result(5.0)
+    assert calls.start("updating", TrainerRank.finish_stream, 1.0).result(5.0)
     assert cluster.phases == [("training", 5.0), ("training", 5.0), ("updating", 5.0)]
 
 
 def test_a_failure_of_a_deferred_call_is_raised_once(cluster: Cluster, rejects: Rejects) -> None:
     def answer(method: str, *rest: Any) -> Any:
-        return OUT_OF_MEMORY if method == "RankTraining.train_window" else None
+        return OUT_OF_MEMORY if method == "train_window" else None
 
-    calls = ranks(cluster, [lambda *rest: None, answer])
-    calls.defer(calls.scatter("training", WINDOW, [[]], False))
+    calls = ranks([lambda *rest: None, answer])
+    calls.defer(calls.scatter("training", TrainerRank.train_window, [[]], False))
     with rejects(TrainerError, "trainer"):
         calls.is_idle()
-    calls.call(
-        "receiving advantages", RankTraining.set_tokens, "advantages", {}
-    )  # a failing run may commit a finished save
-    calls.defer(calls.scatter("training", WINDOW, [[]], True))
+    calls.call("receiving returns", TrainerRank.set_tokens, "returns", {})  # a failing run may commit a finished save
+    calls.defer(calls.scatter("training", TrainerRank.train_window, [[]], True))
     with rejects(TrainerError, "trainer"):
-        calls.call("updating", RankTraining.finish_stream, 1.0)
+        calls.call("updating", TrainerRank.finish_stream, 1.0)
     assert cluster.phases[-1][0] == "training"
 
 
-def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_methods_that_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("use_log", "require_own_devices", "use_cluster_interface"):
         monkeypatch.setattr(rank_module, name, lambda *_, **__: None)
     backend = Mock(TrainerBackend)
@@ -133,17 +129,20 @@ def test_a_call_reaches_the_part_that_has_the_method(tmp_path: Path, monkeypatch
     monkeypatch.setattr(rank_module, "load_backend", lambda name: lambda config, placement: backend)
     monkeypatch.setattr(TrainerRank, "device", lambda self: "")
     rank = TrainerRank(RunConfig(run_dir=tmp_path, model=cast(Any, {"path": tmp_path})), "trainer-3")
-    assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["rss"] > 0
+    rank.shutdown()  # before its setup
+    assert rank.peak_memory_bytes()["rss"] > 0
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "max_memory_allocated", lambda: 5)
-        assert rank.call(TrainerRank.peak_memory_bytes.__qualname__)["gpu"] == 5
+        assert rank.peak_memory_bytes()["gpu"] == 5
     rank.setup(cast(Any, None), only_scores=False, checkpoint=None)
-    rank.call(TrainerBackend.save.__qualname__, tmp_path)
-    backend.save.assert_called_once_with(tmp_path)
-    rank.call(RankTraining.load_batch.__qualname__, [])
+    for method in ("save", "start_save", "load", "save_weights", "export_hf", "perturb_adapter", "offload"):
+        getattr(rank, method)(tmp_path)
+        getattr(backend, method).assert_called_once_with(tmp_path)
+    assert rank.is_written() is backend.start_save.return_value.is_written.return_value
+    rank.load_batch([])
     backend.export_weights.return_value = WeightExport(None, iter([]))
-    rank.call(RankExport.begin_export.__qualname__)
-    assert rank.call(RankExport.next_bucket.__qualname__) is None
-    rank.call(TrainerRank.shutdown.__qualname__)
+    rank.begin_export()
+    assert rank.next_bucket() is None
+    rank.shutdown()
     backend.shutdown.assert_called_once_with()

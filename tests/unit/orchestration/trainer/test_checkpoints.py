@@ -27,7 +27,7 @@ class Trainers(OneRank):
 
     def save(self, directory: Path) -> None:
         self.start_save(directory)
-        self.finish()
+        self.finish_save()
 
     def start_save(self, directory: Path) -> None:
         directory.mkdir()
@@ -38,7 +38,7 @@ class Trainers(OneRank):
             raise self.failure
         return self.written
 
-    def finish(self) -> None:
+    def finish_save(self) -> None:
         if self.failure is not None:
             raise self.failure
         (self._directory / "weights").write_text("whole")

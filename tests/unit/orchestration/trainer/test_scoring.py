@@ -12,7 +12,7 @@ from slime_like.config import TrainerConfig
 from slime_like.errors import ConfigError, DataError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.orchestration.trainer.alone import run_directory
-from slime_like.orchestration.trainer.rank_training import RankTraining
+from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 from tests.support.pending import Later
@@ -28,7 +28,7 @@ class TokenScorer:
         self.num_replicas = replicas
 
     def scatter(self, phase: str, method: Any, replicas: Sequence[list[PackedTrajectory]]) -> Later[Answers]:
-        assert phase and method is RankTraining.score
+        assert phase and method is TrainerRank.score
         self.seen = list(replicas)
         return Later(lambda: [[self.scored(pack) for pack in packs] for packs in replicas])
 
