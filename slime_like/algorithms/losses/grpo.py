@@ -1,7 +1,4 @@
-"""The configured loss of a whole batch of logits or logprobs, for direct use.
-
-Trainers don't use it. They call ``Loss`` (``loss.py``) with a policy term (``policy.py``).
-"""
+"""The configured loss of a whole batch of logits, for direct use. Trainers call ``Loss`` (``loss.py``) instead."""
 
 from __future__ import annotations
 
@@ -15,9 +12,8 @@ from slime_like.algorithms.importance import configured_weights, mean_weight
 from slime_like.algorithms.logprobs import logprobs_and_entropy
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.policy import LossInputs, required
-from slime_like.algorithms.losses.sums import LossOutput
 from slime_like.algorithms.reduction import step_denominator, token_weights
-from slime_like.algorithms.segments import expanded_temperatures, require_alike, require_lengths, spread_over_tokens
+from slime_like.algorithms.segments import expanded_temperatures, require_alike, spread_over_tokens
 
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
@@ -38,7 +34,7 @@ class BatchLoss(NamedTuple):
 
 
 class GRPOLoss:
-    """``build_loss(config)`` for direct use, from logprobs or from logits in one tensor or in chunks.
+    """``build_loss(config)`` for direct use on a whole batch of logits, in one tensor or in chunks.
 
     Example:
         >>> loss = GRPOLoss(AlgorithmConfig(kl={"coef": 0.1}))
@@ -47,35 +43,6 @@ class GRPOLoss:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config, self.loss = config, build_loss(config)
-
-    def compute_loss_from_logprobs(
-        self,
-        logprobs: Tensor,
-        *,
-        loss_mask: Tensor | None = None,
-        token_weights: Tensor | None = None,
-        response_lens: Tensor | None = None,
-        **others: Tensor | None,
-    ) -> LossOutput:
-        """Return the undivided weighted sum and its metrics. Divide the sum by ``step_denominator``.
-
-        Args:
-            logprobs: (R,) with graph.
-            loss_mask: (R,) bool; by default every token carries loss.
-            token_weights: (R,); 1 by default.
-            response_lens: (S,), for losses with one ratio per sequence.
-            others: (R,) further fields of ``LossInputs``, such as ``advantages`` and ``old_logprobs``.
-
-        Raises:
-            ValueError: the configured loss needs an input that is missing, or inputs don't fit together. A missing
-                ``old_logprobs`` is never replaced by a detached copy, whose ratio would always be 1.
-        """
-        if response_lens is not None:
-            require_lengths(response_lens, logprobs.numel())
-        ones = torch.ones_like(logprobs)
-        mask = ones.bool() if loss_mask is None else loss_mask
-        weights = ones if token_weights is None else token_weights
-        return self.loss(LossInputs(logprobs, mask, weights, response_lens=response_lens, **others))
 
     def forward(
         self,
@@ -108,7 +75,11 @@ class GRPOLoss:
         Raises:
             ValueError: shapes don't fit, a temperature isn't positive, or the configuration needs a missing input.
         """
-        logprobs, entropy = _score(pi_logits, targets, temperature)
+        chunks = [pi_logits] if isinstance(pi_logits, Tensor) else list(pi_logits)
+        sizes = [chunk.shape[-2] for chunk in chunks]  # targets are cut there, too, so the two can't drift apart
+        parts = (values.split(sizes, dim=-1) for values in (targets, expanded_temperatures(temperature, targets)))
+        scores = [logprobs_and_entropy(*part) for part in zip(chunks, *parts, strict=True)]
+        logprobs, entropy = (torch.cat(values, dim=-1) for values in zip(*scores, strict=True))
         mask = targets >= 0 if padding_masks is None else (targets >= 0) & padding_masks
         is_padded = targets.ndim == 2 and response_lens is None
         lengths = torch.full_like(targets[:, 0], targets.shape[1]) if is_padded else response_lens
@@ -123,7 +94,9 @@ class GRPOLoss:
         inputs = LossInputs(logprobs.flatten(), mask.flatten(), cast_weights, entropy.flatten(), **flat)
         inputs.response_lens = lengths
         if self.config.importance.normalize and self.config.importance.correction != "none":
-            inputs.mean_weights = self._mean_weights(inputs, weights)
+            old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
+            made, _ = configured_weights(self.config.importance, old, behaviour, inputs.loss_mask, lengths)
+            inputs.mean_weights = torch.full_like(made, mean_weight(made, inputs.loss_mask, weights))
         output = self.loss(inputs)
         stats = output.sums.to_stats(denominator, 0.0, 0.0)
         means = stats.policy_loss, stats.kl_loss, stats.ratios, stats.clipfrac
@@ -131,30 +104,15 @@ class GRPOLoss:
 
     __call__ = forward
 
-    def _mean_weights(self, inputs: LossInputs, weights: Tensor) -> Tensor:
-        old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
-        made, _ = configured_weights(self.config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens)
-        return torch.full_like(made, mean_weight(made, inputs.loss_mask, weights))
-
     def _reduce(
         self, mask: Tensor, lengths: Tensor | None, group_ids: Sequence[int] | Tensor | None
     ) -> tuple[Tensor, float]:
-        reduction = self.config.reduction.name
-        if (reduction != "tokens" and lengths is None) or (reduction == "groups" and group_ids is None):
-            needed = "response_lens and group_ids" if reduction == "groups" else "response_lens"
-            raise ValueError(f"reduction {reduction!r} needs {needed}; give them, or use the reduction 'tokens'")
-        sizes = [mask.numel()] if lengths is None else lengths.tolist()
-        counts = [int(part.sum()) for part in mask.split(sizes)]
+        name, options = self.config.reduction.name, self.config.reduction.options
+        if (name != "tokens" and lengths is None) or (name == "groups" and group_ids is None):
+            needed = "response_lens and group_ids" if name == "groups" else "response_lens"
+            raise ValueError(f"reduction {name!r} needs {needed}; give them, or use the reduction 'tokens'")
+        sizes = torch.tensor([mask.numel()]) if lengths is None else lengths
+        counts = [int(part.sum()) for part in mask.split(sizes.tolist())]
         groups = [0] * len(counts) if group_ids is None else group_ids  # the other reductions ignore groups
-        weights = token_weights(reduction, counts, groups, **self.config.reduction.options)
-        per_token = spread_over_tokens(weights, torch.tensor(sizes, device=mask.device))
-        return per_token, step_denominator(reduction, counts, groups, **self.config.reduction.options)
-
-
-def _score(pi_logits: Tensor | Sequence[Tensor], targets: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropies. Targets are cut at the chunks' offsets, so the two can't drift apart."""
-    chunks = [pi_logits] if isinstance(pi_logits, Tensor) else list(pi_logits)
-    sizes = [chunk.shape[-2] for chunk in chunks]
-    parts = (values.split(sizes, dim=-1) for values in (targets, expanded_temperatures(temperature, targets)))
-    scores = [logprobs_and_entropy(*given) for given in zip(chunks, *parts, strict=True)]
-    return torch.cat([s[0] for s in scores], dim=-1), torch.cat([s[1] for s in scores], dim=-1)
+        weights = spread_over_tokens(token_weights(name, counts, groups, **options), sizes.to(mask.device))
+        return weights, step_denominator(name, counts, groups, **options)

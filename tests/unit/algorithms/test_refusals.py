@@ -62,9 +62,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "advantages of other sequences": lambda: padded(advantages=torch.ones(3)),
     "a mask of numbers in the loss": lambda: padded(padding_masks=torch.ones(2, 3, dtype=torch.int64)),
     "a mask of numbers in GAE": lambda: algo.gae(TWO[:1], TWO, IDS, LENGTH),
-    "lengths of other tokens": lambda: algo.GRPOLoss(AlgorithmConfig()).compute_loss_from_logprobs(
-        TWO, response_lens=LENGTH + 1
-    ),
+    "lengths of other tokens": lambda: padded(response_lens=LENGTH + 1),
     "lengths below 0": lambda: algo.kl_penalty(TWO, TWO, MASK, torch.tensor([-1, 3]), 0.1),
     "values of other sequences": lambda: algo.spread_over_tokens([1.0, 2.0], [3]),
     "samples of other lengths": lambda: algo.sum_of_sample_mean(torch.zeros(3), [1, 2], [torch.ones(2), torch.ones(1)]),
