@@ -1,7 +1,8 @@
 """Bounds on what hanging responses and broken reward functions cost. A single bad response costs only its sample."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
@@ -32,18 +33,11 @@ class RewardFailures:
 
     def __init__(self, config: RewardConfig) -> None:
         self.has_answered = False
-        self._functions = [function.name for function in config.computed]
-        self._timeout_s = config.timeout_s
+        self._config = config
         self._survives = config.max_failed_fraction == 1
-        self._failed = {"prompts": 0, "groups": 0}
+        self._failed = Counter[str]()
 
-    def record(
-        self,
-        what: Literal["prompts", "groups"],
-        count: int,
-        answers: Sequence[Mapping[str, Any]],
-        last: tuple[str, str],
-    ) -> None:
+    def record(self, what: str, count: int, answers: Sequence[Mapping[str, Any]], last: tuple[str, str]) -> None:
         """Record the answers of one call about ``count`` prompts or groups. ``last`` is its last prompt and answer.
 
         Raises ``RewardError`` if too many in a row failed on all responses: that is a bug, or an outage that the run is
@@ -72,17 +66,14 @@ class RewardFailures:
         name, reason = answer.get("function"), answer["reason"]
         why, remedy = answer.get("detail", "the end of its worker"), "correct the function or the answers in the data"
         if "detail" not in answer and reason == "timeout":
-            why = f"no answer within reward.timeout_s={self._timeout_s:g} s"
+            why = f"no answer within reward.timeout_s={self._config.timeout_s:g} s"
             remedy = "raise that, or correct the function"
         if name in SERVICES:
             remedy = "check the service, or reward.functions"
-        who = f"reward function {name}" if name else f"reward.functions ({', '.join(self._functions)})"
-        raise RewardError(
-            f"{who} {what} with {why}",
-            code="reward-function-fails",
-            remedy=remedy,
-            users_traceback=answer.get("traceback"),
-        )
+        functions = ", ".join(function.name for function in self._config.computed)
+        problem = f"{f'reward function {name}' if name else f'reward.functions ({functions})'} {what} with {why}"
+        trace = answer.get("traceback")
+        raise RewardError(problem, code="reward-function-fails", remedy=remedy, users_traceback=trace)
 
 
 class TimeBudget:

@@ -2,11 +2,11 @@
 
 import asyncio
 import math
-import threading
 from collections.abc import Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from threading import Thread
+from typing import Any, TypeVar
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
@@ -58,34 +58,6 @@ class RewardOutcome:
         return is_failure(self.metadata)
 
 
-class LoopThread:
-    """Thread that runs coroutines for any thread. Processes that they start live as long as this thread."""
-
-    def __init__(self) -> None:
-        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop = self._runner.get_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for the coroutine's result. An interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Cancel running coroutines and end the thread."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        with self._runner:
-            self._runner.run(self._stopping.wait())
-
-
 class RewardPool:
     """``config.workers`` processes that start in the background. A hung or dead process is replaced.
 
@@ -103,10 +75,11 @@ class RewardPool:
         self._failures = RewardFailures(config)
         quick = QUICK.issuperset(self._functions)
         self._time = TimeBudget(config.timeout_s, config.workers, step_responses, quick)
-        self._thread = LoopThread()
-        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, daemon=True)  # workers live as long as it does
+        self._thread.start()
         if self._functions:
-            self._thread.run(self._workers.launch())
+            self._run(self._workers.launch())
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -114,7 +87,7 @@ class RewardPool:
 
     def start(self) -> None:
         """Wait for every worker. Raises ``RewardError`` if a function is unusable, or a start takes too long."""
-        self._thread.run(self._workers.ready())
+        self._run(self._workers.ready())
 
     def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:
         """Score a batch, in order. Equal items are scored once.
@@ -125,31 +98,13 @@ class RewardPool:
         """
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
-        if self._closed:
+        if self._loop.is_closed():
             raise RewardError("the reward pool is closed", code="pool-closed", remedy="create a new one")
         if not items:
             return []
         if not self._workers.about:
             self.start()
-        return self._score(items, _members(groups if groups is not None else range(len(items)), len(items)))
-
-    def close(self) -> None:
-        """End every worker by its process id, within a bound. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._thread.run(self._workers.close())
-        finally:
-            self._thread.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _score(self, items: Sequence[RewardItem], members: Sequence[Sequence[int]]) -> list[RewardOutcome]:
+        members = _members(range(len(items)) if groups is None else groups, len(items))
         of_groups = frozenset(self._workers.about["of_groups"])  # only the workers import the functions
         by_prompt = not LOCAL.issuperset(self._functions)  # included functions ignore the prompt
         keys = [(item.response, item.answer, item.prompt if by_prompt else "", item.row) for item in items]
@@ -157,7 +112,7 @@ class RewardPool:
         whole = members if of_groups else []
         messages = [_message(items[same[0]]) for same in equal]
         messages += [_message(items[group[0]]) | {"responses": [items[i].response for i in group]} for group in whole]
-        answers = self._thread.run(self._answers(messages))
+        answers = self._run(self._answers(messages))
         of_samples, of_wholes = answers[: len(equal)], answers[len(equal) :]
         alone, shared = _of_items(of_samples, equal, len(items)), _of_items(of_wholes, whole, len(items))
         last = (items[-1].prompt, items[-1].answer)
@@ -168,6 +123,25 @@ class RewardPool:
             self._failures.record("groups", len(whole), of_wholes, last)
         kinds = [name in of_groups for name in self._functions]
         return [_outcome(kinds, pair) for pair in zip(alone, shared, strict=True)]
+
+    def close(self) -> None:
+        """End every worker by its process id, within a bound. May be called twice."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._run(self._workers.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine in the pool's thread, and wait for its result. An interrupted wait cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
 
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
         """Return one answer per item, in order. The first error ends the batch."""

@@ -5,14 +5,15 @@ import math
 import os
 import re
 import time
-import urllib.request
 from collections.abc import Container, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
-from urllib.error import URLError
 from urllib.parse import parse_qsl, urlsplit
 
+import httpx
+
 from slime_like.interfaces.reward import RewardResult
+from slime_like.plugins.traceback import causes
 from slime_like.sandbox.rewards.response_parts import after_thinking
 from slime_like.system.network import is_credential
 
@@ -158,6 +159,13 @@ def _completion(url: str, body: str, headers_from: tuple[tuple[str, str], ...], 
     return text
 
 
+@cache
+def _client(is_local: bool) -> httpx.Client:
+    """Return a client that follows no redirects, which would send the headers elsewhere. A proxy elsewhere cannot reach
+    this host."""
+    return httpx.Client(trust_env=not is_local)
+
+
 def _post(
     url: str,
     body: str,
@@ -173,90 +181,69 @@ def _post(
     """
     secret = {name: os.environ[variable] for name, variable in (headers_from or {}).items()}
     sent = {"Content-Type": "application/json", **(headers or {}), **secret}
-    content = _posted(urllib.request.Request(url, body.encode(), sent), timeout_s, retried)
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"{url} answered more than {_MAX_BYTES} bytes")
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{url} answered {content[:100]!r}; it must be JSON") from error
-
-
-def _posted(request: urllib.request.Request, timeout_s: float, retried: Container[int]) -> bytes:
-    url, deadline = request.full_url, time.monotonic() + timeout_s
-    is_local = re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(url).hostname or "")
-    opener = urllib.request.OpenerDirector()  # without a handler of redirects, which would send the headers elsewhere
-    proxies = urllib.request.ProxyHandler({} if is_local else None)  # a proxy elsewhere cannot reach this host
-    for handler in (proxies, urllib.request.HTTPHandler(), urllib.request.HTTPSHandler()):
-        opener.add_handler(handler)
+    client = _client(bool(re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(url).hostname or "")))
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with opener.open(request, timeout=max(deadline - time.monotonic(), _PAUSE_S)) as reply:
-                content: bytes = reply.read(_MAX_BYTES + 1)
-        except OSError as error:
-            reason: object = error.reason if isinstance(error, URLError) else error  # it wraps the connection's error
-            if not isinstance(reason, TimeoutError | ConnectionError):
+            reply = client.post(url, content=body, headers=sent, timeout=max(deadline - time.monotonic(), _PAUSE_S))
+        except httpx.TimeoutException as error:
+            raise TimeoutError(f"{url} gave no answer within timeout_s={timeout_s:g} s") from error
+        except httpx.TransportError as error:
+            is_broken = isinstance(error, httpx.RemoteProtocolError)
+            if not is_broken and not any(isinstance(cause, ConnectionError) for cause in causes(error)):
                 raise OSError(f"{url}: {error}") from error
+            reason = str(error)
         else:
-            if 200 <= reply.status < 300:
-                return content
-            reason = f"HTTP Error {reply.status}: {reply.reason}, {_shown(content, request)}"
-            if reply.status not in retried:
+            if reply.is_success:
+                break
+            reason = f"HTTP Error {reply.status_code}: {reply.reason_phrase}, {_shown(reply.content, sent)}"
+            if reply.status_code not in retried:
                 raise OSError(f"{url}: {reason}")
-        if isinstance(reason, TimeoutError) or time.monotonic() + _PAUSE_S >= deadline:
-            why = "" if isinstance(reason, TimeoutError) else f" ({reason})"
-            raise TimeoutError(f"{url} gave no answer within timeout_s={timeout_s:g} s{why}")
+        if time.monotonic() + _PAUSE_S >= deadline:
+            raise TimeoutError(f"{url} gave no answer within timeout_s={timeout_s:g} s ({reason})")
         time.sleep(_PAUSE_S)
+    if len(reply.content) > _MAX_BYTES:
+        raise ValueError(f"{url} answered more than {_MAX_BYTES} bytes")
+    try:
+        return reply.json()
+    except ValueError as error:
+        raise ValueError(f"{url} answered {reply.content[:100]!r}; it must be JSON") from error
 
 
-def _shown(content: bytes, request: urllib.request.Request) -> str:
+def _shown(content: bytes, headers: Mapping[str, str]) -> str:
     """Return the start of an answer, printable and without long words of the request's headers, which may be secret."""
     said = " ".join(content.decode(errors="replace").split())
-    for word in filter(lambda word: len(word) > 5, " ".join(request.headers.values()).split()):
+    for word in filter(lambda word: len(word) > 5, " ".join(headers.values()).split()):
         said = said.replace(word, "***")
     return repr(said[:_SHOWN_CHARS])
 
 
-def check_service(
-    url: str,
-    timeout_s: float = 4.0,
-    headers: Mapping[str, str] | None = None,
-    headers_from: Mapping[str, str] | None = None,
-    *,
-    model: str = "any",
-    instructions: str | None = None,
-    pattern: str = "()",
-    best: float = 10.0,
-    parameters: Mapping[str, Any] | None = None,
-    **_: object,
-) -> None:
+def check_service(url: Any, **options: Any) -> None:
     """Raise ``ValueError`` if no request is possible with these options. Nothing is sent, and no value is quoted."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise ValueError("url is neither http nor https")
-    parts = urlsplit(url)
+    parts, model, parameters = urlsplit(url), options.get("model", "any"), options.get("parameters") or {}
     queried = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
     if "@" in parts.netloc or any(map(is_credential, queried)):
         raise ValueError("url contains a credential, which would be saved; send it with headers_from")
-    for option, number in (("timeout_s", timeout_s), ("best", best)):
+    for option in ("timeout_s", "best"):
+        number = options.get(option, 1.0)
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
             raise ValueError(f"{option}={number!r} must be a number above 0")
-    _check_headers(headers or {}, headers_from or {})
     if not isinstance(model, str) or not model:
         raise ValueError(f"model={model!r} must be the name of a model")
-    if not isinstance(parameters or {}, Mapping) or {"model", "messages", "stream"}.intersection(parameters or {}):
+    if not isinstance(parameters, Mapping) or {"model", "messages", "stream"}.intersection(parameters):
         raise ValueError("parameters must be a mapping of other fields than model, messages and stream")
-    if instructions is not None and "{response}" not in instructions:
+    if (instructions := options.get("instructions")) is not None and "{response}" not in instructions:
         raise ValueError("instructions do not contain {response}: each response would get the same score")
-    if re.compile(pattern).groups != 1:
+    if re.compile(pattern := options.get("pattern", "()")).groups != 1:
         raise ValueError(f"pattern={pattern!r} must have one group, the score")
-
-
-def _check_headers(headers: Mapping[str, str], headers_from: Mapping[str, str]) -> None:
-    for option, given in (("headers", headers), ("headers_from", headers_from)):
-        if not (isinstance(given, Mapping) and all(isinstance(one, str) for one in given.values())):
+    headers, headers_from = (options.get(option) or {} for option in ("headers", "headers_from"))
+    for option, pairs in (("headers", headers), ("headers_from", headers_from)):
+        if not (isinstance(pairs, Mapping) and all(isinstance(text, str) for text in pairs.values())):
             raise ValueError(f"{option} must be a mapping of names to text")
-    if found := [name for name in headers if is_credential(name)]:
-        raise ValueError(f"headers: {found[0]} is a credential; use headers_from: {{{found[0]}: ENVIRONMENT_VARIABLE}}")
+    for name in filter(is_credential, headers):
+        raise ValueError(f"headers: {name} is a credential; use headers_from: {{{name}: ENVIRONMENT_VARIABLE}}")
     for name, variable in headers_from.items():
         value = os.environ.get(variable)
         if not value or not value.isprintable():
