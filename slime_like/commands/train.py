@@ -81,11 +81,10 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
     with traceback_kept(config.run_dir):
         result = evaluate(config, temporary=config.run_dir == temporary, keep_all=arguments.output is not None)
     for name, part in {"held-out": result.overall, **result.datasets}.items():
-        passes = "".join(f", pass@{k} {value:.3f}" for k, value in part.pass_at.items())
-        print(f"{name} accuracy: {part.accuracy:.3f}{passes} over {counted(part.num_responses, 'response')}")
-        print(
-            f"{name} response length: {part.response_length_mean:.1f} tokens, {part.truncated_fraction:.1%} truncated"
-        )
+        passes = "".join(f", {key} {value:.3f}" for key, value in part.items() if key.startswith("pass@"))
+        responses, truncated = counted(int(part["num_responses"]), "response"), part["truncated_fraction"]
+        print(f"{name} accuracy: {part['accuracy']:.3f}{passes} over {responses}")
+        print(f"{name} response length: {part['response_length_mean']:.1f} tokens, {truncated:.1%} truncated")
     if arguments.output is not None:
         write_responses(config.model, result, arguments.output)
         print(f"responses: {arguments.output}")

@@ -9,7 +9,7 @@ import numpy as np
 from slime_like.config import SyncConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, UpdateReceipt
-from slime_like.observability.records import SyncRecord
+from slime_like.observability.names import PERFORMANCE, ratio, timed
 from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
@@ -27,22 +27,41 @@ _TRIAL_SIZES = (0.1, 0.4, 1.6, 6.4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport(SyncRecord):
+class SyncReport:
     """One finished sync.
 
-    ``verification_s`` is an upper bound: hashing on the slowest trainer and on the slowest engine, which other work
-    partly hides, plus the engines' part of the probe.
-
     Attributes:
+        verification_s: upper bound of verification's share of ``total_s``: hashing on the slowest trainer and on the
+            slowest engine, which other work partly hides, plus the engines' part of the probe.
+        nbytes, wire_nbytes: bytes of the weights, and bytes sent to each engine.
+        changed_fraction: fraction of elements that changed since the last sync; ``None`` if they were not compared.
         gather_s: seconds spent waiting for the trainers to gather and write buckets.
         probe_gap: largest engine-to-trainer logprob difference of the probe; ``None`` if not verified.
         note: note on the probe for the user; empty if there is none.
     """
 
+    total_s: float
+    verification_s: float
+    nbytes: int
+    wire_nbytes: int
+    changed_fraction: float | None
     transport: str
     gather_s: float
     probe_gap: float | None
     note: str = ""
+
+    def metrics(self, step_s: float) -> dict[str, float]:
+        """Return the sync's metrics, after a step of ``step_s`` seconds."""
+        optional = {"changed_fraction": self.changed_fraction, "probe_gap": self.probe_gap}
+        return {
+            "weights/sync (s)": self.total_s,
+            "weights/sync_bytes": float(self.nbytes),
+            "weights/wire_bytes": float(self.wire_nbytes),
+            "weights/verification (s)": self.verification_s,
+            "weights/verification (%)": 100 * ratio(self.verification_s, self.total_s),
+            **{f"weights/{name}": value for name, value in optional.items() if value is not None},
+            **timed(PERFORMANCE, "weight_gather", self.gather_s, step_s),
+        }
 
     def __str__(self) -> str:
         share = 100 * self.verification_s / self.total_s

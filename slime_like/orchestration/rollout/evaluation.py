@@ -12,7 +12,6 @@ from slime_like.config import RunConfig
 from slime_like.data.formats import held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
-from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
@@ -27,14 +26,17 @@ from slime_like.trajectory import UnscoredTrajectory
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Result over all files, and per file if there are several.
+    """Metrics over all files, and per file if there are several.
 
     Attributes:
+        overall, datasets: ``accuracy`` is the mean over scored responses of the first reward function's success, NaN if
+            none was scored. ``scoring_failures`` count neither as solved nor as unsolved. ``pass@k`` is over prompts
+            with k scored samples, if there are several per prompt.
         samples: first responses to the first prompts, as many as a debug table has; or all responses.
     """
 
-    overall: EvaluationRecord
-    datasets: dict[str, EvaluationRecord]
+    overall: dict[str, float]
+    datasets: dict[str, dict[str, float]]
     samples: list[HeldOutSample]
 
 
@@ -116,16 +118,16 @@ def held_out(config: RunConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
     return datasets
 
 
-def _figures(prompts: Sequence[Sequence[tuple[Rollout[UnscoredTrajectory], RewardOutcome]]]) -> EvaluationRecord:
+def _figures(prompts: Sequence[Sequence[tuple[Rollout[UnscoredTrajectory], RewardOutcome]]]) -> dict[str, float]:
     successes = [[outcome.successes[0] > 0 for _, outcome in each if not outcome.failed] for each in prompts]
     scored = sum(map(len, successes))
     passes = {k: [one for one in successes if len(one) >= k] for k in powers_up_to(len(prompts[0]))}
     responses = [rollout for samples in prompts for rollout, _ in samples]
-    return EvaluationRecord(
-        accuracy=sum(map(sum, successes)) / scored if scored else math.nan,
-        pass_at={k: mean_pass_at_k(each, k) for k, each in passes.items() if each},
-        num_responses=len(responses),
-        response_length_mean=sum(response.sampled_len for response in responses) / len(responses),
-        scoring_failures=len(responses) - scored,
-        truncated_fraction=sum(response.finish_reason == "length" for response in responses) / len(responses),
-    )
+    return {
+        **{f"pass@{k}": mean_pass_at_k(each, k) for k, each in passes.items() if each},
+        "accuracy": sum(map(sum, successes)) / scored if scored else math.nan,
+        "num_responses": float(len(responses)),
+        "response_length_mean": sum(response.sampled_len for response in responses) / len(responses),
+        "truncated_fraction": sum(response.finish_reason == "length" for response in responses) / len(responses),
+        "scoring_failures": float(len(responses) - scored),
+    }

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.interfaces import Scores
-from slime_like.observability.records import ScoringRecord
+from slime_like.observability.names import scoring_metrics
 from slime_like.orchestration.rollout.group_store import GroupTask
 from slime_like.trajectory import UnscoredTrajectory
 
@@ -130,12 +130,12 @@ class RolePool:
         """Return the tasks with this answer, in order: ``None`` if they wait, the pool if they are scored."""
         return [task for task in self._tasks if task.answer is answer]
 
-    def take_work(self, total_s: float) -> ScoringRecord:
-        """Return the work since the last call ``total_s`` ago, with mean seconds over the remaining workers."""
+    def take_work(self, total_s: float) -> dict[str, float]:
+        """Return metrics of the work since the last call, ``total_s`` ago, with mean seconds over remaining workers."""
         with self._changed:
             work, self._work = self._work, []
         busy_s, response_tokens, total_tokens = map(sum, zip((0.0, 0, 0), *work, strict=True))
-        return ScoringRecord(total_s, busy_s / max(1, self._workers), response_tokens, total_tokens)
+        return scoring_metrics(self.role, total_s, busy_s / max(1, self._workers), response_tokens, total_tokens)
 
     def close(self) -> None:
         """Start no more requests. The owner must close the workers."""

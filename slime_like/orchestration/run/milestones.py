@@ -9,7 +9,7 @@ from typing import Any
 from slime_like.checks.run_files import BACKEND, FINGERPRINT
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, plot_reward_curve, read_metrics, series
-from slime_like.observability.names import ACCURACY, evaluation_metrics
+from slime_like.observability.names import ACCURACY
 from slime_like.observability.tables import HELD_OUT_TABLE, held_out_rows
 from slime_like.orchestration.run.directory import CRITIC_EXPORT, EXPORT, SUMMARY_FILE, RunDirectory
 from slime_like.orchestration.run.recorder import StepRecorder
@@ -110,9 +110,8 @@ class Milestones:
         run = self._run
         if (result := run.rollout.evaluate(step, run.progress)) is None:
             return
-        metrics = evaluation_metrics(result.overall)
-        for name, record in result.datasets.items():
-            metrics |= evaluation_metrics(record, name)
+        parts = {"evaluation": result.overall, **{f"evaluation/{file}": part for file, part in result.datasets.items()}}
+        metrics = {f"{prefix}/{name}": value for prefix, part in parts.items() for name, value in part.items()}
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
         if result.samples:

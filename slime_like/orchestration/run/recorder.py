@@ -3,19 +3,38 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
+from slime_like.config.rollout import RewardFunction
 from slime_like.data.dump import dump_path, save_trajectories
-from slime_like.observability.names import step_metrics
-from slime_like.observability.records import PhaseTimes, RewardRecord, RolloutRecord, StepRecord
+from slime_like.observability.names import (
+    FAILURES,
+    FLAT_GROUPS,
+    GROUPS,
+    PERFORMANCE,
+    REWARD,
+    REWARD_OF,
+    ROLLOUT_SPEED,
+    SOURCE_REWARD,
+    SOURCES,
+    TURN_LIMIT,
+    phase_metrics,
+    ratio,
+    source_kls,
+    update_metrics,
+)
+from slime_like.observability.records import PhaseTimes
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
-from slime_like.orchestration.rollout.scoring import OUTCOME, ZEROED, by_reason, failure_text
+from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
 from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
+from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.trainer.calls import RankCalls
 from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.statistics import GRPOStats
@@ -26,6 +45,10 @@ from slime_like.trajectory import ScoredTrajectory
 _MEMORY_EVERY = 10
 # Consecutive steps without a policy gradient until a warning.
 _WARN_AFTER = 5
+# Groups whose rewards differ by less than this, by rounding only, have no gradient.
+_ZERO_SPREAD = 1e-6
+
+Rollouts = Sequence[Rollout[ScoredTrajectory]]
 
 
 class StepRecorder:
@@ -56,34 +79,25 @@ class StepRecorder:
             peaks = run.trainers.peak_memory_bytes()
             self._memory = {f"peak_{kind} (GiB)": nbytes / 2**30 for kind, nbytes in peaks.items()}
         figures, is_sampled = run.rollout.figures(times.step_s), not run.config.supervised
-        sampled = self.sampled(step, trained.trajectories, times, figures) if is_sampled else (None, None)
-        self.note(*figures.notes)
-        sync = figures.sync
         rollouts = rollouts_of(trained.trajectories)
-        metrics = step_metrics(
-            StepRecord(
-                updates=trained.updates,
-                critic=trained.critic,
-                times=times,
-                response_lengths=[rollout.sampled_len for rollout in rollouts],
-                sources=[rollout.last.source or "" for rollout in rollouts],
-                packed_tokens=trained.tokens.computed,
-                actual_tokens=sum(t.total_len for t in trained.trajectories) - trained.tokens.shared,
-                shared_tokens=trained.tokens.shared,
-                trainers_busy_s=trained.busy_s,
-                penalties=trained.penalties,
-                rewards=sampled[0],
-                rollout=sampled[1],
-                scoring={**figures.scoring, **trained.scoring},
-                weight_gather_s=None if sync is None else sync.gather_s,
-                probe_gap=None if sync is None else sync.probe_gap,
-                sync=sync,
-                replay_buffer_size=figures.ready_groups,
-                memory=self._memory,
-            )
-        )
-        if sync is not None and step == run.finished_steps + 1:
-            self.note(str(sync))
+        metrics = {
+            **update_metrics(trained.updates),
+            **update_metrics(trained.critic, "train_critic"),
+            **trained.penalties,
+            **phase_metrics(times, trained.busy_s),
+            **_token_metrics(rollouts, trained.tokens, times.step_s),
+            **{f"{PERFORMANCE}/memory/{name}": value for name, value in self._memory.items()},
+            "queues/train_replay_buffer_size": float(figures.ready_groups),
+            **(self.sampled(step, rollouts, times, figures) if is_sampled else {}),
+            **source_metrics(rollouts, run.config.reward.functions if is_sampled else ()),
+            **source_kls([update.source_kls for update in trained.updates]),
+            **figures.scoring,
+            **trained.scoring,
+            **({} if figures.sync is None else figures.sync.metrics(times.step_s)),
+        }
+        self.note(*figures.notes)
+        if figures.sync is not None and step == run.finished_steps + 1:
+            self.note(str(figures.sync))
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
         if is_sampled:
@@ -100,36 +114,22 @@ class StepRecorder:
         self.note(self._failures.at_end())
 
     # ---------------------------------------------------------------------------------------------- sampled responses
-    def sampled(
-        self, step: int, trajectories: Sequence[ScoredTrajectory], times: PhaseTimes, figures: RolloutFigures
-    ) -> tuple[RewardRecord, RolloutRecord]:
-        """Return the reward functions' results and the figures of sampling."""
-        functions, rollouts = self._run.config.reward.functions, rollouts_of(trajectories)
+    def sampled(self, step: int, rollouts: Rollouts, times: PhaseTimes, figures: RolloutFigures) -> dict[str, float]:
+        """Return the metrics of rewards and of sampling, and report failures."""
+        config = self._run.config
         metadata = [rollout.last.reward_metadata for rollout in rollouts]
         metadata += [row.reward_metadata for row in figures.failed]
         self.note(self._failures.add(step, metadata))
         if self._watches_programs and (failed := program_failures(step, metadata)):
             self._watches_programs = False
             self.note(failed)
-        rewards = RewardRecord(
-            func_names=[function.label for function in functions],
-            weights=[function.weight for function in functions],
-            rewards=torch.stack([rollout.last.rewards for rollout in rollouts]),
-            successes=torch.stack([rollout.last.successes for rollout in rollouts]),
-            group_ids=[rollout.group_id for rollout in rollouts],
-            failures=[entry[OUTCOME] for entry in metadata if OUTCOME in entry],
-            unscored_answers=sum("reason" in entry and OUTCOME not in entry for entry in metadata),
-        )
-        record = RolloutRecord(
-            finish_reasons=[rollout.finish_reason for rollout in rollouts],
-            dropped_prompts=figures.dropped_prompts,
-            queue_size=figures.queued_groups,
-            seconds=times.step_s if self._run.config.rollout.max_staleness > 0 else None,  # sampling never pauses
-            staleness=[_staleness(rollout, step) for rollout in rollouts],
-            turns=[turns for rollout in rollouts if (turns := _turns(rollout))],
-            rows=[len(rollout.rows) for rollout in rollouts],
-        )
-        return rewards, record
+        asynchronous = config.rollout.max_staleness > 0  # sampling never pauses
+        return {
+            **reward_metrics(rollouts, config.reward.functions, metadata),
+            **rollout_metrics(rollouts, step, times.step_s if asynchronous else times.seconds["generate"]),
+            "rollout/dropped_prompts": float(figures.dropped_prompts),
+            "queues/rollout_queue_size": float(figures.queued_groups),
+        }
 
     def _show_samples(self, step: int, trained: TrainedStep, failed: Sequence[ScoredTrajectory]) -> None:
         run, debug = self._run, self._run.config.debug
@@ -148,6 +148,98 @@ class StepRecorder:
                 f"steps {step - _WARN_AFTER + 1} to {step}: for every prompt, all responses got the same reward, so "
                 "there was no policy gradient; use prompts that are sometimes solved, or more samples per prompt"
             )
+
+
+def reward_metrics(
+    rollouts: Rollouts, functions: Sequence[RewardFunction], metadata: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Return mean reward and success, for all functions together and for each one, and numbers of failures and groups.
+
+    ``rewards_mean`` weighs all functions equally. ``total_reward_mean`` is the weighted sum, as in advantages.
+
+    Args:
+        metadata: of all responses, also of failed ones that are not among the rollouts.
+    """
+    rewards, successes, totals = _rewards(rollouts, functions)
+    group_ids = np.asarray([rollout.group_id for rollout in rollouts])
+    spreads = [float(np.ptp(totals[group_ids == group])) for group in np.unique(group_ids)]
+    outcomes = [entry[OUTCOME] for entry in metadata if OUTCOME in entry]
+    unscored = sum("reason" in entry and OUTCOME not in entry for entry in metadata)  # their reward is 0
+    prefix, metrics = "ref_actor_rewards", dict[str, float]()
+    for function, reward, success in zip(functions, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
+        metrics[f"{REWARD_OF}{function.label}_mean"] = float(reward)
+        metrics[f"{prefix}/successes_func_{function.label}_mean"] = float(success)
+    return {
+        f"{prefix}/rewards_mean": float(rewards.mean()),
+        f"{prefix}/successes_mean": float(successes.mean()),
+        REWARD: float(totals.mean()),
+        FAILURES: float(len(outcomes)),
+        f"{prefix}/unscored_answers": float(unscored),
+        **{f"{prefix}/failures_{name}": float(outcomes.count(name)) for name in (MASKED, RESAMPLED, ZEROED)},
+        **metrics,
+        FLAT_GROUPS: float(sum(spread < _ZERO_SPREAD for spread in spreads)),
+        GROUPS: float(len(spreads)),
+    }
+
+
+def rollout_metrics(rollouts: Rollouts, step: int, seconds: float) -> dict[str, float]:
+    """Return lengths, ends and staleness of the step's responses, which were sampled in ``seconds``."""
+    lengths, ends = [rollout.sampled_len for rollout in rollouts], [rollout.finish_reason for rollout in rollouts]
+    # Versions between the oldest token and n - 1, the weights that step n trains.
+    staleness = [0 if (oldest := rollout.oldest_version) is None else step - 1 - oldest for rollout in rollouts]
+    turns = [count for rollout in rollouts if (count := _turns(rollout))]
+    rows = [len(rollout.rows) for rollout in rollouts]
+    metrics = {
+        "rollout/response_length_mean": fmean(lengths),
+        "rollout/response_length_max": float(max(lengths)),
+        "rollout/truncated_fraction": ends.count("length") / len(ends),
+        "rollout/staleness_mean": fmean(staleness),
+        "rollout/staleness_max": float(max(staleness)),
+    }
+    if seconds > 0:  # rollouts from disk took no time, so they have no speed (rather than a speed of 0)
+        metrics[ROLLOUT_SPEED] = sum(lengths) / seconds
+    if turns:
+        metrics |= {"rollout/turns_mean": fmean(turns), TURN_LIMIT: ends.count("turns") / len(ends)}
+    if max(rows) > 1:
+        metrics["rollout/rows_mean"] = fmean(rows)
+    return metrics
+
+
+def source_metrics(rollouts: Rollouts, functions: Sequence[RewardFunction]) -> dict[str, float]:
+    """Return the metrics of each source in a mixture. Success is the first reward function's; without functions, there
+    are no rewards."""
+    columns = {"/response_length_mean": np.asarray([rollout.sampled_len for rollout in rollouts], np.float64)}
+    if functions:
+        _, successes, columns[SOURCE_REWARD] = _rewards(rollouts, functions)
+        columns["/success"] = successes[:, 0]
+        columns["/truncated_fraction"] = np.asarray([rollout.finish_reason == "length" for rollout in rollouts])
+    sources, metrics = np.asarray([rollout.last.source or "" for rollout in rollouts]), dict[str, float]()
+    for name in sorted({*sources.tolist()} - {""}):
+        own = sources == name
+        metrics[f"{SOURCES}{name}/share"] = float(own.mean())
+        metrics |= {f"{SOURCES}{name}{what}": float(values[own].mean()) for what, values in columns.items()}
+    return metrics
+
+
+def _rewards(rollouts: Rollouts, functions: Sequence[RewardFunction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return unweighted rewards and successes, (N, F), and weighted sums of the rewards, (N,), in float64."""
+    rewards = torch.stack([rollout.last.rewards for rollout in rollouts]).double().numpy()
+    successes = torch.stack([rollout.last.successes for rollout in rollouts]).double().numpy()
+    return rewards, successes, rewards @ np.asarray([function.weight for function in functions], np.float64)
+
+
+def _token_metrics(rollouts: Rollouts, tokens: PackTokens, step_s: float) -> dict[str, float]:
+    """Return lengths of responses, and shares of padding and of shared tokens in the trainer's packs."""
+    lengths, whole = [rollout.sampled_len for rollout in rollouts], sum(r.total_len for o in rollouts for r in o.rows)
+    padded = tokens.computed - (whole - tokens.shared)
+    metrics = {
+        "train_actor_training/response_lengths": fmean(lengths),
+        f"{PERFORMANCE}/tokens_per_second": ratio(sum(lengths), step_s),
+        f"{PERFORMANCE}/padded_tokens_percentage (%)": 100 * ratio(padded, tokens.computed),
+    }
+    if tokens.shared:
+        metrics[f"{PERFORMANCE}/shared_tokens_percentage (%)"] = 100 * ratio(tokens.shared, whole)
+    return metrics
 
 
 class ScoringFailures:
@@ -244,12 +336,6 @@ def _spread_over_prompts(trajectories: Sequence[ScoredTrajectory]) -> list[Rollo
         return taken[rollout.group_id]
 
     return sorted(rollouts_of(trajectories), key=turn)
-
-
-def _staleness(rollout: Rollout[ScoredTrajectory], step: int) -> int:
-    """Return the number of versions between the oldest token and n - 1, the weights that step n trains."""
-    version = rollout.oldest_version
-    return 0 if version is None else step - 1 - version
 
 
 def _turns(rollout: Rollout[ScoredTrajectory]) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.observability.progress import Progress
-from slime_like.observability.records import ScoringRecord
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
 from slime_like.orchestration.rollout.source import RolloutSource
 from slime_like.orchestration.run.sources import ExperienceSource
@@ -23,6 +22,7 @@ class RolloutFigures:
     Attributes:
         queued_groups: number of groups on their way through the engines.
         ready_groups: number of groups waiting for training.
+        scoring: metrics of roles with workers.
         failed: the step's failed rollouts that are not trained, by their last row.
     """
 
@@ -30,7 +30,7 @@ class RolloutFigures:
     ready_groups: int = 0
     dropped_prompts: int = 0
     sync: SyncReport | None = None
-    scoring: Mapping[str, ScoringRecord] = field(default_factory=dict)
+    scoring: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
     failed: Sequence[ScoredTrajectory] = ()
 
@@ -120,7 +120,7 @@ class EngineSide(RolloutSide):
             ready_groups=ready,
             dropped_prompts=self._dropped_prompts - before,
             sync=self._report,
-            scoring={pool.role: pool.take_work(step_s) for pool in self.source.pools},
+            scoring={name: value for pool in self.source.pools for name, value in pool.take_work(step_s).items()},
             notes=notes,
             failed=self.source.store.take_failed(),
         )

@@ -11,8 +11,8 @@ import torch
 
 from slime_like.algorithms.losses.kl import kept_sequences
 from slime_like.algorithms.losses.loss import build_policy
-from slime_like.observability.names import source_kls
-from slime_like.observability.records import PhaseClock, ScoringRecord
+from slime_like.observability.names import scoring_metrics, source_kls
+from slime_like.observability.records import PhaseClock
 from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance
 from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.run import Run
@@ -32,7 +32,7 @@ class TrainedStep:
     Attributes:
         trajectories: its trajectories, in the order of group ids.
         updates: figures of every optimizer step, in order.
-        scoring: work of the frozen roles that trainer ranks hold.
+        scoring: metrics of the frozen roles that trainer ranks hold.
         tokens: number of computed and shared tokens.
         busy_s: seconds that trainer ranks worked on it; ``None`` if the phase "train" measures that.
         penalties: metrics of the KL in the reward, and to the teacher.
@@ -41,7 +41,7 @@ class TrainedStep:
 
     trajectories: Sequence[ScoredTrajectory]
     updates: Sequence[GRPOStats]
-    scoring: Mapping[str, ScoringRecord]
+    scoring: Mapping[str, float]
     tokens: PackTokens
     busy_s: float | None = None
     penalties: Mapping[str, float] = field(default_factory=dict)
@@ -51,27 +51,27 @@ class TrainedStep:
     def of_stream(cls, windows: WindowStream, steps: Sequence[StreamedStep]) -> Self:
         """Build the step from its ``windows`` and what every rank reports. Seconds are means over ranks."""
         trajectories = sorted(windows.trajectories, key=lambda trajectory: trajectory.group_id)
-        scoring = {
-            role: _scoring_record(trajectories, fmean(step.scoring_s[role] for step in steps))
-            for role in steps[0].scoring_s
-        }
+        scoring = dict[str, float]()
+        for role in steps[0].scoring_s:
+            scoring |= _work_of_trainers(role, trajectories, fmean(step.scoring_s[role] for step in steps))
         busy_s = fmean(step.busy_s for step in steps)
         return cls(trajectories, given(s.stats for s in steps)[:1], scoring, windows.tokens, busy_s)
 
 
-def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock) -> dict[str, ScoringRecord]:
-    """Freeze the scores of every role that the first update or the KL in the reward needs and trajectories lack."""
-    config, ranks, records = run.config, run.trainers.ranks, dict[str, ScoringRecord]()
+def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock) -> dict[str, float]:
+    """Freeze the scores of every role that the first update or the KL in the reward needs and trajectories lack. Return
+    the metrics of frozen roles."""
+    config, ranks, metrics = run.config, run.trainers.ranks, dict[str, float]()
     if config.supervised:
-        return records
+        return metrics
     with clock.phase("score"):
         for role in config.roles.scoring:
             started = time.perf_counter()
             ranks.call(f"scoring with the {role.name} weights", TrainerRank.score_batch, role.name)
             if not role.trained:
                 own = [row for row in trajectories if role.source in (None, row.source)]
-                records[role.name] = _scoring_record(own, time.perf_counter() - started)
-    return records
+                metrics |= _work_of_trainers(role.name, own, time.perf_counter() - started)
+    return metrics
 
 
 def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> dict[str, float]:
@@ -130,9 +130,10 @@ def _set_apart(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) ->
     ranks.call("receiving chosen tokens", TrainerRank.set_tokens, "set_apart", found)
 
 
-def _scoring_record(rows: Sequence[ScoredTrajectory], seconds: float) -> ScoringRecord:
-    """Return the work of trainers, which score packs that are already there."""
-    return ScoringRecord(seconds, seconds, sum(row.response_len for row in rows), sum(row.total_len for row in rows))
+def _work_of_trainers(role: str, rows: Sequence[ScoredTrajectory], seconds: float) -> dict[str, float]:
+    """Return the metrics of trainers' scoring. They never wait, because the packs are already there."""
+    responses, total = sum(row.response_len for row in rows), sum(row.total_len for row in rows)
+    return scoring_metrics(role, seconds, seconds, responses, total)
 
 
 def update(run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajectory], step: int) -> list[GRPOStats]:

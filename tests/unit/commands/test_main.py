@@ -24,7 +24,6 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, DataError, Problem, RewardError, SlimeLikeError, TrainerError
 from slime_like.evaluate import engines_alone
-from slime_like.observability.records import EvaluationRecord
 from slime_like.observability.tables import HeldOutSample
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.rollout.evaluation import EvaluationResult
@@ -32,7 +31,7 @@ from tests.conftest import Tiny
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import sound_flags
 
-FIGURES = EvaluationRecord(accuracy=0.5, num_responses=2, response_length_mean=3.0, truncated_fraction=0.0)
+FIGURES = {"accuracy": 0.5, "num_responses": 2.0, "response_length_mean": 3.0, "truncated_fraction": 0.0}
 
 
 def leaves(code: int, argv: list[str]) -> None:

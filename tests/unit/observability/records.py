@@ -1,11 +1,12 @@
-"""Records with values that are easy to compute by hand."""
+"""Metrics of a step that are easy to compute by hand."""
 
-from dataclasses import fields, replace
+import re
+from dataclasses import fields
 from typing import Any
 
 import torch
 
-from slime_like.observability.records import PhaseTimes, RewardRecord, RolloutRecord, ScoringRecord, StepRecord
+from slime_like.observability.records import PhaseTimes
 from slime_like.statistics import GRPOStats, ValueStats
 
 
@@ -27,51 +28,102 @@ def phase_times() -> PhaseTimes:
     return PhaseTimes(step_s=8.0, seconds=seconds, orchestration_s=0.1)
 
 
-def reward_record() -> RewardRecord:
-    """Weighted rewards differ in group 7, but not in group 8 (1 + 0, 0 + 2/2). Group 9 has one sample."""
-    return RewardRecord(
-        func_names=["math_verify", "length"],
-        weights=[1.0, 0.5],
-        rewards=[[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 2.0], [1.0, 4.0]],
-        successes=[[1, 0], [0, 0], [1, 0], [0, 1], [1, 1]],
-        group_ids=[7, 7, 8, 8, 9],
-    )
-
-
-def rl_record() -> StepRecord:
-    return StepRecord(
-        updates=[
-            grpo_stats(loss=1.0, old_gap_max=1e-7, engine_gap_max=0.5, learning_rate=1e-3, num_tokens=30, ratios=1.0),
-            grpo_stats(loss=3.0, old_gap_max=0.2, engine_gap_max=0.25, learning_rate=2e-3, num_tokens=10, ratios=1.5),
-        ],
-        times=phase_times(),
-        response_lengths=[10, 20, 30, 4, 16],
-        packed_tokens=200,
-        actual_tokens=150,
-        shared_tokens=50,
-        rewards=reward_record(),
-        rollout=RolloutRecord(
-            finish_reasons=["stop", "length", "length", "stop", "stop"],
-            dropped_prompts=2,
-            queue_size=3,
-            staleness=[0, 2, 1, 0],
-            turns=[1, 2, 2, 2, 1],
-            rows=[1, 3, 1, 2, 1],
-        ),
-        scoring={"reference": ScoringRecord(total_s=2.0, model_running_s=0.5, response_tokens=80, total_tokens=150)},
-        replay_buffer_size=64,
-        weight_gather_s=0.2,
-        probe_gap=1e-6,
-        memory={"peak_rss (GiB)": 1.5, "peak_gpu (GiB)": 3.5},
-    )
-
-
-def mixed_record() -> StepRecord:
-    """``rl_record`` with the sources of a mixture."""
-    return replace(rl_record(), sources=["sums", "sums", "words", "words", "words"])
-
-
-def sft_record() -> StepRecord:
-    return StepRecord(
-        updates=[grpo_stats(loss=2.0)], times=phase_times(), response_lengths=[3, 5], packed_tokens=20, actual_tokens=20
-    )
+_EXTREMES = ("ratios", "old_gap_max", "engine_gap_max", "learning_rate", "num_tokens")
+_ZEROS = """
+    policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
+    importance_clipfrac bounded_fraction moe_aux_loss router_load_max distillation_kl
+    routing_disagreement rejected_fraction engine_chi_square importance_ess perplexity engine_perplexity
+"""
+RL_METRICS = {
+    **{f"train_actor_training/{name}": 0.0 for name in _ZEROS.split()},
+    # means over two optimizer steps, except old_gap_max (first), engine_gap_max (largest), learning_rate (last)
+    "train_actor_training/loss": 2.0,
+    "train_actor_training/ratios": 1.25,
+    "train_actor_training/response_lengths": 16.0,
+    "train_actor_training/learning_rate": 2e-3,
+    "train_actor_training/old_gap_max": 1e-7,
+    "train_actor_training/engine_gap_max": 0.5,
+    "train_actor_training/num_tokens": 40.0,
+    "train_actor_performance/total_step_time (s)": 8.0,
+    "train_actor_performance/time_grpo_steps (s)": 2.0,
+    "train_actor_performance/pct_time_grpo_steps (%)": 25.0,
+    "train_actor_performance/tokens_per_second": 10.0,  # 80 response tokens in 8 s
+    "train_actor_performance/time_weight_sync (s)": 0.4,
+    "train_actor_performance/pct_time_weight_sync (%)": 5.0,
+    "train_actor_performance/padded_tokens_percentage (%)": 25.0,
+    "train_actor_performance/shared_tokens_percentage (%)": 25.0,
+    "train_actor_performance/time_waiting_buffer (s)": 0.5,
+    "train_actor_performance/pct_time_waiting_buffer (%)": 6.25,
+    "train_actor_performance/time_idle (s)": 5.0,  # wait, generate and reward
+    "train_actor_performance/pct_time_idle (%)": 62.5,
+    "train_actor_performance/time_weight_gather (s)": 0.2,
+    "train_actor_performance/pct_time_weight_gather (%)": 2.5,
+    "train_actor_performance/memory/peak_rss (GiB)": 1.5,
+    "train_actor_performance/memory/peak_gpu (GiB)": 3.5,
+    "ref_actor_performance/time_total_ref_step (s)": 2.0,
+    "ref_actor_performance/total_rollout_time (s)": 2.0,
+    "ref_actor_performance/time_model_running (s)": 0.5,
+    "ref_actor_performance/pct_time_model_running (%)": 25.0,
+    "ref_actor_performance/time_waiting_buffer (s)": 1.5,
+    "ref_actor_performance/pct_time_waiting_buffer (%)": 75.0,
+    "ref_actor_performance/response_tokens_processed": 80.0,
+    "ref_actor_performance/total_tokens_processed": 150.0,
+    "ref_actor_performance/tokens_per_second": 160.0,  # over the time the model ran
+    "ref_actor_rewards/rewards_mean": 0.9,  # 9 over 5 x 2 entries
+    "ref_actor_rewards/successes_mean": 0.5,
+    "ref_actor_rewards/total_reward_mean": 1.2,  # (1 + 0 + 1 + 1 + 3) / 5
+    "ref_actor_rewards/scoring_failures": 0.0,
+    **dict.fromkeys((f"ref_actor_rewards/failures_{outcome}" for outcome in ("masked", "resampled", "zeroed")), 0.0),
+    "ref_actor_rewards/unscored_answers": 0.0,
+    "ref_actor_rewards/rewards_func_math_verify_mean": 0.6,
+    "ref_actor_rewards/successes_func_math_verify_mean": 0.6,
+    "ref_actor_rewards/rewards_func_length_mean": 1.2,
+    "ref_actor_rewards/successes_func_length_mean": 0.4,
+    "queues/rollout_queue_size": 3.0,
+    "rollout/staleness_mean": 0.6,
+    "rollout/staleness_max": 2.0,
+    "queues/train_replay_buffer_size": 64.0,
+    **{f"phases/{name} (s)": seconds for name, seconds in phase_times().seconds.items()},
+    "phases/orchestration (s)": 0.1,
+    "phases/orchestration (%)": 1.25,
+    "rollout/tokens_per_second": 20.0,  # 80 tokens in the 4 s of generation
+    "rollout/response_length_mean": 16.0,
+    "rollout/response_length_max": 30.0,
+    "rollout/truncated_fraction": 0.4,
+    "rollout/turns_mean": 1.8,
+    "rollout/rows_mean": 1.6,
+    "rollout/turn_limit_fraction": 0.0,
+    "rollout/zero_spread_groups": 2.0,
+    "rollout/groups": 3.0,
+    "rollout/dropped_prompts": 2.0,
+    "sources/sums/share": 0.4,
+    "sources/sums/total_reward_mean": 0.5,
+    "sources/sums/success": 0.5,
+    "sources/sums/response_length_mean": 15.0,
+    "sources/sums/truncated_fraction": 0.5,
+    "sources/words/share": 0.6,
+    "sources/words/total_reward_mean": 5 / 3,  # (1 + 1 + 3) / 3
+    "sources/words/success": 2 / 3,
+    "sources/words/response_length_mean": 50 / 3,
+    "sources/words/truncated_fraction": 1 / 3,
+    "weights/probe_gap": 1e-6,
+    "weights/sync (s)": 1.0,
+    "weights/sync_bytes": 8.0,
+    "weights/wire_bytes": 4.0,
+    "weights/changed_fraction": 0.5,
+    "weights/verification (s)": 0.1,
+    "weights/verification (%)": 10.0,
+}
+SFT_METRICS = {
+    **{f"train_actor_training/{name}": 0.0 for name in _ZEROS.split()},
+    "train_actor_training/loss": 2.0,
+    **dict.fromkeys((f"train_actor_training/{name}" for name in _EXTREMES), 0.0),
+    "train_actor_training/response_lengths": 4.0,
+    **{
+        name: RL_METRICS[name] for name in RL_METRICS if re.match("phases/|train.*(memory|step|sync|buffer|idle)", name)
+    },
+    "train_actor_performance/tokens_per_second": 1.0,
+    "train_actor_performance/padded_tokens_percentage (%)": 5.0,
+    "queues/train_replay_buffer_size": 0.0,
+}
+"""Of two responses with 8 tokens in all."""

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +10,7 @@ from rich.console import Console
 from slime_like.config import LoggingConfig, RunConfig
 from slime_like.config.reading.load import save_config
 from slime_like.observability.metrics import MetricLogger
-from slime_like.observability.names import evaluation_metrics, step_metrics
-from slime_like.observability.records import EvaluationRecord
+from slime_like.observability.names import update_metrics
 from slime_like.observability.report.data import read_run
 from slime_like.observability.report.report import print_summary, write_page
 from slime_like.observability.tables import (
@@ -25,7 +23,7 @@ from slime_like.observability.tables import (
     per_token_rows,
 )
 from slime_like.trajectory import ScoredTrajectory
-from tests.unit.observability.records import grpo_stats, rl_record
+from tests.unit.observability.records import RL_METRICS, grpo_stats
 
 HOSTILE = (
     "<script>document.title='hacked'</script>",
@@ -42,19 +40,21 @@ ACCURACIES = {0: 0.25, 15: 0.5, 30: 0.875}
 
 
 def write_run(run_dir: Path) -> Path:
-    """The loss falls from 1/1 to 1/30. Rewards, times and lengths come from ``rl_record``."""
+    """The loss falls from 1/1 to 1/30. Rewards, times and lengths come from ``RL_METRICS``."""
     run_dir.mkdir(parents=True)
     config = RunConfig.model_validate({"run_dir": run_dir, "steps": STEPS, "model": {"path": run_dir / "model"}})
     save_config(config, run_dir / "config.yaml")
+    constant = {name: value for name, value in RL_METRICS.items() if not name.startswith("sources/")}
     logger = MetricLogger(LoggingConfig(tensorboard=False), run_dir)
     for step in range(STEPS + 1):
         if step:
             losses = {"loss": 1 / step, "policy_loss": 0.5 / step, "engine_gap_mean": 1e-6, "engine_gap_max": 1e-5}
             update = grpo_stats(**losses, ratios=1.0, entropy=2.0, grad_norm=0.5)
-            logger.log(step, step_metrics(replace(rl_record(), updates=[update])))
+            logger.log(step, constant | update_metrics([update]))
         if step in ACCURACIES:
-            figures = {"num_responses": 16, "response_length_mean": 5.0, "truncated_fraction": 0.0}
-            logger.log(step, evaluation_metrics(EvaluationRecord(accuracy=ACCURACIES[step], **figures)))
+            figures = {"num_responses": 16, "response_length_mean": 5.0, "truncated_fraction": 0, "scoring_failures": 0}
+            figures["accuracy"] = ACCURACIES[step]
+            logger.log(step, {f"evaluation/{name}": value for name, value in figures.items()})
             held_out = [
                 HeldOutSample("eval", i, [i], [step % 7, i], HOSTILE[i], step > i, "stop") for i in range(SAMPLES)
             ]

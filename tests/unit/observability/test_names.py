@@ -1,131 +1,122 @@
-"""Names compared with a literal list, values with hand-computed ones."""
+"""Metrics of a step, compared with a literal list of names and with values computed by hand."""
 
-import dataclasses
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from slime_like.observability.names import (
-    IDLE_TIME,
-    evaluation_metrics,
-    source_kls,
-    step_metrics,
-    sync_metrics,
-    update_metrics,
-)
-from slime_like.observability.records import EvaluationRecord, PhaseTimes, SyncRecord
-from tests.unit.observability.records import mixed_record, phase_times, rl_record, sft_record, value_stats
+from slime_like.config import RunConfig
+from slime_like.observability.names import IDLE_TIME, scoring_metrics, source_kls, update_metrics
+from slime_like.observability.records import PhaseTimes
+from slime_like.orchestration.run.recorder import StepRecorder
+from slime_like.orchestration.run.rollout_side import RolloutFigures
+from slime_like.orchestration.run.step import TrainedStep
+from slime_like.orchestration.trainer.batcher import PackTokens
+from slime_like.orchestration.weight_sync import SyncReport
+from slime_like.statistics import GRPOStats
+from slime_like.trajectory import ScoredTrajectory
+from tests.unit.observability.records import RL_METRICS, SFT_METRICS, grpo_stats, phase_times, value_stats
 
-ZEROS = """
-    policy_loss kl_loss clipfrac approx_policy_kls entropy grad_norm engine_gap_mean importance_weight
-    importance_clipfrac bounded_fraction moe_aux_loss router_load_max distillation_kl
-    routing_disagreement rejected_fraction engine_chi_square importance_ess perplexity engine_perplexity
-"""
-RL_FIGURES = {
-    **{f"train_actor_training/{name}": 0.0 for name in ZEROS.split()},
-    # means over two optimizer steps, except old_gap_max (first), engine_gap_max (largest), learning_rate (last)
-    "train_actor_training/loss": 2.0,
-    "train_actor_training/ratios": 1.25,
-    "train_actor_training/response_lengths": 16.0,
-    "train_actor_training/learning_rate": 2e-3,
-    "train_actor_training/old_gap_max": 1e-7,
-    "train_actor_training/engine_gap_max": 0.5,
-    "train_actor_training/num_tokens": 40.0,
-    "train_actor_performance/total_step_time (s)": 8.0,
-    "train_actor_performance/time_grpo_steps (s)": 2.0,
-    "train_actor_performance/pct_time_grpo_steps (%)": 25.0,
-    "train_actor_performance/tokens_per_second": 10.0,  # 80 response tokens in 8 s
-    "train_actor_performance/time_weight_sync (s)": 0.4,
-    "train_actor_performance/pct_time_weight_sync (%)": 5.0,
-    "train_actor_performance/padded_tokens_percentage (%)": 25.0,
-    "train_actor_performance/shared_tokens_percentage (%)": 25.0,
-    "train_actor_performance/time_waiting_buffer (s)": 0.5,
-    "train_actor_performance/pct_time_waiting_buffer (%)": 6.25,
-    "train_actor_performance/time_idle (s)": 5.0,  # wait, generate and reward
-    "train_actor_performance/pct_time_idle (%)": 62.5,
-    "train_actor_performance/time_weight_gather (s)": 0.2,
-    "train_actor_performance/pct_time_weight_gather (%)": 2.5,
-    "train_actor_performance/memory/peak_rss (GiB)": 1.5,
-    "train_actor_performance/memory/peak_gpu (GiB)": 3.5,
-    "ref_actor_performance/time_total_ref_step (s)": 2.0,
-    "ref_actor_performance/total_rollout_time (s)": 2.0,
-    "ref_actor_performance/time_model_running (s)": 0.5,
-    "ref_actor_performance/pct_time_model_running (%)": 25.0,
-    "ref_actor_performance/time_waiting_buffer (s)": 1.5,
-    "ref_actor_performance/pct_time_waiting_buffer (%)": 75.0,
-    "ref_actor_performance/response_tokens_processed": 80.0,
-    "ref_actor_performance/total_tokens_processed": 150.0,
-    "ref_actor_performance/tokens_per_second": 160.0,  # over the time the model ran
-    "ref_actor_rewards/rewards_mean": 0.9,  # 9 over 5 x 2 entries
-    "ref_actor_rewards/successes_mean": 0.5,
-    "ref_actor_rewards/total_reward_mean": 1.2,  # (1 + 0 + 1 + 1 + 3) / 5
-    "ref_actor_rewards/scoring_failures": 0.0,
-    **dict.fromkeys((f"ref_actor_rewards/failures_{outcome}" for outcome in ("masked", "resampled", "zeroed")), 0.0),
-    "ref_actor_rewards/unscored_answers": 0.0,
-    "ref_actor_rewards/rewards_func_math_verify_mean": 0.6,
-    "ref_actor_rewards/successes_func_math_verify_mean": 0.6,
-    "ref_actor_rewards/rewards_func_length_mean": 1.2,
-    "ref_actor_rewards/successes_func_length_mean": 0.4,
-    "queues/rollout_queue_size": 3.0,
-    "rollout/staleness_mean": 0.75,
-    "rollout/staleness_max": 2.0,
-    "queues/train_replay_buffer_size": 64.0,
-    **{f"phases/{name} (s)": seconds for name, seconds in phase_times().seconds.items()},
-    "phases/orchestration (s)": 0.1,
-    "phases/orchestration (%)": 1.25,
-    "rollout/tokens_per_second": 20.0,  # 80 tokens in the 4 s of generation
-    "rollout/response_length_mean": 16.0,
-    "rollout/response_length_max": 30.0,
-    "rollout/truncated_fraction": 0.4,
-    "rollout/turns_mean": 1.6,
-    "rollout/rows_mean": 1.6,
-    "rollout/turn_limit_fraction": 0.0,
-    "rollout/zero_spread_groups": 2.0,
-    "rollout/groups": 3.0,
-    "rollout/dropped_prompts": 2.0,
-    "sources/sums/share": 0.4,
-    "sources/sums/total_reward_mean": 0.5,
-    "sources/sums/success": 0.5,
-    "sources/sums/response_length_mean": 15.0,
-    "sources/sums/truncated_fraction": 0.5,
-    "sources/words/share": 0.6,
-    "sources/words/total_reward_mean": 5 / 3,  # (1 + 1 + 3) / 3
-    "sources/words/success": 2 / 3,
-    "sources/words/response_length_mean": 50 / 3,
-    "sources/words/truncated_fraction": 1 / 3,
-    "weights/probe_gap": 1e-6,
-}
+
+def row(name: str, length: int, rewards: tuple[float, ...], version: int = 3, **others: Any) -> ScoredTrajectory:
+    """One row of the rollout GROUP-SAMPLE, with a prompt of 15 tokens, in step 4."""
+    return ScoredTrajectory(
+        prompt_tokens=torch.zeros(15, dtype=torch.int64), prompt_len=15, response_len=length,
+        response_tokens=torch.zeros(length, dtype=torch.int64), loss_mask=torch.ones(length, dtype=torch.bool),
+        logprobs=None, weight_versions=torch.full((length,), version), policy_version=version, answer="",
+        rewards=torch.tensor(rewards), successes=(torch.tensor(rewards) > 0).float(), advantages=torch.tensor(1.0),
+        sequence_id=name, rollout_id=name.partition(".")[0], group_id=int(name.partition("-")[0]),
+        **{"reward_metadata": {}} | others,
+    )  # fmt: skip
+
+
+def rl_rows() -> list[ScoredTrajectory]:
+    """Weighted rewards differ in group 7, but not in group 8 (1 + 0, 0 + 2/2). Group 9 has one sample."""
+    two = {"conversation": {"turns": [[0, 15], [15, 30]]}}
+    sums, words = {"source": "sums"}, {"source": "words"}
+    cut: dict[str, Any] = {"finish_reason": "length"}
+    return [
+        row("7-0", 10, (1.0, 0.0), **sums, reward_metadata={"conversation": {"turns": [[0, 10]]}}),
+        row("7-1.0", 10, (0.0, 0.0), 1, **sums, **cut),
+        row("7-1.1", 5, (0.0, 0.0), 2, **sums, **cut),
+        row("7-1.2", 5, (0.0, 0.0), **sums, **cut),
+        row("8-0", 30, (1.0, 0.0), **words, **cut, reward_metadata=two),
+        row("8-1.0", 2, (0.0, 2.0), 2, **words),
+        row("8-1.1", 2, (0.0, 2.0), **words),
+        row("9-0", 16, (1.0, 4.0), **words, reward_metadata={"conversation": {"turns": [[0, 16]]}}),
+    ]
+
+
+def rl_updates(*kls: dict[str, float]) -> list[GRPOStats]:
+    updates = [
+        grpo_stats(loss=1.0, old_gap_max=1e-7, engine_gap_max=0.5, learning_rate=1e-3, num_tokens=30, ratios=1.0),
+        grpo_stats(loss=3.0, old_gap_max=0.2, engine_gap_max=0.25, learning_rate=2e-3, num_tokens=10, ratios=1.5),
+    ]
+    for update, each in zip(updates, kls, strict=False):
+        update.source_kls = each
+    return updates
+
+
+def logged(
+    rows: list[ScoredTrajectory],
+    updates: list[GRPOStats],
+    tokens: PackTokens,
+    times: PhaseTimes | None = None,
+    busy_s: float | None = None,
+    figures: RolloutFigures | None = None,
+    **sections: dict[str, Any],
+) -> dict[str, float]:
+    """Return what the recorder logs for step 4."""
+    functions = [{"name": "math_verify"}, {"name": "length", "weight": 0.5}]
+    sync = SyncReport(
+        total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5, transport="shared_memory",
+        gather_s=0.2, probe_gap=1e-6,
+    )  # fmt: skip
+    work = scoring_metrics("reference", 2.0, 0.5, response_tokens=80, total_tokens=150)
+    figures = figures or RolloutFigures(queued_groups=3, ready_groups=64, dropped_prompts=2, sync=sync, scoring=work)
+    found: dict[str, float] = {}
+    run: Any = SimpleNamespace(
+        config=RunConfig.model_validate(
+            {"run_dir": "run", "model": {"path": "m"}, "reward": {"functions": functions}, **sections}
+        ),
+        finished_steps=0,
+        rollout=SimpleNamespace(figures=lambda step_s: figures),
+        metrics=SimpleNamespace(log=lambda step, metrics: found.update(metrics)),
+        progress=SimpleNamespace(update=lambda step, metrics: None),
+    )
+    recorder = StepRecorder(run)
+    recorder._memory = {"peak_rss (GiB)": 1.5, "peak_gpu (GiB)": 3.5}
+    recorder.record(4, TrainedStep(rows, updates, {}, tokens, busy_s), times or phase_times())
+    return found
+
+
+DEBUG = {"samples_per_step": 0}
 
 
 def test_metrics_of_an_rl_step() -> None:
-    metrics = step_metrics(mixed_record())
-    assert set(metrics) == set(RL_FIGURES)
-    assert metrics == pytest.approx(RL_FIGURES)
+    metrics = logged(rl_rows(), rl_updates(), PackTokens(200, 50), debug=DEBUG)
+    assert metrics == pytest.approx(RL_METRICS)
     assert all(type(value) is float for value in metrics.values())
 
 
 def test_a_sources_kl_is_the_mean_of_the_updates_with_its_tokens() -> None:
-    kls = [{"sums": 1.0, "words": 4.0}, {"sums": 2.0}]
-    updates = [
-        dataclasses.replace(update, source_kls=each) for update, each in zip(rl_record().updates, kls, strict=True)
-    ]
-    metrics = step_metrics(dataclasses.replace(rl_record(), updates=updates))
-    assert {name: value for name, value in metrics.items() if name.startswith("sources/")} == {
-        "sources/sums/distillation_kl": 1.5, "sources/words/distillation_kl": 4.0
-    }  # fmt: skip
+    updates = rl_updates({"sums": 1.0, "words": 4.0}, {"sums": 2.0})
+    metrics = logged(rl_rows(), updates, PackTokens(200, 50), debug=DEBUG)
+    assert metrics["sources/sums/distillation_kl"] == 1.5 and metrics["sources/words/distillation_kl"] == 4.0
 
 
 def test_metrics_of_a_supervised_step() -> None:
-    metrics = step_metrics(dataclasses.replace(sft_record(), sources=["a", "b"]))
-    assert metrics["train_actor_training/loss"] == 2.0
-    absent = ("ref_actor", "rollout/", "weights/", "queues/rollout", "train_actor_performance/time_weight_gather")
-    assert not [name for name in metrics if name.startswith(absent)]
-    assert {name: value for name, value in metrics.items() if name.startswith("sources/")} == {
-        "sources/a/share": 0.5, "sources/a/response_length_mean": 3.0,
-        "sources/b/share": 0.5, "sources/b/response_length_mean": 5.0,
-    }  # fmt: skip
+    rows = [row("1-0", 3, (), source="a"), row("2-0", 5, (), source="b")]
+    metrics = logged(
+        rows, [grpo_stats(loss=2.0)], PackTokens(40, 0), figures=RolloutFigures(), algorithm={"loss": "sft"}
+    )
+    sources = {f"sources/{name}/share": 0.5 for name in "ab"}
+    sources |= {"sources/a/response_length_mean": 3.0, "sources/b/response_length_mean": 5.0}
+    assert metrics == pytest.approx(SFT_METRICS | sources)
 
 
 def test_metrics_of_a_critics_steps() -> None:
@@ -147,39 +138,28 @@ def test_documentation_names_all_metrics() -> None:
         items = re.findall(r"^- (`.*?`): ", section, re.MULTILINE)
         names = [name for item in items for name in re.findall(r"`([^`]+)`", item)]
         described += [prefix + re.sub("NAME|K$", ".+", re.escape(name)) for name in names]
-    means = {"accuracy": 0.5, "response_length_mean": 3.0, "truncated_fraction": 0.0}
-    evaluation = EvaluationRecord(**means, num_responses=4, pass_at={2: 0.75})
-    sync = SyncRecord(total_s=1.0, verification_s=0.1, nbytes=8, wire_nbytes=4, changed_fraction=0.5)
+    evaluation = "accuracy num_responses response_length_mean truncated_fraction scoring_failures pass@2"
     penalties = {f"train_actor_training/{name}" for name in ("kl_reward", "kl_reward_coef", "distillation_kl")}
-    penalties |= source_kls([{"sums": 1.0}]).keys()
     critic = update_metrics([value_stats()], "train_critic")
-    logged = {*RL_FIGURES, *critic, *penalties, *evaluation_metrics(evaluation), *sync_metrics(sync)}
+    held_out = {f"evaluation/{name}" for name in evaluation.split()}
+    logged = {*RL_METRICS, *critic, *penalties, *source_kls([{"sums": 1.0}]), *held_out}
     assert sorted(name for name in logged if not any(re.fullmatch(each, name) for each in described)) == []
     assert sorted(each for each in described if not any(re.fullmatch(each, name) for name in logged)) == []
 
 
 def test_a_step_of_zero_seconds() -> None:
     times = PhaseTimes(0.0, dict.fromkeys(phase_times().seconds, 0.0), 0.0)
-    metrics = step_metrics(dataclasses.replace(rl_record(), times=times, packed_tokens=150))
+    metrics = logged(rl_rows(), rl_updates(), PackTokens(150, 50), times, debug=DEBUG)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["train_actor_performance/pct_time_grpo_steps (%)"] == 0.0
     assert metrics["rollout/response_length_mean"] == 16.0
     assert "rollout/tokens_per_second" not in metrics  # rollouts from disk have no speed
 
 
-def test_idle_time_of_overlapping_phases() -> None:
-    rollout = rl_record().rollout
-    assert rollout is not None
-    overlapping = dataclasses.replace(rollout, seconds=0.8)
-    metrics = step_metrics(dataclasses.replace(rl_record(), trainers_busy_s=6.0, rollout=overlapping))
+def test_idle_time_and_speed_of_overlapping_phases() -> None:
+    metrics = logged(
+        rl_rows(), rl_updates(), PackTokens(200, 50), busy_s=6.0, debug=DEBUG, rollout={"max_staleness": 1},
+        cluster={"placement": "separate"}, algorithm={"importance": {"correction": "none"}},
+    )  # fmt: skip
     assert metrics[IDLE_TIME] == pytest.approx(1.0)  # 5 s of waiting and 2 s of training, 6 s of work in them
-    assert metrics["rollout/tokens_per_second"] == pytest.approx(100.0)
-
-
-def test_evaluation_metrics() -> None:
-    figures = {"accuracy": 0.75, "num_responses": 200.0, "response_length_mean": 6.5, "truncated_fraction": 0.01}
-    figures["scoring_failures"] = 3.0
-    record = EvaluationRecord(**figures, pass_at={2: 0.8})
-    figures["pass@2"] = 0.8
-    assert evaluation_metrics(record) == {f"evaluation/{name}": value for name, value in figures.items()}
-    assert evaluation_metrics(record, "aime") == {f"evaluation/aime/{name}": v for name, v in figures.items()}
+    assert metrics["rollout/tokens_per_second"] == pytest.approx(10.0)  # 80 tokens in the whole 8 s

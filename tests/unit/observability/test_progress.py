@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from slime_like.observability.names import phase_shares, step_metrics
+from slime_like.observability.names import phase_shares
 from slime_like.observability.progress import Progress
 from slime_like.observability.waiting import Waiting
-from tests.unit.observability.records import rl_record, sft_record
+from tests.unit.observability.records import RL_METRICS, SFT_METRICS
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
-RL, SFT = step_metrics(rl_record()), step_metrics(sft_record())
+RL, SFT = RL_METRICS, SFT_METRICS
 ACCURACY = {"evaluation/accuracy": 0.25}
 SHARES = " | generate 50% train 25% other 25%"
 RL_LINE = (

@@ -14,13 +14,13 @@ import pytest
 from slime_like.commands.root import run
 from slime_like.errors import DataError, SlimeLikeError
 from slime_like.observability.metrics import MetricLogger, read_lines
-from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME, step_metrics
+from slime_like.observability.names import ACCURACY, REWARD, STEP_TIME
 from slime_like.observability.report import data as report_data
 from slime_like.observability.report.data import read_run, summary
 from slime_like.observability.report.panels import panels
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
-from tests.unit.observability.records import sft_record
+from tests.unit.observability.records import SFT_METRICS
 from tests.unit.observability.report_run import (
     ACCURACIES,
     HOSTILE,
@@ -202,7 +202,7 @@ def test_long_runs_show_the_newest_rows(run_dir: Path, tmp_path: Path, monkeypat
 
 
 def test_a_supervised_run_without_configuration_and_tables(tmp_path: Path, logger: MetricLogger) -> None:
-    logger.log(1, step_metrics(sft_record()))
+    logger.log(1, SFT_METRICS)
     titles = [panel.spec.title for panel in panels(read_run(tmp_path))]
     assert {"Loss", "Response length"} <= set(titles) and not {"Reward", "Held-out accuracy"} & set(titles)
     entries = dict(summary(read_run(tmp_path)))

@@ -18,8 +18,6 @@ from slime_like.config import RunConfig
 from slime_like.data.prompts import Prompt
 from slime_like.errors import EngineError
 from slime_like.interfaces import Conversation, Generation, GenerationRequest, PromptInput, SamplingParams, Segment
-from slime_like.observability.names import step_metrics
-from slime_like.observability.records import StepRecord
 from slime_like.observability.tables import per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.advantages import Advantages
 from slime_like.orchestration.rollout.evaluation import Evaluator
@@ -301,21 +299,13 @@ def test_figures_of_a_step_count_rollouts() -> None:
     rows, recorder = scored(config()), StepRecorder(run)
     for row in rows[4:6]:
         row.reward_metadata |= {"reason": "error", "outcome": "zeroed"}
-    rewards, rollout = recorder.sampled(3, rows, phase_times(), run.rollout.figures(1.0))
+    metrics = recorder.sampled(3, rollouts_of(rows), phase_times(), run.rollout.figures(1.0))
     (note,) = notes
     assert "failed for 1 of 7 responses" in note
-    assert np.asarray(rewards.rewards)[:, 0].tolist() == REWARDS + REWARDS[1:]
-    assert rewards.failures == ["zeroed"] and rewards.group_ids == [7] * 4 + [9] * 3
-    assert rollout.finish_reasons == ["stop", "length", "length", "stop", "length", "length", "stop"]
-    assert rollout.rows == [3, 1, 2, 1, 1, 2, 1] and rollout.turns == [4, 2, 2, 2, 2]
-    assert rollout.staleness == [2, 2, 2, 2, 2, 1, 1]
-    lengths = [each.sampled_len for each in rollouts_of(rows)]
-    record = StepRecord(
-        updates=[grpo_stats()], times=phase_times(), response_lengths=lengths, packed_tokens=1, actual_tokens=1,
-        rewards=rewards, rollout=rollout,
-    )  # fmt: skip
-    metrics = step_metrics(record)
-    assert metrics["rollout/rows_mean"] == pytest.approx(11 / 7)
+    assert metrics["ref_actor_rewards/total_reward_mean"] == pytest.approx((sum(REWARDS) + sum(REWARDS[1:])) / 7)
+    assert metrics["ref_actor_rewards/failures_zeroed"] == metrics["ref_actor_rewards/scoring_failures"] == 1
+    assert metrics["rollout/rows_mean"] == pytest.approx(11 / 7) and metrics["rollout/turns_mean"] == 12 / 5
+    assert metrics["rollout/staleness_mean"] == pytest.approx(12 / 7) and metrics["rollout/staleness_max"] == 2
     assert metrics["rollout/truncated_fraction"] == pytest.approx(4 / 7)
     assert metrics["rollout/response_length_mean"] == pytest.approx((sum(LENGTHS) + sum(LENGTHS[1:])) / 7)
     assert metrics["rollout/groups"] == 2 and metrics["rollout/zero_spread_groups"] == 0
@@ -343,9 +333,10 @@ def test_evaluation_counts_rollouts() -> None:
     scorer, progress = Scorer(settings, cast(Any, Pool()), Tokenizer()), SimpleNamespace(note=lambda sentence: None)
     progress.waiting = lambda *given: nullcontext(SimpleNamespace(reach=None))
     found = Evaluator(settings, cast(Any, engines), scorer, {"a": prompts}).run(1, cast(Any, progress)).overall
-    assert (found.num_responses, found.scoring_failures, found.accuracy) == (8, 4, 1 / 4)
-    assert found.pass_at == {2: pytest.approx(0.5), 4: 1.0}  # of the group that was scored
-    assert found.response_length_mean == sum(LENGTHS) / 4 and found.truncated_fraction == 0.5
+    assert found == {
+        "num_responses": 8, "scoring_failures": 4, "accuracy": 1 / 4, "truncated_fraction": 0.5,
+        "response_length_mean": sum(LENGTHS) / 4, "pass@2": pytest.approx(0.5), "pass@4": 1.0,  # of the scored group
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
