@@ -1,7 +1,8 @@
-"""Advantage estimators and the value loss against their formulas, written as plain Python over each group."""
+"""Advantage estimators, the value loss and pass@k against their formulas, written as plain Python."""
 
 import random
 import statistics
+from itertools import combinations
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from slime_like.algorithms import AdvantageEstimator, compute_advantages, find_estimator, gae, value_loss
 from slime_like.algorithms.advantages import Groups
+from slime_like.algorithms.pass_at_k import mean_pass_at_k, pass_at_k, powers_up_to
 from slime_like.plugins.objective import ADVANTAGES, BATCH_ADVANTAGES, GROUP_ADVANTAGES
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import gae_by_definition
@@ -213,3 +215,31 @@ def test_equal_returns_have_no_variance_to_explain() -> None:
     mask, weights = torch.ones(9, dtype=torch.bool), torch.ones(9)
     sums = value_loss(torch.randn(9), torch.zeros(9), torch.full((9,), 0.1), mask, weights)[1]
     assert float(sums.to_stats(1.0, 0.0, 0.0).explained_variance) == 0.0
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_every_choice_of_k_samples(n: int) -> None:
+    for correct in range(n + 1):
+        samples = [True] * correct + [False] * (n - correct)
+        for k in range(1, n + 1):
+            choices = list(combinations(samples, k))
+            share = sum(any(choice) for choice in choices) / len(choices)
+            assert pass_at_k(n, correct, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_many_samples_do_not_overflow() -> None:
+    """Compare with the paper's code, 1 - prod(1 - k / i for i in n - c + 1 .. n)."""
+    n, correct, k = 1000, 3, 100
+    product = 1.0
+    for i in range(n - correct + 1, n + 1):
+        product *= 1 - k / i
+    assert pass_at_k(n, correct, k) == pytest.approx(1 - product, rel=1e-12)
+
+
+def test_mean_over_prompts() -> None:
+    assert mean_pass_at_k([[True, False], [False, False]], 1) == 0.25
+    assert mean_pass_at_k([[True, False], [False, False]], 2) == 0.5
+
+
+def test_reported_k() -> None:
+    assert [powers_up_to(n) for n in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]

@@ -1,18 +1,26 @@
-"""Context-parallel layouts: each rank's part against loops, and the exact inverse."""
+"""Splits of a batch: context-parallel layouts against loops, and partitions into micro-batches."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from slime_like.algorithms import (
     pack_sequences,
     padded_length,
+    partition_by_tokens,
+    partition_full_batches,
     response_tokens,
     split_for_context_parallel,
 )
+from slime_like.algorithms.packing.partition import balance, first_fit_decreasing, pack_into, training_flops
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
 from tests.support.properties import examples
 from tests.support.shards import local_boundaries
@@ -95,3 +103,167 @@ def test_one_rank_changes_nothing(layout: str) -> None:
     shard = split_for_context_parallel(packed, 1, 0, layout)  # type: ignore[arg-type]
     assert torch.equal(shard.tokens, packed.tokens) and torch.equal(shard.position_ids, packed.position_ids)
     assert shard.cu_seqlens_padded.tolist() == [0, 7, 9, 16, 25, 30, 35]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=200), ranks=st.integers(1, 9), extra=st.integers(0, 900)
+)
+@examples(80)
+def test_every_sequence_once_and_every_rank_served(lengths: list[int], ranks: int, extra: int) -> None:
+    budget = max(lengths) + extra
+    if len(lengths) < ranks:
+        with pytest.raises(ValueError, match="at least one"):
+            partition_by_tokens(lengths, budget, ranks)
+        return
+    partition = partition_by_tokens(lengths, budget, ranks)
+    assert len(partition) == ranks and all(bins and all(bins) for bins in partition)
+    assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in batch) <= budget for bins in partition for batch in bins)
+    # Counts differ only if nothing is left to split: every sequence has a micro-batch.
+    assert len({len(bins) for bins in partition}) == 1 or all(len(batch) == 1 for bins in partition for batch in bins)
+
+
+def fewest_bins(lengths: list[int], capacity: int) -> int:
+    """Find the optimum by trying every assignment."""
+    best = len(lengths)
+
+    def place(index: int, room: list[int]) -> None:
+        nonlocal best
+        if index == len(lengths):
+            best = min(best, len(room))
+            return
+        for slot in [k for k, free in enumerate(room) if free >= lengths[index]]:
+            place(index + 1, [free - (k == slot) * lengths[index] for k, free in enumerate(room)])
+        place(index + 1, [*room, capacity - lengths[index]])
+
+    place(0, [])
+    return best
+
+
+def differenced(costs: list[int], parts: int) -> list[int]:
+    """Return the sums of the largest differencing method: the largest spread first, then the larger sum."""
+    partials = [[cost] + [0] * (parts - 1) for cost in costs]
+    while len(partials) > 1:
+        partials.sort(key=lambda sums: (sums[-1] - sums[0], -sum(sums)))
+        first, second, *rest = partials
+        merged = sorted((x + y for x, y in zip(first, reversed(second), strict=True)), reverse=True)
+        partials = [*rest, merged]
+    return sorted(partials[0])
+
+
+@given(costs=st.lists(st.integers(1, 6), min_size=5, max_size=14), parts=st.integers(2, 5))
+@example(costs=[6, 5, 3, 3, 3, 2, 2, 2], parts=3)  # 8, 8, 10 if the partial made first were merged first
+@examples(100)
+def test_equal_spreads_are_merged_from_the_larger_sum(costs: list[int], parts: int) -> None:
+    shares = balance(costs, parts)
+    assert sorted(sum(costs[i] for i in share) for share in shares) == differenced(costs, parts)
+
+
+@given(lengths=st.lists(st.integers(1, 64), min_size=1, max_size=7), ranks=st.integers(1, 4), by_cost=st.booleans())
+@example(lengths=[27, 27, 23, 62], ranks=2, by_cost=False)
+@example(lengths=[34, 33, 31, 30, 33, 31], ranks=5, by_cost=False)
+@example(lengths=[60, 60, 60], ranks=2, by_cost=False)
+@examples(150)
+def test_equal_counts_if_they_exist(lengths: list[int], ranks: int, by_cost: bool) -> None:
+    """They exist if the fewest micro-batches, rounded up to whole rounds, don't exceed the number of sequences."""
+    costs = [float(n * n) for n in lengths] if by_cost else None
+    possible = -(-fewest_bins(lengths, 64) // ranks) * ranks <= len(lengths)
+    if len(lengths) < ranks:
+        return
+    partition = partition_by_tokens(lengths, 64, ranks, costs=costs)
+    assert (len({len(bins) for bins in partition}) == 1) == possible
+    assert sorted(i for bins in partition for batch in bins for i in batch) == list(range(len(lengths)))
+    assert all(batch and sum(lengths[i] for i in batch) <= 64 for bins in partition for batch in bins)
+
+
+def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
+    """First-fit needs four bins instead of three. Six ranks then have equal counts only by the search."""
+    lengths = [5, 8, 5, 8, 8, 7, 7, 9]
+    assert len(first_fit_decreasing(lengths, 20)) == 4 and fewest_bins(lengths, 20) == 3
+    bins = pack_into(lengths, 20, 3)
+    assert bins is not None and sorted(i for members in bins for i in members) == list(range(8))
+    assert all(sum(lengths[i] for i in members) <= 20 for members in bins)
+    assert pack_into(lengths, 20, 2) is None and pack_into([1], 20, 3) == [[0]]
+    partition = partition_by_tokens([*lengths, 20, 20, 20], 20, 6)
+    assert [len(bins) for bins in partition] == [1] * 6
+
+
+def test_many_sequences_are_balanced_closely() -> None:
+    torch.manual_seed(0)
+    for lengths in (torch.randint(1, 4096, (2000,)), torch.randn(2000).mul(0.8).add(6).exp().clamp(1, 4096).long()):
+        for ranks in (2, 8, 64, 300):
+            loads = [sum(lengths[i] for i in part) for part in balance(lengths.tolist(), ranks)]
+            assert max(loads) <= 1.02 * sum(loads) / ranks + lengths.max() * (ranks > 64)
+
+
+def test_first_fit_decreasing_by_hand() -> None:
+    """Johnson's example: 7, 6, 4, 3, 2, 2 in bins of 8."""
+    lengths = [4, 7, 2, 6, 3, 2]
+    bins = first_fit_decreasing(lengths, 8)
+    assert [[lengths[i] for i in members] for members in bins] == [[7], [6, 2], [4, 3], [2]]
+
+
+def test_balance_by_flops_differs_from_tokens() -> None:
+    lengths = [4096] + [256] * 24
+    flops = training_flops(lengths, attention_width=64, active_parameters=100_000, num_layers=4)
+    assert flops[0] == 6 * 100_000 * 4096 + 6 * 4 * 64 * 4096**2
+
+    def imbalance(costs: list[float] | None) -> float:
+        shares = [[i for batch in bins for i in batch] for bins in partition_by_tokens(lengths, 4096, 2, costs=costs)]
+        loads = [sum(flops[i] for i in share) for share in shares]
+        return max(loads) / min(loads)
+
+    assert imbalance(flops) < imbalance(None)
+    # Equal counts move little: the rank with the long sequence gets the cheapest of the others.
+    partition = partition_by_tokens(lengths, 4096, 2, costs=flops)
+    assert sorted(sum(map(len, bins)) for bins in partition) == [2, 23]
+
+
+def test_flops_match_torchs_count(tmp_path: Path) -> None:
+    """Hugging Face's eager attention computes all of L x L, so the half that causality saves is added."""
+    make_tiny_model(tmp_path, num_hidden_layers=2, hidden_size=32, intermediate_size=48, vocab_size=264)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    model = ModelDimensions.from_checkpoint(tmp_path)
+    width, lengths = model.num_heads * model.head_dim, [40, 7]
+    with FlopCounterMode(display=False) as counter:
+        for length in lengths:
+            network(input_ids=torch.arange(length)[None], use_cache=False).logits.sum().backward()
+    flops = sum(training_flops(lengths, width, model.active_parameters, model.attention_layers))
+    saved = 6 * model.attention_layers * width * sum(length**2 for length in lengths)
+    assert counter.get_total_flops() == pytest.approx(flops + saved, rel=2e-3)
+
+
+def test_tensors_are_accepted() -> None:
+    lengths, costs = [5, 3, 4, 2], [1.0, 9.0, 1.0, 1.0]
+    expected = partition_by_tokens(lengths, 8, 2, costs=costs)
+    assert partition_by_tokens(torch.tensor(lengths), 8, 2, costs=torch.tensor(costs)) == expected
+    assert partition_full_batches(torch.tensor(lengths), 8, 1) == partition_full_batches(lengths, 8, 1)
+    assert training_flops(torch.tensor(lengths), 2, 3, 4) == training_flops(lengths, 2, 3, 4)
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=60), ranks=st.integers(1, 4))
+@examples(60)
+def test_full_batches(lengths: list[int], ranks: int) -> None:
+    partition = partition_full_batches(lengths, 20, ranks)
+    sent = [i for bins in partition for members in bins for i in members]
+    assert sorted(sent) == list(range(len(sent)))
+    assert len({len(bins) for bins in partition}) == 1
+    for bins in partition:
+        for members in bins:
+            assert sum(lengths[i] for i in members) <= 20 < sum(lengths[i] for i in [*members, members[-1] + 1])
+
+
+def test_micro_batches_are_few_and_even() -> None:
+    """First-fit-decreasing alone would fill the first one and leave the second one almost empty."""
+    lengths = [70, 62] * 64 + [58, 13] * 3 + [19]
+    (bins,) = partition_by_tokens(lengths, 8192, 1)
+    loads = sorted(sum(lengths[i] for i in batch) for batch in bins)
+    assert len(bins) == len(first_fit_decreasing(lengths, 8192)) == 2
+    assert loads[1] - loads[0] <= 1 and sum(loads) == sum(lengths)
+
+
+def test_micro_batches_that_differencing_would_overfill_stay_unchanged() -> None:
+    """Differencing splits [8, 7, 6, 5, 4] into 14 and 16, but only 15 and 15 fit."""
+    assert max(sum((8, 7, 6, 5, 4)[i] for i in part) for part in balance([8, 7, 6, 5, 4], 2)) == 16
+    (bins,) = partition_by_tokens([8, 7, 6, 5, 4], 15, 1)
+    assert sorted(sum((8, 7, 6, 5, 4)[i] for i in batch) for batch in bins) == [15, 15]

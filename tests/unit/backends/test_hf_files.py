@@ -1,20 +1,31 @@
-"""A checkpoint whose tensors don't match its config.json is rejected, with the tensors' names."""
+"""Checkpoints of Hugging Face: names and shapes, places in Megatron's shards, and files that are rejected."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from backends.common.hugging_face import files
 from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import HfCheckpoint, ValueModel
 from backends.megatron.families import family_of
+from backends.megatron.families.transforms import (
+    GroupedQkv,
+    Shape,
+    Sources,
+    Split,
+    TensorRank,
+    Transform,
+)
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
@@ -23,7 +34,8 @@ from slime_like.weights.expected_tensors import expected_tensors
 from tests.conftest import Tiny
 from tests.parallel.towers import give_tower
 from tests.support.rejections import Rejects
-from tests.unit.backends.models import dimensions
+from tests.unit.backends.models import MOONLIGHT, PUBLISHED, dimensions
+from tests.unit.checks.checkpoint import DEEPSEEK_V3
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -231,3 +243,102 @@ def test_a_critic_is_of_the_language_model_alone(tmp_path: Path) -> None:
         "Qwen3ForSequenceClassification"
     ]
     assert ModelDimensions.from_checkpoint(tmp_path).tower
+
+
+# Fewer layers and experts than published take less time; every kind of layer is left.
+_DEEPSEEK = [
+    DEEPSEEK_V3 | {"num_hidden_layers": 5, "n_routed_experts": 16},
+    MOONLIGHT | {"num_hidden_layers": 3, "n_routed_experts": 8},
+]
+# The published sizes are transformers' defaults.
+_HYBRID = [
+    kind(architectures=[architecture]).to_dict() | {"num_experts": 3, "num_experts_per_tok": 2}
+    for kind, architecture in (
+        (transformers.Qwen3NextConfig, "Qwen3NextForCausalLM"),
+        (transformers.Qwen3_5TextConfig, "Qwen3_5ForCausalLM"),
+        (transformers.Qwen3_5MoeTextConfig, "Qwen3_5MoeForCausalLM"),
+    )
+]
+
+
+@pytest.mark.parametrize("config", [*_DEEPSEEK, *_HYBRID], ids=lambda config: config["architectures"][0])
+def test_the_rules_match_what_transformers_would_write_at_published_sizes(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"} | config))
+    model = ModelDimensions.from_checkpoint(tmp_path)
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    tensors = revert_weight_conversion(module, module.state_dict())
+    assert family_of(model).hf_shapes(model) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _qkv(sources: Sequence[Tensor], tp: TensorRank) -> Tensor:
+    """Fill one rank's Megatron tensor piece by piece."""
+    parts = Sources([tuple(source.shape) for source in sources], tp, dimensions())
+    shape = GroupedQkv().shard_shape(parts, (0,))
+    target = torch.full(shape, -1.0)
+    for piece in GroupedQkv().pieces(parts, shape):
+        view = piece.view(target)
+        view.copy_(sources[piece.source].narrow(piece.axis, piece.start, piece.length).reshape(view.shape))
+    return target
+
+
+def _numbered(first: float, *shape: int) -> Tensor:
+    """Make a tensor whose row r starts with ``first + r``, followed by distinct fractions."""
+    rows = first + torch.arange(shape[0], dtype=torch.float32)
+    return rows if len(shape) == 1 else rows[:, None] + torch.arange(shape[1]) / 64
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("width", [(), (6,)])
+def test_qkv_is_interleaved_by_query_group(size: int, width: tuple[int, ...]) -> None:
+    """Group g has query heads 2g and 2g+1, key head g and value head g. With eight ranks, two share a group."""
+    sources = [_numbered(first, heads * 3, *width) for first, heads in ((0, 8), (100, 4), (200, 4))]
+    order = []
+    for group in range(4):
+        for head in (2 * group, 2 * group + 1):
+            order += [head * 3 + d for d in range(3)]
+        order += [100 + group * 3 + d for d in range(3)]
+        order += [200 + group * 3 + d for d in range(3)]
+    shards = [_qkv(sources, TensorRank(rank, size)) for rank in range(size)]
+    assert all(len(shard) == 48 // size for shard in shards)
+    fused = torch.cat(shards)
+    assert (fused if not width else fused[:, 0]).tolist() == order
+    if width:  # rows stay whole
+        assert torch.equal(fused - fused[:, :1], sources[0][:1].expand(48, -1) - sources[0][0, 0])
+
+
+# ------------------------------------------------------------------------------------------------------------- coverage
+def _thin(shape: Shape, transform: Transform) -> Shape:
+    """Shrink the axis that this kind of transform doesn't split, since its length doesn't matter."""
+    if len(shape) == 1:
+        return shape
+    return (1, shape[1]) if isinstance(transform, Split) and transform.axis == 1 else (shape[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, n) for name, model in PUBLISHED.items() for n in (1, 2, 4, 8) if model.num_heads % n == 0]
+)
+def test_every_element_of_a_published_model_has_one_place(name: str, size: int) -> None:
+    model = PUBLISHED[name]
+    padded = -(-model.vocab_size // (128 * size)) * 128
+    for rule in family_of(model).rules_for(model):
+        shapes = [_thin(shape, rule.transform) for shape in rule.shapes(model)]
+        counted = [torch.zeros(shape) for shape in shapes]
+        for rank in range(size):
+            sources = Sources(shapes, TensorRank(rank, size), model)
+            shape = rule.transform.shard_shape(sources, (padded,))
+            shard = torch.zeros(shape)
+            for piece in rule.transform.pieces(sources, shape):
+                piece.view(shard).add_(1)
+                counted[piece.source].narrow(piece.axis, piece.start, piece.length).add_(1)
+                assert piece.numel(shapes) == piece.view(shard).numel()
+            assert shard.max() <= 1 and (rule.transform.pads or shard.min() == 1), rule.megatron
+        expected = 1 if rule.transform.sharded else size
+        assert all(bool((count == expected).all()) for count in counted), rule.megatron
+
+
+def test_a_family_without_adapter_is_rejected(rejects: Rejects) -> None:
+    with rejects(CheckpointError, "no-weight-adapter"):
+        family_of(dimensions(family="gpt2"))

@@ -1,14 +1,21 @@
-"""Host memory is reused for copies of any tensors, which are no larger in a file than they are."""
+"""Memory: host copies, offloaded activations, and segments that expand."""
 
 import gc
 import io
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from backends.common.process.rendezvous import allocator_problems, use_expandable_segments
 from backends.common.trainer.host_memory import HostCopies, HostMemory, HostPool, Parking
+from backends.megatron import activations
+from backends.megatron.activations import ActivationOffload, OffloadedTensor
+from rollout.sglang.arguments import memory_saver_problem
+from slime_like.config import RunConfig
 from tests.support.locked import Locked
 
 
@@ -125,3 +132,100 @@ def test_pages_are_not_shared(locked: Locked) -> None:
     small = [HostMemory(100) for _ in range(3)]
     (address, _), *_ = locked.ranges.items()
     assert len(locked.ranges) == len(small) and locked.cudaHostRegister(address, 100, 1) == 712
+
+
+SIZE = 64
+
+
+class Logged(ActivationOffload):
+    """Offload that logs fetched and taken tensors by their number in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__([], HostPool())
+        self.log: list[str] = []
+
+    def _fetch(self, saved: OffloadedTensor) -> Tensor:
+        self.log.append(f"fetch {_number(saved)}")
+        return super()._fetch(saved)
+
+    def _to_device(self, saved: Tensor | OffloadedTensor) -> Tensor:
+        tensor = super()._to_device(saved)
+        assert isinstance(saved, OffloadedTensor) and saved.fetched is None
+        self.log.append(f"take {_number(saved)}")
+        return tensor
+
+
+def _chain(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = torch.sigmoid(x)  # saves its result
+    return x
+
+
+def _number(saved: OffloadedTensor) -> int:
+    return 0 if saved.before is None else 1 + _number(saved.before)
+
+
+def test_the_tensors_needed_next_are_fetched_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "AHEAD_BYTES", 2 * SIZE * 4)
+    offload = Logged()
+    for _ in range(2):  # the second forward pass must not fetch tensors of the first one
+        x = torch.linspace(-2, 1, SIZE, requires_grad=True)
+        with offload.saving():
+            y = _chain(x)
+        y.sum().backward()
+        ahead = ["fetch 4", "fetch 3", "fetch 2", "take 4", "fetch 1", "take 3", "fetch 0"]
+        assert offload.log == [*ahead, "take 2", "take 1", "take 0"]
+        offload.log.clear()
+        plain = x.detach().requires_grad_()
+        _chain(plain).sum().backward()
+        assert torch.equal(x.grad, plain.grad)
+
+
+ALONE = {"cluster": {"placement": "colocated"}}  # one engine on the only rank's device: auto is colocated
+BESIDE: dict[str, Any] = {}
+OURS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def _config(**sections: Any) -> RunConfig:
+    return RunConfig(run_dir=Path("run"), model={"path": "model"}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "environment", "expandable", "rejected"),
+    [
+        (BESIDE, {}, True, False),
+        (ALONE, {}, False, False),
+        (ALONE | {"sync": {"transport": "shared_memory"}}, {}, True, False),
+        (ALONE | {"sync": {"transport": "colocated"}}, {}, False, False),
+        (ALONE | {"algorithm": {"loss": "sft"}}, {}, True, False),
+        (ALONE, OURS, False, True),
+        (ALONE | {"sync": {"transport": "shared_memory"}}, OURS, False, False),
+        (BESIDE, OURS, False, False),  # the user's setting stays
+        (BESIDE, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False, False),
+    ],
+)
+def test_segments_expand_unless_engines_map_them(
+    sections: dict[str, Any],
+    environment: dict[str, str],
+    expandable: bool,
+    rejected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    config = _config(**sections)
+    mapped, transport = config.engines_map_memory, config.sync.transport
+    use_expandable_segments(mapped, environment)
+    assert settings == ["expandable_segments:True"] * expandable
+    problems = list(allocator_problems(transport, mapped, environment))
+    assert [OURS.items() <= environment.items() for _ in problems] == [True] * rejected
+
+
+@pytest.mark.parametrize(("sections", "rejected"), [(ALONE, True), (BESIDE, False)])
+def test_sglangs_memory_saver_rejects_expandable_segments(sections: dict[str, Any], rejected: bool) -> None:
+    config = _config(**sections)
+    problem = memory_saver_problem(config.rollout, config.cluster, OURS)
+    assert (problem is not None) is rejected
+    assert not rejected or "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in str(problem)
+    assert memory_saver_problem(config.rollout, config.cluster, {}) is None

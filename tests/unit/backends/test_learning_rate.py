@@ -1,13 +1,20 @@
-"""The FSDP trainer's learning rates and weight decays equal those of Megatron's scheduler."""
+"""Optimizers: rates and weight decays like Megatron's, counters, and ranges of state."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from backends.fsdp.optimizer import learning_rate, weight_decay
+from backends.megatron import checkpoint
+from backends.megatron.optimizer import _fuse, boxes
 from slime_like.config import RunConfig
 
 
@@ -49,3 +56,31 @@ def test_weight_decay_equals_megatrons(final: float | None) -> None:
         ), update
         assert norm["weight_decay"] == 0.0
     assert weight_decay(config.trainer.optimizer, config.total_updates, 5) == pytest.approx(final or 0.05)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta represents a GPU
+def test_the_counter_of_a_loaded_optimizer_is_where_the_fused_update_reads_it(device: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3, device=device)), torch.nn.Parameter(torch.ones(2, device=device))]
+    adamw = torch.optim.AdamW(parameters)
+    _fuse(adamw)
+    optimizer: Any = SimpleNamespace(parts=[SimpleNamespace(optimizer=adamw)])
+    for fill in (checkpoint._fill_adam_state, lambda each: checkpoint._set_adam_step(each, 7)):
+        fill(optimizer)
+        steps = [adamw.state[parameter]["step"] for parameter in parameters]
+        assert [(step.device.type, step.dtype) for step in steps] == [(device, torch.float32)] * 2
+        assert steps[0] is not steps[1]  # each is incremented
+    if device == "cpu":
+        assert checkpoint._adam_step(optimizer) == 7
+
+
+@given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+def test_boxes_have_the_elements_of_the_range_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, elements.size))
+    stop = data.draw(st.integers(start, elements.size))
+    covered = [
+        elements[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        for offsets, sizes in boxes(start, stop, shape)
+    ]
+    assert [element for box in covered for element in box.ravel()] == list(range(start, stop))
+    assert len(covered) <= 2 * len(shape) - 1

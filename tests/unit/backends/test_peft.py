@@ -1,5 +1,4 @@
-"""PEFT computes with an exported adapter what merged weights compute, for every family and kind of matrix; what PEFT
-saves is read back."""
+"""Low-rank factors: PEFT computes with them what merged weights compute, and what PEFT saves is read back."""
 
 import warnings
 from pathlib import Path
@@ -14,14 +13,18 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from backends.common.hugging_face.directory import write_adapter_settings
 from backends.common.hugging_face.files import Adapter
+from backends.common.trainer.lora import Initial, Trial, initial_a
+from backends.fsdp.model import meta_model
+from backends.fsdp.weights import checkpoint_shapes, piece_shapes
 from slime_like.config import LoraConfig, ModelConfig
-from slime_like.errors import CheckpointError
+from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.families import FAMILIES
 from slime_like.models.tower import has_tower
-from slime_like.models.weight_files import model_shapes
+from slime_like.models.weight_files import header_shapes, model_shapes
 from slime_like.weights.adapter import ADAPTER_FILE, factor_names, factor_shapes, module_ends, with_tower
 from slime_like.weights.expected_tensors import expected_factors
+from tests.parallel.tiny import save_checkpoint
 from tests.parallel.towers import KINDS, save_tower
 from tests.support.rejections import Rejects
 
@@ -131,3 +134,77 @@ def test_what_peft_saves_is_read_back(tmp_path: Path, rejects: Rejects) -> None:
     model.save_pretrained(str(tmp_path / "trained"))
     with rejects(CheckpointError, "factors-shared"):
         exported.read(tmp_path / "trained")
+
+
+A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{letter}.weight" for letter in "AB")
+SHAPES = {A: (2, 3), B: (4, 2)}
+
+
+@pytest.mark.parametrize("infix", ["", ".default"])
+def test_names_with_and_without_the_adapters_name(infix: str, tmp_path: Path) -> None:
+    values = {name: torch.rand(shape) for name, shape in SHAPES.items()}
+    named = {name.replace(".weight", f"{infix}.weight"): each for name, each in values.items()}
+    save_file(named, tmp_path / "adapter_model.safetensors")
+    with Adapter(tmp_path, SHAPES) as adapter:
+        assert torch.equal(adapter.read(A, 1, 1, 2), values[A][:, 1:])
+        assert torch.equal(adapter.read(B, 0, 1, 2), values[B][1:3])
+
+
+WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "missing": ({B: torch.empty(0)}, "tensors-do-not-fit"),
+    "shape": ({A: torch.rand(3, 3)}, "tensors-do-not-fit"),
+    "unexpected": ({"base_model.model.lm_head.lora_A.weight": torch.rand(2, 3)}, "tensors-do-not-fit"),
+    "quantized": ({A: torch.ones(2, 3, dtype=torch.int8)}, "tensors-do-not-fit"),
+    "not finite": ({A: torch.full((2, 3), torch.nan)}, "weights-not-finite"),
+}
+
+
+@pytest.mark.parametrize(("change", "code"), WRONG.values(), ids=WRONG)
+def test_other_tensors_are_rejected(
+    change: dict[str, torch.Tensor], code: str, tmp_path: Path, rejects: Rejects
+) -> None:
+    values = {A: torch.rand(2, 3), B: torch.rand(4, 2), **change}
+    save_file({name: each for name, each in values.items() if each.numel()}, tmp_path / "adapter_model.safetensors")
+    with rejects(CheckpointError, code), Adapter(tmp_path, SHAPES) as adapter:
+        assert code == "weights-not-finite"
+        adapter.read(A, 0, 0, 2)
+
+
+LM_A, LM_B = "base_model.model.lm.q_proj.lora_A.weight", "base_model.model.lm.q_proj.lora_B.weight"
+LM_SHAPES = {LM_A: (4, 64), LM_B: (32, 4)}
+
+
+def test_a_trial_starts_like_training_but_with_a_product() -> None:
+    start, trial = Initial(LM_SHAPES), Trial(LM_SHAPES)
+    assert torch.equal(start.read(LM_A, 0, 0, 4), initial_a(LM_A, (4, 64)))
+    assert torch.equal(trial.read(LM_A, 1, 16, 8), start.read(LM_A, 0, 0, 4)[:, 16:24])
+    assert not start.read(LM_B, 0, 0, 32).any()
+    whole = trial.read(LM_B, 0, 0, 32)
+    assert whole.all() and 0.04 < float(whole.abs().max()) <= 0.05
+    assert torch.equal(trial.read(LM_B, 0, 8, 4), whole[8:12])
+
+
+def _model(path: Path, **lora: object) -> ModelConfig:
+    return ModelConfig(path=path, dtype="bfloat16", lora=LoraConfig(**{"rank": 2, **lora}))  # type: ignore[arg-type]
+
+
+def test_factors_are_float32_and_the_frozen_base_is_not(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    settings = _model(tmp_path, targets="up_proj,o_proj")
+    model = meta_model(settings, torch.float32)
+    trained = model.stored_by_name()
+    assert piece_shapes(model, trained) == factor_shapes(settings.lora, header_shapes(tmp_path))
+    assert checkpoint_shapes(model) == header_shapes(tmp_path)
+    assert {each.dtype for each in trained.values()} == {torch.float32}
+    others = [each for name, each in model.parameters_by_name().items() if name not in trained]
+    assert {(each.dtype, each.requires_grad) for each in others} == {(torch.bfloat16, False)}
+
+
+def test_targets_that_are_not_linear_layers_are_rejected(tmp_path: Path, rejects: Rejects) -> None:
+    path = save_checkpoint("gpt2", tmp_path)
+    with rejects(ConfigError, "config") as caught:
+        meta_model(_model(path), torch.float32)
+    assert "transformer.h.0.attn.c_attn.weight is a matrix of a Conv1D" in str(caught.value)
+    with rejects(ConfigError, "config") as caught:
+        meta_model(_model(path, targets="q_proj"), torch.float32)
+    assert "targets=['q_proj']: no matrix of the model" in str(caught.value)

@@ -1,8 +1,9 @@
-"""Forged checkpoints with matching checksums are rejected, while torch's reader would execute them."""
+"""Checkpoints of trainers: forged, damaged and foreign files, and disks that refuse."""
 
 import io
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,16 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from backends.common.checkpoint.integrity import Checksums, VerifyingReader
+from backends.common.checkpoint.integrity import ByteRange, Checksums, VerifyingReader
 from backends.common.checkpoint.reading import read_index
+from backends.common.checkpoint.writing import refused_by_disk, write_data_file
 from backends.fsdp.checkpoint import PLAIN_FILES, FsdpConverter, StoredCheckpoint
+from backends.fsdp.checkpoint import PLAIN_FILES as FSDP_FILES
+from backends.megatron.checkpoint_writer import PLAIN_FILES as MEGATRON_FILES
 from slime_like.config import RunConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, TensorInfo
@@ -175,3 +180,83 @@ def test_weights_must_be_floating_point_numbers(tmp_path: Path, rejects: Rejects
     options = ConversionOptions("auto", 10**6, 1, allow_nan=False)
     with rejects(CheckpointError, "checkpoint-damaged"):
         Forged(config.model, config.trainer).to_hugging_face(tmp_path, tmp_path / "out", options, lambda *_: None)
+
+
+@pytest.mark.parametrize(("written", "read"), [(MEGATRON_FILES, FSDP_FILES), (FSDP_FILES, MEGATRON_FILES)])
+def test_a_checkpoint_of_another_backend_is_not_called_damaged(
+    written: tuple[str, ...], read: tuple[str, ...], tmp_path: Path, rejects: Rejects
+) -> None:
+    for name in written:
+        (tmp_path / name).write_text(name)
+    Checksums.of_directory(tmp_path, {}, written).write()
+    checksums = Checksums.read(tmp_path)
+    checksums.verify_plain_files(written)
+    with rejects(CheckpointError, "checkpoint-of-another-backend"):
+        checksums.verify_plain_files(read)
+    (tmp_path / written[-1]).unlink()
+    with rejects(CheckpointError, "checkpoint-not-whole"):
+        checksums.verify_plain_files(written)
+
+
+def _verify(trainer: Path) -> None:
+    checksums = Checksums.read(trainer)
+    checksums.verify_plain_files(["plain"])
+    checksums.verify_lengths()
+
+
+LENGTHS = [
+    *(("data", length) for length in (0, 30, 89, 91, None)),
+    *(("plain", length) for length in (0, 4, 6)),
+    *(("checksums.json", length) for length in (0, 9, None)),
+]
+
+
+@pytest.mark.parametrize("beside", ["state.json", "conversion.json"])
+@pytest.mark.parametrize(("name", "length"), LENGTHS)
+def test_a_file_of_another_length_is_rejected(
+    name: str, length: int | None, beside: str, tmp_path: Path, rejects: Rejects
+) -> None:
+    trainer = tmp_path / "checkpoint" / "trainer"
+    trainer.mkdir(parents=True)
+    (trainer.parent / beside).write_text("{}")
+    (trainer / "data").write_bytes(bytes(90))
+    (trainer / "plain").write_bytes(b"plain")
+    pieces = [ByteRange(piece, offset, 30, 0) for piece, offset in (("a", 0), ("b from [0, 0] on", 30), ("c", 60))]
+    Checksums.of_directory(trainer, {"data": pieces}, ["plain"]).write()
+    _verify(trainer)
+    if length is None:
+        (trainer / name).unlink()
+    else:
+        (trainer / name).write_bytes((trainer / name).read_bytes()[:length].ljust(length, b"x"))
+    with rejects(CheckpointError, f"checkpoint-{'not-whole' if (name, length) == LENGTHS[-1] else 'damaged'}"):
+        _verify(trainer)
+
+
+FULL = Path("/dev/full")
+"""Device on which every write fails like on a full disk (Linux)."""
+
+TENSOR = (WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR), torch.zeros(100_000))
+OBJECT = (WriteItem(MetadataIndex("state"), WriteItemType.BYTE_IO), io.BytesIO(bytes(100_000)))
+
+
+@pytest.mark.parametrize("entries", [[TENSOR], [OBJECT]], ids=["tensor", "object"])
+def test_a_full_disk_is_reported_with_the_systems_message(entries: list[tuple[Any, Any]], rejects: Rejects) -> None:
+    usage = os.statvfs(FULL)
+    with rejects(CheckpointError, "write-refused") as caught, refused_by_disk(FULL):
+        write_data_file(FULL, "__0_0.distcp", entries)
+    ((free, size),) = re.findall(r"No space left on device; (\d+) of (\d+) bytes are free", str(caught.value))
+    assert int(size) == usage.f_blocks * usage.f_frsize
+    assert 0 <= int(free) <= int(size)
+
+
+def test_a_ranks_error_is_reported_without_its_traceback(tmp_path: Path, rejects: Rejects) -> None:
+    path = tmp_path / "gone" / "__1_0.distcp"
+    with rejects(CheckpointError, "write-refused") as caught, refused_by_disk(path):
+        raise CheckpointException("write", {1: _wrap_exception(OSError(5, "Input/output error"))})
+    assert str(caught.value).startswith(f"{path}: could not be written (Input/output error; ")
+
+
+def test_other_errors_are_not_reported_as_disk_errors(tmp_path: Path) -> None:
+    unwritable = (TENSOR[0], torch.empty(3, device="meta"))
+    with pytest.raises(NotImplementedError), refused_by_disk(tmp_path):
+        write_data_file(tmp_path / "file", "file", [unwritable])

@@ -1,18 +1,23 @@
-"""Sizes that fill the cluster, idle GPUs, and both in the recipes."""
+"""Values that follow from others: sizes that fill the cluster, timeouts, and parts with their options."""
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from slime_like.algorithms import build_loss
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.checks.lengths import idle_gpu_problems
 from slime_like.config import RunConfig
+from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.orchestration.rollout import engine_group
 from tests.support.rejections import Rejects
 
 ROOT = Path(__file__).parents[3]
@@ -109,3 +114,91 @@ def test_no_recipe_has_a_bound_without_effect(path: Path) -> None:
     assert several or algorithm.loss.name in ("policy_gradient", "sft")
     if not several:
         assert not {"clip_low", "clip_high", "dual_clip"} & algorithm.loss.options.keys()
+
+
+def _config(**sections: Any) -> RunConfig:
+    return RunConfig(run_dir=Path("run"), model={"path": "model"}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "evaluation", "expected"),
+    [
+        ({"max_new_tokens": 3000}, {}, 600),
+        ({"max_new_tokens": 16_384}, {}, 3276.8),
+        ({"max_new_tokens": 1024}, {"max_new_tokens": 8192}, 1638.4),  # held-out responses may be longer
+        ({"max_new_tokens": 16_384, "request_timeout_s": 30}, {}, 30),
+    ],
+)
+def test_a_request_may_take_as_long_as_its_longest_response(
+    rollout: dict[str, Any], evaluation: dict[str, Any], expected: float
+) -> None:
+    assert _config(rollout=rollout, evaluation=evaluation).request_timeout_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("device", "given", "expected"), [("GPU", None, 1200), ("CPU", None, 300), ("GPU", 40, 40)])
+def test_engines_on_gpus_have_more_time_to_start(
+    device: str, given: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor receives the same timeout as the driver."""
+    started: list[RunConfig] = []
+    actor = SimpleNamespace(remote=lambda config, *_: started.append(config))
+    remote = SimpleNamespace(options=lambda **_: actor)
+    monkeypatch.setattr(engine_group, "ray", SimpleNamespace(remote=lambda _: remote))
+    placement: Any = SimpleNamespace(
+        device=device, engine_nodes=1, engine_options=lambda *_: {}, shared_ranks=lambda *_: range(0)
+    )
+    engine_group.EngineGroup(_config(rollout={"start_timeout_s": given}), placement).launch()
+    assert [config.engine_start_timeout_s for config in started] == [expected]
+
+
+HEAD = "run_dir: r\nmodel: {path: m}\n"
+# YAML below ``algorithm``, flags, and the name and the options of the loss.
+LOSSES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("{}", "", "ppo_clip", {}),
+    ("{loss: gspo}", "", "gspo", {}),
+    ("{loss: {name: gspo, clip_low: 1.0e-3}}", "", "gspo", {"clip_low": 1e-3}),
+    ("{loss: {dual_clip: 3}}", "", "ppo_clip", {"dual_clip": 3}),
+    ("{loss: {name: ppo_clip, dual_clip: none}}", "", "ppo_clip", {"dual_clip": None}),
+    ("{loss: gspo}", "--algorithm.loss.clip_low 2e-3", "gspo", {"clip_low": 2e-3}),
+    ("{}", "--algorithm.loss.clip_low 0.1", "ppo_clip", {"clip_low": 0.1}),
+    ("{loss: {clip_low: 0.1}}", "--algorithm.loss.clip_high 0.3", "ppo_clip", {"clip_low": 0.1, "clip_high": 0.3}),
+    ("{loss: {clip_low: 0.1}}", "--algorithm.loss.clip_low 0.3", "ppo_clip", {"clip_low": 0.3}),
+    ("{loss: {name: gspo, clip_low: 0.1}}", "--algorithm.loss cispo", "cispo", {}),
+    ("{loss: {clip_low: 0.1}}", "algorithm.loss=cispo algorithm.loss.clip_high=4", "cispo", {"clip_high": 4}),
+    ("{loss: {clip_low: 0.1}}", "algorithm.loss.clip_high=4 algorithm.loss=cispo", "cispo", {}),
+    ("{loss: vanilla}", "", "ppo_clip", {}),
+    ("{loss: {name: reinforce}}", "", "policy_gradient", {}),
+    (
+        "{loss: {name: 'my.losses:Own', rate: 2, nested: {a: [1]}}}",
+        "",
+        "my.losses:Own",
+        {"rate": 2, "nested": {"a": [1]}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "flags", "name", "options"), LOSSES, ids=[f"{c[0]} {c[1]}" for c in LOSSES])
+def test_options_are_merged_and_a_name_removes_earlier_ones(
+    tmp_path: Path, text: str, flags: str, name: str, options: dict[str, Any]
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"{HEAD}algorithm: {text}\n")
+    config = load_config(tmp_path / "run.yaml", flags.split())
+    assert (config.algorithm.loss.name, config.algorithm.loss.options) == (name, options)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_each_part_has_its_own_options(tmp_path: Path) -> None:
+    flags = "--run_dir r --model.path m --algorithm.advantage reinforce_plus_plus --algorithm.advantage.eps 0.5"
+    algorithm = load_config(None, [*flags.split(), "--algorithm.reduction", "{name: constant, length: 8}"]).algorithm
+    assert (algorithm.advantage.name, algorithm.advantage.options) == ("reinforce_pp", {"eps": 0.5})
+    assert (algorithm.reduction.name, algorithm.reduction.options) == ("constant", {"length": 8})
+    assert (algorithm.loss.options, algorithm.least_spread) == ({}, 0.5)
+
+
+def test_gspo_has_the_papers_bounds() -> None:
+    """arXiv:2507.18071, section 5.1."""
+    assert (
+        repr(build_loss(AlgorithmConfig(loss="gspo"))._policy)
+        == "GSPO(clip_low=0.0003, clip_high=0.0004, dual_clip=None)"
+    )

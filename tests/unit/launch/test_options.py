@@ -1,16 +1,22 @@
-"""Options of a launch, addresses of nodes, and the output of a dry run."""
+"""A launch: options, addresses, the output of a dry run, notes of nodes that end, and Ray's token."""
 
 import math
+import os
 import shlex
+import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from slime_like.commands.root import run
-from slime_like.config.launch import LaunchOptions
-from slime_like.errors import ConfigError
+from slime_like.config.launch import LaunchOptions, launch_directory
+from slime_like.errors import ConfigError, LaunchError
+from slime_like.launch.commands import ExitNotes, NodeEndedError, RunVerdict
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
+from slime_like.orchestration.cluster.token import await_token, create_token
 from tests.support.rejections import Rejects
 from tests.unit.orchestration.cluster.test_bundles import config
 
@@ -132,3 +138,75 @@ def test_a_launch_sets_the_size_of_its_cluster(
 def test_contradictions_are_rejected(arguments: list[str], code: str, rejects: Rejects) -> None:
     with rejects(ConfigError, code):
         run(["launch", *arguments])
+
+
+def notes(tmp_path: Path, rank: int, silence_s: float = 30, nodes_timeout_s: float = 600) -> ExitNotes:
+    options = LaunchOptions(None, (), 2, rank, head="127.0.0.2", silence_s=silence_s, nodes_timeout_s=nodes_timeout_s)
+    return ExitNotes(tmp_path / "run", options)
+
+
+def sentence_of(waiting: ExitNotes, rank: int = 0) -> str:
+    with pytest.raises(NodeEndedError) as ended:
+        waiting.require_none_ended([rank])
+    return ended.value.verdict.sentence
+
+
+def test_a_note_of_an_earlier_start_waits_for_the_node_to_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes(tmp_path, 0).leave(RunVerdict(2, "no model"))
+    notes(tmp_path, 1).require_none_ended()
+    impatient, note = notes(tmp_path, 1, silence_s=1e-9), tmp_path / ".run.cluster" / "ended-0.json"
+    left_at = note.stat().st_mtime
+    monkeypatch.setattr(time, "time", lambda: left_at + 5)
+    assert sentence_of(impatient) == "node 0 ended 5 s ago and was not restarted: no model"
+    os.utime(note, (left_at - 3600, left_at - 3600))
+    notes(tmp_path, 1, silence_s=1e-9).require_none_ended()  # too old to count
+    again = notes(tmp_path, 0)
+    impatient.require_none_ended()  # the node has returned
+    again.leave(RunVerdict(1, "busy port"))
+    assert sentence_of(impatient) == "busy port"
+
+
+def test_a_note_that_cannot_be_read_still_counts(tmp_path: Path) -> None:
+    waiting, path = notes(tmp_path, 0), tmp_path / ".run.cluster" / "ended-1.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    assert sentence_of(waiting, rank=1).startswith(f"node 1 has ended, and {path} does not say why")
+
+
+def test_a_note_that_cannot_be_written_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".run.cluster").touch()
+    notes(tmp_path, 0).leave(RunVerdict(1, "gone"))
+    assert "ended-0.json cannot be written (File exists)" in capsys.readouterr().err
+
+
+def test_a_key_is_created_once_and_found_by_waiting_nodes(tmp_path: Path) -> None:
+    path = launch_directory(tmp_path / "runs" / "first") / "key"
+    assert path == tmp_path / "runs" / ".first.cluster" / "key"  # not in the run directory, which may be moved aside
+    found: list[str] = []
+    waiting = threading.Thread(target=lambda: found.append(await_token(path, 20)))
+    waiting.start()
+    key = create_token(path)
+    waiting.join()
+    assert found == [key] == [create_token(path)] and len(key) >= 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [entry.name for entry in path.parent.iterdir()] == ["key"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "code"),
+    [(0o640, "x" * 32, "key-unsafe"), (0o604, "x" * 32, "key-unsafe"), (0o600, "x" * 15, "key-short")],
+)
+def test_an_unsafe_key_is_rejected(tmp_path: Path, mode: int, text: str, code: str, rejects: Rejects) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    for read in (create_token, lambda path: await_token(path, 1)):
+        with rejects(LaunchError, code):
+            read(path)
+
+
+def test_a_key_that_nobody_creates_is_given_up(tmp_path: Path, rejects: Rejects) -> None:
+    with rejects(LaunchError, "key-missing"):
+        await_token(tmp_path / "key", 0.0)

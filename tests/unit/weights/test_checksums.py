@@ -1,5 +1,6 @@
-"""The hash of weights, compared with the formula in its module's docstring, computed with Python's integers."""
+"""The hash of weights against Python's integers, and tensors packed into a flat buffer."""
 
+import json
 import struct
 from functools import cache
 from typing import Any
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime_like.errors import WeightSyncError
-from slime_like.interfaces import TensorEntry
+from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights import checksums
 from slime_like.weights.checksums import copy_hashed, tensor_checksum, tensor_checksums
 from slime_like.weights.received import Arrivals
+from slime_like.weights.transport import ALIGNMENT, bucket_nbytes, read_bucket, write_bucket
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
 
@@ -182,3 +184,28 @@ def test_arrivals_are_verified(way: str, rejects: Rejects) -> None:
 def _entry(name: str, tensor: Tensor) -> TensorEntry:
     data = tensor.numpy().tobytes()
     return TensorEntry(name, "int8", tuple(tensor.shape), 0, len(data), reference(data))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float64]
+
+
+@examples(40)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)), min_size=1, max_size=6))
+def test_round_trip(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+    """Tensors of any strides are stored in row-major order and read back as views."""
+    strided = [(torch.randn(shape) * 9).to(dtype).permute([*range(len(shape))][::-1]) for dtype, shape in kinds]
+    tensors = [(f"t{i}", tensor) for i, tensor in enumerate(strided)]
+    buffer = torch.full((bucket_nbytes(WeightBucket(tensors)),), 255, dtype=torch.uint8)
+    entries, _ = write_bucket(WeightBucket(tensors), buffer)
+    for (name, tensor), (seen_name, seen), entry in zip(tensors, read_bucket(entries, buffer), entries, strict=True):
+        assert (seen_name, seen.dtype, seen.shape) == (name, tensor.dtype, tensor.shape)
+        assert torch.equal(seen, tensor)
+        assert seen.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        assert entry.offset % ALIGNMENT == 0
+        assert entry.checksum == tensor_checksum(tensor) == tensor_checksum(seen)
+
+
+def test_metadata_over_the_wire() -> None:
+    entry = TensorEntry("t", "float32", (2, 3), 0, 24, 2**64 - 1)
+    metadata = BucketMetadata("shared_memory", {"segment": "x.1", "nbytes": 64}, (entry,))
+    assert BucketMetadata.from_wire(json.loads(json.dumps(metadata.to_wire()))) == metadata
