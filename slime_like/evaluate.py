@@ -24,8 +24,8 @@ from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
+from slime_like.orchestration.run.directory import run_directory
 from slime_like.orchestration.run.engines import launch_engines
-from slime_like.orchestration.trainer.alone import run_directory
 from slime_like.system.disk import whole_file
 
 

@@ -14,16 +14,16 @@ from typing import TextIO
 import numpy as np
 from torch import Tensor
 
-from slime_like.config import RunConfig, TrainerConfig
+from slime_like.config import RunConfig
 from slime_like.data.token_rows import TokenRow, TokenRows
 from slime_like.errors import DataError
 from slime_like.interfaces import Scores
 from slime_like.observability.names import SCORING_SPEED
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.trainer.alone import run_directory, trainers_alone
-from slime_like.orchestration.trainer.group import TrainerGroup
-from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
+from slime_like.orchestration.run.directory import run_directory
+from slime_like.orchestration.trainer.batcher import window_tokens
+from slime_like.orchestration.trainer.model_ranks import ModelRanks, policy_ranks
 from slime_like.system.disk import whole_file
 from slime_like.system.words import counted
 
@@ -61,21 +61,19 @@ def score(config: RunConfig, source: Path, output: Path, weights: Path | None, t
         progress.note(f"starting Ray and {counted(ranks, 'trainer rank')}; their logs: {run_dir / 'worker_logs'}")
         with progress.waiting("starting Ray"):
             stack.enter_context(Cluster(config.cluster, run_dir / "worker_logs", ranks, note=progress.note))
-            trainers = stack.enter_context(trainers_alone(config))
+            policy = stack.enter_context(policy_ranks(config))
         with progress.waiting("trainer ranks", ranks) as waiting:
-            trainers.setup(waiting.left, only_scores=True, checkpoint=weights)
+            policy.setup(waiting.left, only_scores=True, checkpoint=weights)
         out = stack.enter_context(whole_file(output))
-        return _run(config.trainer, trainers, rows, num_rows, out, progress)
+        return _run(policy, rows, num_rows, out, progress)
 
 
-def _run(
-    trainer: TrainerConfig, trainers: TrainerGroup, rows: TokenRows, num_rows: int, out: TextIO, progress: Progress
-) -> ScoreSummary:
+def _run(policy: ModelRanks, rows: TokenRows, num_rows: int, out: TextIO, progress: Progress) -> ScoreSummary:
     started = time.monotonic()
     done = tokens = responses = 0
     total_logprob = 0.0
-    for window in windows(rows, window_tokens(trainer)):
-        scores = score_sequences(trainers.ranks, [sequence for _, sequence in window], trainer)
+    for window in windows(rows, window_tokens(policy.config.trainer)):
+        scores = policy.score([sequence for _, sequence in window])
         for (name, sequence), scored in zip(window, scores, strict=True):
             out.write(output_line(name, scored))
             total_logprob += float(scored["old_logprobs"].double().sum())

@@ -19,8 +19,9 @@ from slime_like.orchestration.run.milestones import Milestones, TrainSummary
 from slime_like.orchestration.run.opening import open_run
 from slime_like.orchestration.run.recorder import StepRecorder
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.step import TrainedStep, adjust, score, update
+from slime_like.orchestration.run.step import TrainedStep, apply_penalties, optimizer_steps, score, train_critic
 from slime_like.orchestration.trainer.batcher import WindowStream
+from slime_like.orchestration.trainer.model_ranks import present
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.planning.search import choose_recompute
 
@@ -61,17 +62,18 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     """Sample the whole batch, then run its optimizer steps."""
     with run.rollout.sampling(run.progress):
         trajectories = run.rollout.source.next_batch(step, clock)
-    batch = run.batcher.batch(trajectories, bool(run.config.distillation.teachers))
+    batch, updates = run.policy.load_batch(trajectories), []
     with clock.phase("sync"):
         run.devices.training()
-    ranks = run.trainers.ranks
-    ranks.defer(ranks.scatter("receiving a batch", TrainerRank.load_batch, batch.replicas))
     with run.progress.waiting("training"):
         scoring = score(run, trajectories, clock)
-        penalties = adjust(run, trajectories, step, clock)
+        critic, penalties = train_critic(run, trajectories, step, clock)
+        penalties |= apply_penalties(run, trajectories, step, clock)
         with clock.phase("train"):
-            updates = update(run, batch, trajectories, step)
-            learned = [] if run.critic is None else run.critic.statistics()
+            for index, denominator in optimizer_steps(run, batch, trajectories, step):
+                stats = run.policy.call("training", TrainerRank.train_minibatch, index, denominator)
+                updates += present(stats)[:1]
+            learned = [present(answers.result())[0] for answers in critic]
     return TrainedStep(trajectories, updates, scoring, batch.tokens, penalties=penalties, critic=learned)
 
 
@@ -81,15 +83,16 @@ def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     Each window has a cost. Trainers therefore get one only when they would idle, with everything that is full by then.
     The rest is the last window. If all groups are ready together, the last window is the whole batch.
     """
-    windows, ranks, source = WindowStream(run.batcher), run.trainers.ranks, run.rollout.source
-    ranks.defer(ranks.start(_WINDOW, TrainerRank.begin_stream))
+    policy, source = run.policy, run.rollout.source
+    windows = WindowStream(policy.batcher)
+    policy.defer(policy.start(_WINDOW, TrainerRank.begin_stream))
     with run.rollout.sampling(run.progress):
         for groups in source.stream(step, clock):
-            holds = source.is_complete(step) or not ranks.is_idle()
+            holds = source.is_complete(step) or not policy.is_idle()
             if window := windows.add(groups, holds):
-                ranks.defer(ranks.scatter(_WINDOW, TrainerRank.train_window, window, False))
+                policy.defer(policy.scatter(_WINDOW, TrainerRank.train_window, window, False))
     with clock.phase("train"), run.progress.waiting("training"):
         window, denominator = windows.finish()
-        ranks.defer(ranks.scatter(_WINDOW, TrainerRank.train_window, window, True))
-        steps = ranks.call("updating", TrainerRank.finish_stream, denominator)
+        policy.defer(policy.scatter(_WINDOW, TrainerRank.train_window, window, True))
+        steps = policy.call("updating", TrainerRank.finish_stream, denominator)
     return TrainedStep.of_stream(windows, steps)

@@ -24,7 +24,7 @@ _NEEDS: Needs = frozenset({"files", "run", "model", "weights", "engine"})
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     from slime_like.examples.look_alike import make_look_alike
     from slime_like.examples.tiny_model import make_tiny_model
-    from slime_like.orchestration.trainer.alone import run_directory
+    from slime_like.orchestration.run.directory import run_directory
 
     with tempfile.TemporaryDirectory(prefix="slime-like-model-") as directory:
         model = Path(directory)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-PHASES = ("wait", "generate", "reward", "score", "train", "sync")
+PHASES = ("wait", "generate", "reward", "score", "critic", "train", "sync")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.rollout.sync_probe import Probe
-from slime_like.orchestration.trainer.calls import RankCalls, given
+from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.words import counted
 from slime_like.weights.delta import is_base_lost
@@ -96,14 +96,14 @@ class WeightSync:
         transport: str,
         dtype: str,
         probe: Probe,
-        ranks: RankCalls,
+        policy: ModelRanks,
         supervisor: EngineSupervisor,
         turns: Turns,
         run_name: str,
     ) -> None:
         self._verifies = config.verify
         self._turns = turns
-        self._ranks = ranks
+        self._policy = policy
         self._supervisor = supervisor
         self._engines = supervisor.engines
         self._run_name = run_name
@@ -117,8 +117,8 @@ class WeightSync:
     def connect(self) -> None:
         """Open the transport on both sides, even if it is already open. Replaced engines join this way, too."""
         phase, arguments = "opening the weight transport", (self._transport, self._run_name, self._delta)
-        rendezvous = self._ranks.call(phase, TrainerRank.open_transport, *arguments)
-        self._engines.connect(self._transport, join_rendezvous(given(rendezvous)))
+        rendezvous = self._policy.call(phase, TrainerRank.open_transport, *arguments)
+        self._engines.connect(self._transport, join_rendezvous(present(rendezvous)))
         self._connected = self._supervisor.generation
 
     def run(self, version: int) -> SyncReport:
@@ -141,10 +141,10 @@ class WeightSync:
         of merged weights, which would cost a whole transfer.
         """
         probe, phase = self._probe, "trying factors"
-        before = given(self._ranks.call(phase, TrainerRank.probe, probe.sequences))[0]
+        before = present(self._policy.call(phase, TrainerRank.probe, probe.sequences))[0]
         for size in _TRIAL_SIZES:
-            self._ranks.call(phase, TrainerRank.perturb_adapter, size)
-            after = given(self._ranks.call(phase, TrainerRank.probe, probe.sequences))[0]
+            self._policy.call(phase, TrainerRank.perturb_adapter, size)
+            after = present(self._policy.call(phase, TrainerRank.probe, probe.sequences))[0]
             if probe.notices(after, before):
                 break
         else:
@@ -152,7 +152,7 @@ class WeightSync:
             raise WeightSyncError(problem, code="trial-unnoticed", remedy="lower sync.probe_tolerance")
         self._run(version)
         self._turns.training(keep_weights=True)
-        self._ranks.call(phase, TrainerRank.perturb_adapter, None)
+        self._policy.call(phase, TrainerRank.perturb_adapter, None)
         probe.trial_due, probe.baseline = False, None
 
     def _run(self, version: int) -> SyncReport:
@@ -204,12 +204,12 @@ class WeightSync:
         if self._connected != self._supervisor.generation:
             self.connect()
         generation, self._connected = self._connected, None  # until the transfer has succeeded
-        manifests = self._ranks.start(_PHASE, TrainerRank.begin_export)
-        first = self._ranks.start(_PHASE, TrainerRank.next_bucket)
+        manifests = self._policy.start(_PHASE, TrainerRank.begin_export)
+        first = self._policy.start(_PHASE, TrainerRank.next_bucket)
         begun = self._engines.begin_update(version, manifests)
         manifests.result()  # otherwise, the engines would report a trainer's failure
         sent, receipts = self._stream(first, begun, version)
-        self._ranks.defer(self._ranks.start(_PHASE, TrainerRank.end_export))
+        self._policy.defer(self._policy.start(_PHASE, TrainerRank.end_export))
         self._connected = generation
         return sent, receipts
 
@@ -225,7 +225,7 @@ class WeightSync:
             if not buckets and self._verifies:
                 # Trainers are done while engines still load the last buckets and activate the version.
                 phase = "scoring the weight-sync probe"
-                sent.expected = self._ranks.start(phase, TrainerRank.probe, self._probe.sequences)
+                sent.expected = self._policy.start(phase, TrainerRank.probe, self._probe.sequences)
             before = asked
             asked = self._engines.update(buckets, before) if buckets else self._engines.finish_update(version, before)
             before.result()
@@ -233,7 +233,7 @@ class WeightSync:
                 return sent, asked.result()
             sent.hash_s += max(bucket.hash_s for bucket in buckets)
             sent.buckets += buckets
-            gathered = self._ranks.start(_PHASE, TrainerRank.next_bucket)
+            gathered = self._policy.start(_PHASE, TrainerRank.next_bucket)
 
     def _verify(
         self, version: int, sent: _Sent, receipts: list[UpdateReceipt], expected: Answers[np.ndarray | None]
@@ -243,7 +243,7 @@ class WeightSync:
         for engine, receipt in enumerate(receipts):
             compare_checksums(checksums, receipt, engine)
         asked = [self._engines.probe(request) for request in self._probe.requests(version)]
-        wanted, answers = given(expected.result())[0], [answers.result() for answers in asked]
+        wanted, answers = present(expected.result())[0], [answers.result() for answers in asked]
         by_engine = [[answer[engine][0] for answer in answers] for engine in range(len(self._engines))]
         return self._probe.judge(version, by_engine, wanted)
 

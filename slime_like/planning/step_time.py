@@ -8,7 +8,7 @@ from slime_like.checks.engine_arguments import copies_weights
 from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
 from slime_like.interfaces.estimate import RankEstimate, Work
-from slime_like.orchestration.trainer.scoring import packs_per_request
+from slime_like.orchestration.trainer.batcher import packs_per_request
 from slime_like.planning.memory import EnginePlan
 from slime_like.planning.planned_run import PlannedRun
 

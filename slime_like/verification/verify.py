@@ -20,11 +20,9 @@ from slime_like.errors import ConfigError, TrainerError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.trainer.alone import exported_tensors, run_directory, trainers_alone
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher
-from slime_like.orchestration.trainer.calls import given
+from slime_like.orchestration.run.directory import run_directory
+from slime_like.orchestration.trainer.model_ranks import policy_ranks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.system.console import Console
 from slime_like.system.words import counted
 from slime_like.trajectory import ScoredTrajectory
@@ -235,23 +233,20 @@ class Baseline:
         The first scores become the batch's frozen logprobs.
         """
         config = layout.applied_to(self._config)
-        with trainers_alone(config) as trainers:
-            trainers.setup()
-            ranks = trainers.ranks
+        with policy_ranks(config) as policy:
+            policy.setup()
             if before is not None:
-                _drain(exported_tensors(ranks), before)
-            scores = score_sequences(ranks, self.batch, config.trainer)
+                _drain(policy.exported(), before)
+            scores = policy.score(self.batch)
             self.batch = with_frozen_logprobs(self.batch, scores, config.seed)
-            batcher = ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, 0)
-            packed = batcher.batch(self.batch)
-            ranks.defer(ranks.scatter("receiving a batch", TrainerRank.load_batch, packed.replicas))
-            _drain(exported_tensors(ranks, TrainerRank.begin_gradient_export, 0, packed.denominators[0]), gradients)
+            packed = policy.load_batch(self.batch)
+            _drain(policy.exported(TrainerRank.begin_gradient_export, 0, packed.denominators[0]), gradients)
             stats = [
-                given(ranks.call("training", TrainerRank.train_minibatch, index, denominator))[0]
+                present(policy.call("training", TrainerRank.train_minibatch, index, denominator))[0]
                 for _ in range(config.steps)
                 for index, denominator in enumerate(packed.denominators)
             ]
-            _drain(exported_tensors(ranks), after)
+            _drain(policy.exported(), after)
         logprobs = [score["old_logprobs"] for score in scores]
         return Measurement(logprobs, [float(s.loss) for s in stats], [float(s.grad_norm) for s in stats])
 

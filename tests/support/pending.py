@@ -1,11 +1,14 @@
-"""Answers of a trainer group that are computed when they are asked for."""
+"""Answers of a model's ranks that are computed when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
+
+from slime_like.orchestration.trainer.rank import TrainerRank
 
 T = TypeVar("T")
 
@@ -25,13 +28,14 @@ class Later(Generic[T]):
 
 
 class OneRank:
-    """A trainer group of one rank with the methods of ``part``, by default those of a subclass."""
+    """A model on one rank, with the methods of ``part``, by default those of a subclass."""
 
     part: Any = None
 
-    @property
-    def ranks(self) -> OneRank:
-        return self
+    name = "trainer"
+
+    def on_devices(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def call(self, phase: str, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         return self.start(phase, method, *arguments).result()
@@ -39,6 +43,9 @@ class OneRank:
     def start(self, phase: str, method: Callable[..., Any], *arguments: Any) -> Later[list[Any]]:
         assert phase
         return Later(lambda: [getattr(self.part or self, method.__name__)(*arguments)])
+
+    def frozen_scores(self, rows: Sequence[Any], *fields: str) -> Any:
+        return self.call("reporting scores", TrainerRank.frozen, [row.sequence_id for row in rows], *fields)[0]
 
     def defer(self, answers: Later[Any]) -> None:
         answers.result()

@@ -8,7 +8,7 @@ from typing import Any
 from slime_like.config.roles import REFERENCE
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.disk import link_tree
 
@@ -24,15 +24,15 @@ class Reference:
 
     Args:
         interval: ``reference.update_interval``; ``None`` in a run without a reference, which does nothing.
-        trainers: hold the policy, and without a pool of workers the reference.
+        policy: its ranks, which without a pool of workers hold the reference, too.
 
     Attributes:
         step: step of the last refresh; ``None`` while the run still has its first reference.
     """
 
-    def __init__(self, run_dir: Path, interval: int | None, trainers: TrainerGroup, pools: Sequence[RolePool]) -> None:
+    def __init__(self, run_dir: Path, interval: int | None, policy: ModelRanks, pools: Sequence[RolePool]) -> None:
         self._interval = interval
-        self._trainers = trainers
+        self._policy = policy
         self._pool = next((pool for pool in pools if pool.role == REFERENCE), None)
         self._root = run_dir / REFERENCE
         self.step: int | None = None
@@ -47,7 +47,7 @@ class Reference:
             return
         partial = self._root / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed start
-        self._trainers.ranks.call("saving weights", TrainerRank.save_weights, partial)
+        self._policy.call("saving weights", TrainerRank.save_weights, partial)
         self._adopt(partial, step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Reference:
         written.rename(place)
         kept = {place}
         if self._pool is None:
-            self._trainers.ranks.call("loading the reference weights", TrainerRank.load_weights, place, REFERENCE)
+            self._policy.call("loading the reference weights", TrainerRank.load_weights, place, REFERENCE)
         else:
             self._pool.weights.use(place)
             kept |= self._pool.weights.in_use()

@@ -17,9 +17,8 @@ from slime_like.config.rollout import AGENT, ENVIRONMENT
 from slime_like.errors import ConfigError, RewardError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans, whitened
-from slime_like.orchestration.trainer.calls import RankCalls
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory
 
@@ -176,7 +175,7 @@ class Advantages:
         return advantages
 
     def penalise_kl(
-        self, ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], step: int, coefficient: float
+        self, policy: ModelRanks, trajectories: Sequence[ScoredTrajectory], step: int, coefficient: float
     ) -> float:
         """Subtract each rollout's KL to the reference, summed over its rows, from its reward. Replace its advantage,
         also on the trainers. Return the mean KL of a rollout, in nats.
@@ -184,16 +183,16 @@ class Advantages:
         The batch must be loaded and scored, so reference logprobs exist. Logprobs are frozen at the start of the step,
         so the penalty applies to the policy that sampled.
         """
-        negative = self._kl(ranks, trajectories)
+        negative = self._kl(policy, trajectories)
         rollouts, rewards, totals = self._rewarded(trajectories)
         penalties = torch.stack([torch.stack([negative[row.sequence_id][1] for row in r.rows]).sum() for r in rollouts])
         totals += coefficient * penalties
-        _replace(ranks, trajectories, self.of_rows(rollouts, rewards, totals, step))
+        _replace(policy, trajectories, self.of_rows(rollouts, rewards, totals, step))
         return -float(penalties.mean())
 
     def of_values(
         self,
-        ranks: RankCalls,
+        policy: ModelRanks,
         trajectories: Sequence[ScoredTrajectory],
         values: Mapping[str, Tensor],
         step: int,
@@ -214,14 +213,14 @@ class Advantages:
         extra: Tensor | float = 0.0
         kl = 0.0
         if coefficient > 0:
-            negative = self._kl(ranks, trajectories)
+            negative = self._kl(policy, trajectories)
             extra = torch.cat([coefficient * negative[row.sequence_id][0][row.loss_mask] for row in rows])
             kl = -float(extra.sum()) / coefficient / len(rollouts)
         lam = {} if self._critic.lam is None else {"lam": self._critic.lam}
         given, options = self._given(rollouts, rewards, totals, values), self._algorithm.advantage.options | lam
         learned = self._of_rows(rollouts, given, totals, step, extra, options)
         targets = {name: values[name] + gain for name, gain in learned.items()}
-        _replace(ranks, trajectories, self.of_rows(rollouts, rewards, totals, step, values, extra))
+        _replace(policy, trajectories, self.of_rows(rollouts, rewards, totals, step, values, extra))
         return targets, kl
 
     def _rewarded(self, trajectories: Sequence[ScoredTrajectory]) -> tuple[list[Rollout[Any]], Tensor, Tensor]:
@@ -230,9 +229,9 @@ class Advantages:
         rewards = torch.stack([rollout.last.rewards for rollout in rollouts])
         return rollouts, rewards, self.totals(rewards, [rollout.length for rollout in rollouts])
 
-    def _kl(self, ranks: RankCalls, rows: Sequence[ScoredTrajectory]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _kl(self, policy: ModelRanks, rows: Sequence[ScoredTrajectory]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the negative KL to the reference at each token, and its sum, by sequence id."""
-        frozen = _compared(ranks, rows, "ref_logprobs", REFERENCE)
+        frozen = _compared(policy, rows, "ref_logprobs", REFERENCE)
         estimator, found = self._algorithm.kl_reward.estimator, {}
         for row in rows:
             pair, length = frozen[row.sequence_id], torch.tensor([row.response_len])
@@ -241,14 +240,14 @@ class Advantages:
         return found
 
 
-def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> dict[str | None, float]:
+def distil(policy: ModelRanks, trajectories: Sequence[ScoredTrajectory], coefficient: float) -> dict[str | None, float]:
     """Add ``coefficient * log(pi_teacher / pi_old)`` to the advantage of every token that carries loss, also on the
     trainers: its expected gradient is that of the reverse KL at each position, given the tokens before it.
 
     The batch must be loaded and scored. Return the mean KL estimate of a token of each source, in nats; by ``None``,
     that of all tokens.
     """
-    frozen = _compared(ranks, trajectories, "teacher_logprobs", TEACHER)
+    frozen = _compared(policy, trajectories, "teacher_logprobs", TEACHER)
     gains = defaultdict[str | None, list[Tensor]](list)
     for row in trajectories:
         gain = log_ratio(frozen[row.sequence_id]["teacher_logprobs"], frozen[row.sequence_id]["old_logprobs"])
@@ -256,14 +255,14 @@ def distil(ranks: RankCalls, trajectories: Sequence[ScoredTrajectory], coefficie
         for source in {None, row.source}:
             gains[source].append(gain[row.loss_mask])
     given = {row.sequence_id: row.advantages.numpy() for row in trajectories}
-    ranks.call("receiving advantages", TrainerRank.set_tokens, "advantages", given)
+    policy.call("receiving advantages", TrainerRank.set_tokens, "advantages", given)
     tokens = {source: torch.cat(found).double() for source, found in gains.items()}
     return {source: -float(found.mean()) for source, found in tokens.items() if len(found)}
 
 
-def _compared(ranks: RankCalls, rows: Sequence[ScoredTrajectory], field: str, role: str) -> dict[str, Scores]:
+def _compared(policy: ModelRanks, rows: Sequence[ScoredTrajectory], field: str, role: str) -> dict[str, Scores]:
     """Return the frozen scores ``old_logprobs`` and ``field``, which ``role`` gives. Every row must have both."""
-    frozen = frozen_scores(ranks, rows, "old_logprobs", field)
+    frozen = policy.frozen_scores(rows, "old_logprobs", field)
     if any(field not in scores for scores in frozen.values()):
         raise TrainerError(
             f"the KL needs {field}, and a sequence has none",
@@ -273,12 +272,12 @@ def _compared(ranks: RankCalls, rows: Sequence[ScoredTrajectory], field: str, ro
     return frozen
 
 
-def _replace(ranks: RankCalls, rows: Sequence[ScoredTrajectory], advantages: Mapping[str, Tensor]) -> None:
+def _replace(policy: ModelRanks, rows: Sequence[ScoredTrajectory], advantages: Mapping[str, Tensor]) -> None:
     """Replace the rows' advantages, also on the trainers."""
     for row in rows:
         row.advantages = advantages[row.sequence_id].expand(row.response_len)
     given = {name: values.numpy() for name, values in advantages.items()}
-    ranks.call("receiving advantages", TrainerRank.set_tokens, "advantages", given)
+    policy.call("receiving advantages", TrainerRank.set_tokens, "advantages", given)
 
 
 def _in_time(rollout: Rollout[Any], level: Level) -> Tensor:
@@ -319,13 +318,13 @@ def require_group_scope(name: str) -> None:
         )
 
 
-def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Sequence[ScoredTrajectory]) -> None:
+def normalise_importance(algorithm: AlgorithmConfig, policy: ModelRanks, rows: Sequence[ScoredTrajectory]) -> None:
     """Have trainers divide importance weights by the batch's mean. The batch must be loaded and scored.
 
     Raises:
         TrainerError: a custom correction failed.
     """
-    frozen = frozen_scores(ranks, rows, "old_logprobs")
+    frozen = policy.frozen_scores(rows, "old_logprobs")
     lengths = torch.tensor([row.response_len for row in rows])
     mask = torch.cat([row.loss_mask for row in rows])
     old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])
@@ -336,4 +335,4 @@ def normalise_importance(algorithm: AlgorithmConfig, ranks: RankCalls, rows: Seq
         weights, _ = configured_weights(algorithm.importance, old, behaviour, mask, lengths)
     per_sequence = torch.tensor([row.token_weight for row in rows], dtype=torch.float64)
     mean = mean_weight(weights, mask, per_sequence.repeat_interleave(lengths))
-    ranks.call("dividing weights", TrainerRank.set_tokens, "mean_weights", {row.sequence_id: mean for row in rows})
+    policy.call("dividing weights", TrainerRank.set_tokens, "mean_weights", {row.sequence_id: mean for row in rows})

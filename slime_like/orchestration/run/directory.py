@@ -1,7 +1,9 @@
 """A run's directory at its start: what is resumed, what is moved aside, and which settings have changed."""
 
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -267,3 +269,20 @@ def _move_aside(run_dir: Path) -> Path:
             remedy="set another run_dir, or move the directory yourself",
         ) from error
     return aside
+
+
+@contextmanager
+def run_directory(path: Path, temporary: bool) -> Iterator[Path]:
+    """Create ``path`` if needed. A temporary one is removed after success or a rejection. After a failure, it keeps the
+    logs, and the exception gets a note that names it."""
+    path.mkdir(mode=0o700 if temporary else 0o777, parents=True, exist_ok=not temporary)
+    try:
+        yield path
+    except BaseException as error:
+        if temporary and not isinstance(error, ConfigError):
+            temporary = False
+            error.add_note(f"the logs stay in {path}; remove it when they are read")
+        raise
+    finally:
+        if temporary:
+            shutil.rmtree(path)

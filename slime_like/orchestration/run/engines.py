@@ -1,10 +1,11 @@
 """Engines of an RL run or an evaluation, and everything that starts with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import ModelConfig, RunConfig, SyncConfig
+from slime_like.config.roles import POLICY
 from slime_like.config.rollout import ENGINES
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces.engine import load_engine
@@ -13,12 +14,12 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
-from slime_like.orchestration.reference.workers import RankedWorker, role_pools
+from slime_like.orchestration.reference.workers import role_pools
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.sandbox.rewards.pool import RewardPool
 from slime_like.weights.expected_tensors import expected_tensors
 from slime_like.weights.quantization import is_quantized
@@ -85,36 +86,29 @@ def start_engines(
     config: RunConfig,
     stack: ExitStack,
     placement: Placement,
-    trainers: TrainerGroup,
+    models: Mapping[str, ModelRanks],
     progress: Progress,
-    set_up_critic: Callable[[], None],
+    set_up_trained: Callable[[], None],
 ) -> tuple[EngineSupervisor, RewardPool, list[RolePool], Turns]:
-    """Set up trainers, engines, reward workers and roles' workers.
+    """Set up models, engines and reward workers. All ranks have been launched.
 
     All import at the same time, and each wait has a separate bound. Colocated engines load while the trainers are off
     the devices, and are asleep on return.
     """
-    colocated = config.cluster.placement == "colocated"
+    colocated, policy = config.cluster.placement == "colocated", models[POLICY]
     if warning := version_warning(config.rollout.python, config.rollout.engine):
         progress.note(warning)
-    shared_devices = trainers.devices() if colocated else ()
-    watch = trainers.liveness().check
+    shared_devices = policy.devices() if colocated else ()
+    watch = policy.liveness("waiting for the engines").check
     supervisor, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
-    workers = [
-        RankedWorker(config, placement, index) for index, role in enumerate(placement.workers) if not role.trained
-    ]
-    for worker in workers:
-        stack.callback(worker.close)
-        worker.launch()
-    with progress.waiting("trainer ranks", len(trainers)) as waiting:
-        trainers.setup(waiting.left)
-    set_up_critic()
+    set_up_trained()
     with progress.waiting("starting reward workers"):
         rewards.start()
     if colocated:
-        trainers.offload()
+        policy.offload()
     with progress.waiting("engines", len(supervisor.engines)) as waiting:
         supervisor.start(waiting.left)
+    workers = [model for model in models.values() if not model.role.trained]
     with progress.waiting(
         " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
     ) as waiting:
@@ -122,5 +116,5 @@ def start_engines(
     if not colocated:
         return supervisor, rewards, pools, Turns()
     supervisor.sleep(keep_weights=False)  # the first sync follows
-    trainers.onload()
-    return supervisor, rewards, pools, Turns((trainers, supervisor))
+    policy.onload()
+    return supervisor, rewards, pools, Turns((policy, supervisor))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.checks.run_files import BACKEND, FINGERPRINT
+from slime_like.config.roles import CRITIC, POLICY
 from slime_like.models.weight_files import fingerprint
 from slime_like.observability.metrics import METRICS_FILE, plot_reward_curve, read_metrics, series
 from slime_like.observability.names import ACCURACY
@@ -18,6 +19,7 @@ from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.weights.adapter import ADAPTER, adapter_facts
 
 _WRITING = "writing the checkpoint"
+_EXPORTS = {POLICY: ("hugging face model", EXPORT), CRITIC: ("critic", CRITIC_EXPORT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,14 @@ class Milestones:
         if config.logging.tensorboard:
             files["tensorboard"] = config.run_dir / "tensorboard"
         if config.checkpoint.export_hf:
-            files["hugging face model"] = config.run_dir / EXPORT
             run.devices.training()
             phase = "writing the Hugging Face model"
-            with run.progress.waiting(phase):
-                run.trainers.ranks.call(phase, TrainerRank.export_hf, files["hugging face model"])
-                if run.critic is not None:
-                    files["critic"] = config.run_dir / CRITIC_EXPORT
-                    run.critic.export(files["critic"])
+            for name, (title, directory) in _EXPORTS.items():
+                if (model := run.models.get(name)) is None:
+                    continue
+                files[title] = config.run_dir / directory
+                with run.progress.waiting(phase), model.on_devices():
+                    model.call(phase, TrainerRank.export_hf, files[title])
         if not config.supervised:
             files["reward curve"] = config.run_dir / "reward_curve.png"
             plot_reward_curve(files["metrics"], files["reward curve"])

@@ -12,6 +12,7 @@ from typing import Any
 from slime_like.agents.responses import require_calls
 from slime_like.checks.engine_install import chosen_transport
 from slime_like.config import RunConfig
+from slime_like.config.roles import CRITIC, POLICY
 from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.ledger import Ledger
 from slime_like.data.prompts import PromptSource
@@ -36,7 +37,6 @@ from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.rollout.sync_probe import Probe
-from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
@@ -44,10 +44,10 @@ from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
 from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher, require_token_ratios
+from slime_like.orchestration.trainer.batcher import require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.sandbox.rewards.registry import required_of_rows
@@ -115,10 +115,8 @@ def _open_from(base: _Base) -> Run:
 
 def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
     placed = base.place("starting Ray and trainers", *notes)
-    placed.launch_trainers()
-    with placed.progress.waiting("trainer ranks", len(placed.trainers)) as waiting:
-        placed.trainers.setup(waiting.left)
-    placed.set_up_critic()
+    placed.launch()
+    placed.set_up_trained()
     return placed.run(side, Turns())
 
 
@@ -131,15 +129,15 @@ def _open_rl(base: _Base) -> Run:
         _require_usable(config, on_cuda=local_gpus() > 0, hosts=1)
     notes = data_notes(config.data.max_prompt_tokens, config.rollout.prompts_per_step, prompts, datasets)
     placed = base.place("starting Ray, trainers and engines", *notes)
-    placement, trainers, progress = placed.placement, placed.trainers, placed.progress
+    placement, models, progress = placed.placement, placed.models, placed.progress
     transport = _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
-    placed.launch_trainers()
-    started = start_engines(config, stack, placement, trainers, progress, placed.set_up_critic)
+    placed.launch()
+    started = start_engines(config, stack, placement, models, progress, placed.set_up_trained)
     supervisor, rewards, pools, devices = started
-    model, ranks = config.model, trainers.ranks
+    model, policy = config.model, models[POLICY]
     tolerance, quantized = config.sync.probe_tolerance, config.sync.quantization != "none"
     probe = Probe(model, tolerance, config.max_model_len, prompts.longest(2), quantized)
-    sync = WeightSync(config.sync, transport, model.dtype, probe, ranks, supervisor, devices, placed.run_name)
+    sync = WeightSync(config.sync, transport, model.dtype, probe, policy, supervisor, devices, placed.run_name)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer, stop_tokens(config.rollout, config.model))
@@ -219,12 +217,27 @@ class _Base:
         with progress.waiting("starting Ray"):
             cluster = stack.enter_context(Cluster(config.cluster, logs, slots, bucket_directories, progress.note))
             placement = stack.enter_context(Placement(config))
-        trainers = TrainerGroup(config, placement)
-        resumed, store = None if self.checkpoint is None else finished, (config.run_dir, config.checkpoint.keep)
-        critic = Critic(config, placement, trainers, self.pad_id) if config.algorithm.needs_critic else None
-        of_critic = () if critic is None else (critic.group, critic.turn)
-        checkpoints = CheckpointStore(*store, trainers, progress.note, resumed, *of_critic)
-        return _Placed(self, metrics, progress, placement, cluster.run_name, trainers, critic, checkpoints)
+        models, resumed = (
+            _models_on_ranks(config, placement, self.pad_id),
+            None if self.checkpoint is None else finished,
+        )
+        trained = [model for model in models.values() if model.role.trained]
+        checkpoints = CheckpointStore(config.run_dir, config.checkpoint.keep, trained, progress.note, resumed)
+        return _Placed(self, metrics, progress, placement, cluster.run_name, models, trained, checkpoints)
+
+
+def _models_on_ranks(config: RunConfig, placement: Placement, pad_id: int) -> dict[str, ModelRanks]:
+    """Return the models of ``Run.models``, whose ranks are not launched yet."""
+    policy = ModelRanks(config, placement, pad_token_id=pad_id)
+    models = {POLICY: policy}
+    if config.algorithm.needs_critic and config.critic.placement == "shared":
+        models[CRITIC] = ModelRanks(config.for_critic(), placement, None, policy, pad_id)
+    for index, role in enumerate(placement.workers):
+        if role.trained or config.starts_engines:
+            own = config.for_critic() if role.trained else config.for_worker(role)
+            model = ModelRanks(own, placement, index, pad_token_id=pad_id)
+            models[model.name] = model
+    return models
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,38 +249,35 @@ class _Placed:
     progress: Progress
     placement: Placement
     run_name: str
-    trainers: TrainerGroup
-    critic: Critic | None
+    models: dict[str, ModelRanks]
+    trained: Sequence[ModelRanks]
     checkpoints: CheckpointStore
 
-    def launch_trainers(self) -> None:
-        """Create the ranks. They import while other parts start."""
+    def launch(self) -> None:
+        """Create all ranks. They import while other parts start."""
         self.base.stack.callback(self.checkpoints.abandon)  # runs after the trainers have ended
-        for group in (self.trainers, *(() if self.critic is None else (self.critic.group,))):
-            self.base.stack.callback(group.shutdown)
-            group.launch()
+        for model in self.models.values():
+            self.base.stack.callback(model.close)
+            model.launch()
 
-    def set_up_critic(self) -> None:
-        """Wait for the critic's ranks, if there are any. Those of the policy are set up, and leave shared devices."""
-        if self.critic is None:
-            return
-        with self.progress.waiting("critic ranks", len(self.critic.group)) as waiting, self.critic.turn(starts=True):
-            self.critic.group.setup(waiting.left)
+    def set_up_trained(self) -> None:
+        """Wait for the ranks of the trained models, the policy's first. Models that share devices take turns."""
+        for model in self.trained:
+            with self.progress.waiting(f"{model.name} ranks", len(model)) as waiting, model.on_devices(starts=True):
+                model.setup(waiting.left)
 
     def run(self, rollout: RolloutSide, devices: Turns, pools: Sequence[RolePool] = ()) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""
-        base, config, ranks = self.base, self.base.config, self.trainers.ranks
+        base, config = self.base, self.base.config
         interval = config.reference.update_interval if REFERENCE in config.roles else None
-        reference = Reference(config.run_dir, interval, self.trainers, pools)
+        reference = Reference(config.run_dir, interval, self.models[POLICY], pools)
         self.checkpoints.linked[REFERENCE] = reference.files
         run = Run(
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
             rollout=rollout,
-            batcher=ExperienceBatcher(config.algorithm, config.trainer, config.model, ranks.num_replicas, base.pad_id),
-            trainers=self.trainers,
-            critic=self.critic,
+            models=self.models,
             devices=devices,
             reference=reference,
             kl_reward=KLCoefficient(config.algorithm.kl_reward),
@@ -278,9 +288,9 @@ class _Placed:
         if (checkpoint := base.checkpoint) is not None:
             rollout.restore(checkpoint)
             with self.progress.waiting("loading the checkpoint"):
-                ranks.call("loading a checkpoint", TrainerRank.load, checkpoint.trainer)
-                if self.critic is not None:
-                    self.critic.load(checkpoint)
+                for model in self.trained:
+                    with model.on_devices():
+                        model.call("loading a checkpoint", TrainerRank.load, checkpoint.model(model.name))
                 reference.restore(checkpoint)
             run.kl_reward.load_state_dict(checkpoint.state)
             self.progress.note(f"resumed from {checkpoint.path} after step {checkpoint.step}")

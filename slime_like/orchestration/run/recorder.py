@@ -35,8 +35,7 @@ from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
-from slime_like.orchestration.trainer.calls import RankCalls
-from slime_like.orchestration.trainer.scoring import frozen_scores
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.statistics import GRPOStats
 from slime_like.system.words import counted
 from slime_like.trajectory import ScoredTrajectory
@@ -76,7 +75,7 @@ class StepRecorder:
         self._trained_tokens += sum(trajectory.sampled_len for trajectory in trained.trajectories)
         self._trained_s += times.step_s
         if step % _MEMORY_EVERY == 1:
-            peaks = run.trainers.peak_memory_bytes()
+            peaks = run.policy.peak_memory_bytes()
             self._memory = {f"peak_{kind} (GiB)": nbytes / 2**30 for kind, nbytes in peaks.items()}
         figures, is_sampled = run.rollout.figures(times.step_s), not run.config.supervised
         rollouts = rollouts_of(trained.trajectories)
@@ -135,8 +134,8 @@ class StepRecorder:
         run, debug = self._run, self._run.config.debug
         is_due = step % debug.tables_every == 0 or step in (1, run.config.steps)
         if debug.samples_per_step > 0 and is_due and trained.updates:
-            ranks, limit = run.trainers.ranks, debug.samples_per_step
-            tables = debug_tables(step, trained.trajectories, ranks, trained.updates[-1], run.decode, limit, failed)
+            policy, limit = run.policy, debug.samples_per_step
+            tables = debug_tables(step, trained.trajectories, policy, trained.updates[-1], run.decode, limit, failed)
             for name, rows in tables.items():
                 run.metrics.log_table(step, name, rows)
 
@@ -306,7 +305,7 @@ def _kind(failure: Mapping[str, Any]) -> tuple[str, ...]:
 def debug_tables(
     step: int,
     trajectories: Sequence[ScoredTrajectory],
-    ranks: RankCalls,
+    policy: ModelRanks,
     stats: GRPOStats,
     decode: Decode,
     limit: int,
@@ -318,7 +317,7 @@ def debug_tables(
     Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
-    frozen: dict[str, Any] = frozen_scores(ranks, chosen, "old_logprobs", "ref_logprobs")
+    frozen: dict[str, Any] = policy.frozen_scores(chosen, "old_logprobs", "ref_logprobs")
     samples = [*failed[:limit], *(replace(row, **frozen[row.sequence_id]) for row in chosen)]
     tables = {
         SAMPLE_TABLE: per_sample_rows(step, samples, stats, decode),

@@ -1,19 +1,18 @@
 """Run: everything that the training loop keeps open."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slime_like.config import RunConfig
+from slime_like.config.roles import POLICY
 from slime_like.observability.metrics import MetricLogger
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.reference.refresh import Reference
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
-from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.rollout_side import RolloutSide
-from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +23,7 @@ class Run:
         finished_steps: number of steps before the resumed checkpoint; 0 in a new run.
         decode: function from token ids to text, by the model's tokenizer.
         rollout: yields a step's trajectories; with engines, also syncs and evaluates.
+        models: models on ranks: the policy, perhaps its critic, and the workers of frozen roles ("reference worker 0").
         devices: moves trainers and engines on and off shared devices.
         reference: refreshes the reference's weights if ``reference.update_interval`` is set.
         kl_reward: coefficient of the KL in the reward.
@@ -33,12 +33,14 @@ class Run:
     finished_steps: int
     decode: Callable[[Sequence[int]], str]
     rollout: RolloutSide
-    batcher: ExperienceBatcher
-    trainers: TrainerGroup
-    critic: Critic | None
+    models: Mapping[str, ModelRanks]
     devices: Turns
     reference: Reference
     kl_reward: KLCoefficient
     checkpoints: CheckpointStore
     metrics: MetricLogger
     progress: Progress
+
+    @property
+    def policy(self) -> ModelRanks:
+        return self.models[POLICY]

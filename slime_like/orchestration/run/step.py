@@ -1,4 +1,4 @@
-"""One training step on the trainers: frozen logprobs, then the optimizer steps."""
+"""Parts of a training step on a whole batch: scores, the critic, penalties, and the optimizer steps that follow."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,16 @@ import torch
 
 from slime_like.algorithms.losses.kl import kept_sequences
 from slime_like.algorithms.losses.loss import build_policy
+from slime_like.config.roles import CRITIC
 from slime_like.observability.names import scoring_metrics, source_kls
 from slime_like.observability.records import PhaseClock
+from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.advantages import Advantages, distil, normalise_importance
-from slime_like.orchestration.run.critic import Critic
 from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.trainer.batcher import PackTokens, TrainingBatch, WindowStream, split_by_group
-from slime_like.orchestration.trainer.calls import given
+from slime_like.orchestration.trainer.model_ranks import present
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.trainer.rank_training import StreamedStep
-from slime_like.orchestration.trainer.scoring import frozen_scores
 from slime_like.statistics import GRPOStats, ValueStats
 from slime_like.trajectory import ScoredTrajectory
 
@@ -55,79 +55,96 @@ class TrainedStep:
         for role in steps[0].scoring_s:
             scoring |= _work_of_trainers(role, trajectories, fmean(step.scoring_s[role] for step in steps))
         busy_s = fmean(step.busy_s for step in steps)
-        return cls(trajectories, given(s.stats for s in steps)[:1], scoring, windows.tokens, busy_s)
+        return cls(trajectories, present(s.stats for s in steps)[:1], scoring, windows.tokens, busy_s)
 
 
 def score(run: Run, trajectories: Sequence[ScoredTrajectory], clock: PhaseClock) -> dict[str, float]:
     """Freeze the scores of every role that the first update or the KL in the reward needs and trajectories lack. Return
     the metrics of frozen roles."""
-    config, ranks, metrics = run.config, run.trainers.ranks, dict[str, float]()
-    if config.supervised:
+    metrics = dict[str, float]()
+    if run.config.supervised:
         return metrics
     with clock.phase("score"):
-        for role in config.roles.scoring:
+        for role in run.config.roles.scoring:
             started = time.perf_counter()
-            ranks.call(f"scoring with the {role.name} weights", TrainerRank.score_batch, role.name)
+            run.policy.call(f"scoring with the {role.name} weights", TrainerRank.score_batch, role.name)
             if not role.trained:
                 own = [row for row in trajectories if role.source in (None, row.source)]
                 metrics |= _work_of_trainers(role.name, own, time.perf_counter() - started)
     return metrics
 
 
-def adjust(run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock) -> dict[str, float]:
-    """Change advantages by what scores show: subtract the KL to the reference from rewards, and add a teacher's. Find
-    the mean importance weight and tokens to set apart. Return the metrics of KLs. A coefficient may adapt."""
-    config, ranks, coefficient = run.config, run.trainers.ranks, run.kl_reward.value
-    if config.supervised:
-        return {}
+def train_critic(
+    run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock
+) -> tuple[list[Answers[Any]], dict[str, float]]:
+    """Replace advantages by those of the critic's values. Start its optimizer steps, as many as the policy's.
+
+    On devices of its own, they run while the policy trains. Return their answers, and the metrics of a KL in the
+    reward; nothing without a critic.
+    """
+    if (critic := run.models.get(CRITIC)) is None:
+        return [], {}
+    coefficient = run.kl_reward.value
+    with clock.phase("critic"), critic.on_devices():
+        denominators = critic.load_batch(trajectories).denominators
+        critic.call("scoring with the critic", TrainerRank.score_batch, CRITIC)
+        scores = critic.frozen_scores(trajectories, "values")
+        values = {name: each["values"] for name, each in scores.items()}
+        returns, kl = Advantages(run.config).of_values(run.policy, trajectories, values, step, coefficient)
+        targets = {name: target.numpy() for name, target in returns.items()}
+        critic.defer(critic.start("receiving returns", TrainerRank.set_tokens, "returns", targets))
+        updates = [
+            critic.start("training the critic", TrainerRank.train_minibatch, index, denominator)
+            for index, denominator in [*enumerate(denominators)] * run.config.algorithm.epochs
+        ]
+        for answers in updates:
+            critic.defer(answers)  # leaving shared devices waits for them
+    return updates, _adapt_kl(run, kl) if coefficient > 0 else {}
+
+
+def apply_penalties(
+    run: Run, trajectories: Sequence[ScoredTrajectory], step: int, clock: PhaseClock
+) -> dict[str, float]:
+    """Subtract the KL to the reference from rewards, and add a sampled teacher's gain to advantages. Give trainers the
+    batch's mean importance weight, and the tokens that the loss chooses. Return the metrics of the KLs."""
+    config, policy, coefficient = run.config, run.policy, run.kl_reward.value
     metrics = dict[str, float]()
+    if config.supervised:
+        return metrics
     with clock.phase("score"):
-        if run.critic is not None:
-            metrics |= _value(run, run.critic, trajectories, step)
-        elif coefficient > 0:
-            kl = Advantages(config).penalise_kl(ranks, trajectories, step, coefficient)
-            metrics |= _adapted(run, kl)
+        if coefficient > 0 and not config.algorithm.needs_critic:  # which applies the KL at each token
+            metrics |= _adapt_kl(run, Advantages(config).penalise_kl(policy, trajectories, step, coefficient))
         if config.distillation.sampled_coef > 0:
-            kls = distil(ranks, trajectories, config.distillation.coef)
+            kls = distil(policy, trajectories, config.distillation.coef)
             metrics |= {"train_actor_training/distillation_kl": kls.pop(None)} | source_kls([kls])
         if config.algorithm.importance.normalize:
-            normalise_importance(config.algorithm, ranks, trajectories)
+            normalise_importance(config.algorithm, policy, trajectories)
         if config.algorithm.chooses_tokens:
-            _set_apart(run, trajectories, step)
+            _choose_tokens(run, trajectories, step)
     return metrics
 
 
-def _adapted(run: Run, kl: float) -> dict[str, float]:
+def _adapt_kl(run: Run, kl: float) -> dict[str, float]:
     """Adapt the coefficient of the KL in the reward. Return the metrics of the KL that it was applied to."""
     metrics = {"train_actor_training/kl_reward": kl, "train_actor_training/kl_reward_coef": run.kl_reward.value}
     run.kl_reward.adapt(kl)
     return metrics
 
 
-def _value(run: Run, critic: Critic, trajectories: Sequence[ScoredTrajectory], step: int) -> dict[str, float]:
-    """Replace advantages by those of the critic's values, and have it learn. Return the metrics of a KL."""
-    coefficient, ranks = run.kl_reward.value, run.trainers.ranks
-    with critic.turn():
-        values = critic.values(trajectories)
-        returns, kl = Advantages(run.config).of_values(ranks, trajectories, values, step, coefficient)
-        critic.learn(returns)
-    return _adapted(run, kl) if coefficient > 0 else {}
-
-
-def _set_apart(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+def _choose_tokens(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
     """Have the loss choose tokens of every optimizer step, by old logprobs and advantages."""
-    algorithm, ranks, found = run.config.algorithm, run.trainers.ranks, dict[str, np.ndarray]()
-    frozen = frozen_scores(ranks, trajectories, "old_logprobs")
+    algorithm, found = run.config.algorithm, dict[str, np.ndarray]()
+    frozen = run.policy.frozen_scores(trajectories, "old_logprobs")
     loss: Any = build_policy(algorithm.loss)
     generator = torch.Generator().manual_seed(run.config.seed * 1_000_003 + step)
     for rows in split_by_group(trajectories, algorithm.minibatches):
         mask = torch.cat([row.loss_mask for row in rows])
         old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])
         advantages = torch.cat([row.advantages for row in rows])
-        apart = torch.zeros_like(mask).masked_scatter(mask, loss.set_apart(old[mask], advantages[mask], generator))
-        parts = apart.split([row.response_len for row in rows])
+        chosen = torch.zeros_like(mask).masked_scatter(mask, loss.set_apart(old[mask], advantages[mask], generator))
+        parts = chosen.split([row.response_len for row in rows])
         found |= {row.sequence_id: part.numpy() for row, part in zip(rows, parts, strict=True)}
-    ranks.call("receiving chosen tokens", TrainerRank.set_tokens, "set_apart", found)
+    run.policy.call("receiving chosen tokens", TrainerRank.set_tokens, "set_apart", found)
 
 
 def _work_of_trainers(role: str, rows: Sequence[ScoredTrajectory], seconds: float) -> dict[str, float]:
@@ -136,24 +153,22 @@ def _work_of_trainers(role: str, rows: Sequence[ScoredTrajectory], seconds: floa
     return scoring_metrics(role, seconds, seconds, responses, total)
 
 
-def update(run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajectory], step: int) -> list[GRPOStats]:
-    """Run the optimizer steps of one training step: ``algorithm.epochs`` passes over the minibatches. There are none
-    while the critic warms up."""
+def optimizer_steps(
+    run: Run, batch: TrainingBatch, trajectories: Sequence[ScoredTrajectory], step: int
+) -> list[tuple[int, float]]:
+    """Return (minibatch, denominator) of the step's updates: ``algorithm.epochs`` passes, none while the critic warms
+    up."""
     if step <= run.config.critic.warmup_steps:
         return []
     shrinks = run.config.algorithm.rejection.shrinks
     denominators = _of_kept(run, batch, trajectories) if shrinks else batch.denominators
-    return [
-        given(run.trainers.ranks.call("training", TrainerRank.train_minibatch, index, denominator))[0]
-        for _ in range(run.config.algorithm.epochs)
-        for index, denominator in enumerate(denominators)
-    ]
+    return [*enumerate(denominators)] * run.config.algorithm.epochs
 
 
 def _of_kept(run: Run, batch: TrainingBatch, rows: Sequence[ScoredTrajectory]) -> list[float]:
     """Return each minibatch's denominator without rejected sequences, or with them if all are: its gradient is 0."""
     algorithm = run.config.algorithm
-    frozen = frozen_scores(run.trainers.ranks, rows, "old_logprobs")
+    frozen = run.policy.frozen_scores(rows, "old_logprobs")
     kept = kept_sequences(
         algorithm.rejection,
         torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows]),
@@ -165,5 +180,5 @@ def _of_kept(run: Run, batch: TrainingBatch, rows: Sequence[ScoredTrajectory]) -
     found = []
     for minibatch, whole in zip(split_by_group(rows, algorithm.minibatches), batch.denominators, strict=True):
         rest = [row for row in minibatch if row.sequence_id in counted and bool(row.loss_mask.any())]
-        found.append(run.batcher.denominator(rest) if rest else whole)
+        found.append(run.policy.batcher.denominator(rest) if rest else whole)
     return found

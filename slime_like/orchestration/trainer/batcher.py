@@ -30,6 +30,9 @@ Window = list[list[PackedTrajectory]]
 _FEWEST_PER_STAGE = 4
 """Minimum number of micro-batches in a window per pipeline stage."""
 
+# Windows this long keep a pipeline's bubble small and average out pack lengths over replicas.
+_PACKS_PER_STAGE, _FEWEST_PACKS = 4, 8
+
 
 @dataclass(slots=True)
 class TrainingBatch:
@@ -269,6 +272,22 @@ def split_by_group(trajectories: Sequence[ScoredTrajectory], parts: int) -> list
         )
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
     return [[trajectory for group in groups[start:end] for trajectory in group] for start, end in pairwise(bounds)]
+
+
+def window_tokens(trainer: TrainerConfig) -> int:
+    """Return the best number of tokens per ``ModelRanks.score`` call: several full packs for every replica."""
+    packs = max(_FEWEST_PACKS, _PACKS_PER_STAGE * trainer.parallel.pipeline)
+    return trainer.target_tokens_per_batch * trainer.parallel.data * packs
+
+
+def request_tokens(trainer: TrainerConfig) -> int:
+    """Return the fewest tokens that keep all ranks busy: one full pack per replica, several with a pipeline."""
+    return trainer.target_tokens_per_batch * trainer.parallel.data * packs_per_request(trainer)
+
+
+def packs_per_request(trainer: TrainerConfig) -> int:
+    """Return the number of full packs per replica in ``request_tokens``."""
+    return _PACKS_PER_STAGE * trainer.parallel.pipeline if trainer.parallel.pipeline > 1 else 1
 
 
 def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[Bundle]:

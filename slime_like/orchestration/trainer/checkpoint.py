@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from slime_like.config.roles import CRITIC
 from slime_like.errors import CheckpointError
 from slime_like.system.disk import length_fault
 
@@ -36,21 +35,16 @@ class Checkpoint:
     state: dict[str, Any]
     passed_over: str = ""
 
-    @property
-    def trainer(self) -> Path:
-        return self.path / TRAINER
-
-    @property
-    def critic(self) -> Path:
-        """Directory of the critic's state.
+    def model(self, name: str) -> Path:
+        """Return the directory with the state of a model, by the name of its ranks.
 
         Raises:
-            CheckpointError: a run without a critic wrote the checkpoint.
+            CheckpointError: a run without this model wrote the checkpoint.
         """
-        if not (found := self.path / CRITIC).is_dir():
+        if not (found := self.path / name).is_dir() and name != TRAINER:
             raise CheckpointError(
-                f"{self.path} was written by a run without a critic",
-                code="no-critic",
+                f"{self.path} was written by a run without a {name}",
+                code=f"no-{name}",
                 who="resume",
                 remedy="keep algorithm.advantage, or start a new run from its Hugging Face export",
             )

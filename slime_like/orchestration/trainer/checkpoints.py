@@ -5,26 +5,23 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from slime_like.config.roles import CRITIC
 from slime_like.errors import CheckpointError, SlimeLikeError
 from slime_like.orchestration.trainer.checkpoint import (
     FILES,
     LENGTHS,
     NAME,
     STATE,
-    TRAINER,
     Checkpoint,
     saved_steps,
     write_state,
 )
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.disk import link_tree, refusal, sync, sync_tree
 
@@ -37,11 +34,10 @@ class CheckpointStore:
     """Store of ``RUN_DIR/checkpoints/step-N`` with a ``latest`` link. A killed save never damages older checkpoints.
 
     Args:
+        models: trained models, whose state every checkpoint contains.
         keep: number of newest checkpoints to keep after a save.
         note: reports files that could not be removed; removal is tried again after the next save.
         resumed: step that the run resumed after; checkpoints of later steps are removed first.
-        critic: ranks of the critic, whose state every checkpoint contains, too.
-        critics_turn: context in which the critic has its devices.
 
     Attributes:
         written: writes further files of a checkpoint, by name.
@@ -52,17 +48,13 @@ class CheckpointStore:
         self,
         run_dir: Path,
         keep: int,
-        trainers: TrainerGroup,
+        models: Sequence[ModelRanks],
         note: Callable[[str], None],
         resumed: int | None = None,
-        critic: TrainerGroup | None = None,
-        critics_turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._root = run_dir / "checkpoints"
         self._keep = keep
-        self._trainers = trainers
-        self._critic = critic
-        self._critics_turn = critics_turn
+        self._models = models
         self._note = note
         self._left = {path for path in saved_steps(self._root) if resumed is not None and _step(path) > resumed}
         self._started: Path | None = None
@@ -70,10 +62,6 @@ class CheckpointStore:
         self.linked: dict[str, Callable[[], Path | None]] = {}
         _put_back(self._root)
         self._remove([*self._root.glob(f"{_PARTIAL}*"), *self._root.glob(f"{_FORMER}*")])  # left by a killed save
-
-    @property
-    def _groups(self) -> list[TrainerGroup]:
-        return [self._trainers] if self._critic is None else [self._trainers, self._critic]
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Save step ``step``. ``state`` (JSON) holds what the driver must remember, such as the data position.
@@ -103,7 +91,7 @@ class CheckpointStore:
             return None
         phase = "writing a checkpoint in the background"
         with self._whole_or_removed(self._started):
-            asked = [group.ranks.start(phase, TrainerRank.is_written) for group in self._groups]
+            asked = [model.start(phase, TrainerRank.is_written) for model in self._models]
             written = all(all(answers.result(timeout_s)) for answers in asked)
         return self.finish(timeout_s) if written else None
 
@@ -117,8 +105,8 @@ class CheckpointStore:
             return None
         final = self._started
         with self._whole_or_removed(final):
-            for group in self._groups:
-                group.ranks.start("finishing a checkpoint", TrainerRank.finish_save).result(timeout_s)
+            for model in self._models:
+                model.start("finishing a checkpoint", TrainerRank.finish_save).result(timeout_s)
             self._commit(final)
         self._started = None
         return final
@@ -147,10 +135,9 @@ class CheckpointStore:
                 if (files := source()) is not None:
                     link_tree(files, partial / name)
             write_state(partial, step, {**state, FILES: checksums})
-            self._trainers.ranks.call(phase, method, partial / TRAINER)
-            if self._critic is not None:
-                with self._critics_turn():
-                    self._critic.ranks.call(phase, method, partial / CRITIC)
+            for model in self._models:
+                with model.on_devices():
+                    model.call(phase, method, partial / model.name)
         return final
 
     def _commit(self, final: Path) -> None:

@@ -31,9 +31,8 @@ from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import CONFIG_FILE
 from slime_like.orchestration.run.engines import launch_engines
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.orchestration.trainer.scoring import score_sequences
 from slime_like.orchestration.weight_sync import WeightSync
 from slime_like.trajectory import ScoredTrajectory
 from slime_like.verification.comparison import require_fit
@@ -131,7 +130,7 @@ class Sides:
     def __init__(self, run_name: str, batch: SavedBatch, placement: Placement, stack: ExitStack) -> None:
         self._run_name, self._config, self._checkpoint = run_name, batch.config, batch.checkpoint
         self._placement, self._stack = placement, stack
-        self._trainers = TrainerGroup(batch.config, placement)
+        self._trainers = ModelRanks(batch.config, placement)
         self._engines: EngineSupervisor | None = None
         self._turns = Turns()
 
@@ -145,7 +144,7 @@ class Sides:
         """
         with Placement(batch.config, with_engines=with_engines) as placement, ExitStack() as stack:
             sides = cls(run_name, batch, placement, stack)
-            stack.callback(sides._trainers.shutdown)
+            stack.callback(sides._trainers.close)
             sides._trainers.launch()
             sides._trainers.setup(only_scores=True, checkpoint=batch.checkpoint)
             yield sides
@@ -153,7 +152,7 @@ class Sides:
     def score(self, rows: Sequence[ScoredTrajectory]) -> list[Tensor]:
         """Return the trainer's logprobs, (response_len,) of each row, at its temperature and over its supports."""
         self._turns.training(keep_weights=True)
-        return [each["old_logprobs"] for each in score_sequences(self._trainers.ranks, rows, self._config.trainer)]
+        return [each["old_logprobs"] for each in self._trainers.score(rows)]
 
     def teach(self, rows: Sequence[ScoredTrajectory]) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return an engine's logprobs of each row, (response_len,), and its ``routes``, or ``None`` if it has none.
@@ -181,8 +180,8 @@ class Sides:
         probe = Probe(config.model, config.sync.probe_tolerance, config.max_model_len, ())
         probe.trial_due = False
         transport = chosen_transport(config, self._placement.device == "GPU", self._placement.num_nodes)
-        settings, ranks = config.sync.model_copy(update={"verify": True}), self._trainers.ranks
-        parts = settings, transport, config.model.dtype, probe, ranks, engines, self._turns, self._run_name
+        settings, policy = config.sync.model_copy(update={"verify": True}), self._trainers
+        parts = settings, transport, config.model.dtype, probe, policy, engines, self._turns, self._run_name
         try:
             (sync := WeightSync(*parts)).connect()
             sync.run(1)
@@ -200,8 +199,8 @@ class Sides:
             return self._engines
         colocated = self._config.cluster.placement == "colocated"
         config = self._config.model_copy(update={"model": self._config.model.model_copy(update=self._exported())})
-        devices, watch = self._trainers.devices() if colocated else (), self._trainers.liveness().check
-        self._engines, _ = launch_engines(config, self._stack, self._placement, print, devices, watch)
+        devices, alive = self._trainers.devices() if colocated else (), self._trainers.liveness("waiting for engines")
+        self._engines, _ = launch_engines(config, self._stack, self._placement, print, devices, alive.check)
         if colocated:
             self._trainers.offload()
         self._engines.start()
@@ -217,5 +216,5 @@ class Sides:
         if self._checkpoint is None and model.weights is None and not model.lora.is_set:
             return {}
         parent = self._stack.enter_context(TemporaryDirectory(prefix="explain-gap-", dir=self._config.run_dir))
-        self._trainers.ranks.call("exporting weights", TrainerRank.export_hf, directory := Path(parent, "hf"))
+        self._trainers.call("exporting weights", TrainerRank.export_hf, directory := Path(parent, "hf"))
         return {"lora": model.lora.model_copy(update={"path": directory})} if model.lora.is_set else {"path": directory}

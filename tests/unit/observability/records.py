@@ -24,7 +24,7 @@ def value_stats(**figures: float) -> ValueStats:
 
 
 def phase_times() -> PhaseTimes:
-    seconds = {"wait": 0.5, "generate": 4.0, "reward": 0.5, "score": 0.5, "train": 2.0, "sync": 0.4}
+    seconds = {"wait": 0.5, "generate": 4.0, "reward": 0.5, "score": 0.5, "critic": 0.0, "train": 2.0, "sync": 0.4}
     return PhaseTimes(step_s=8.0, seconds=seconds, orchestration_s=0.1)
 
 

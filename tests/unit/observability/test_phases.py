@@ -16,7 +16,7 @@ def test_times_by_phase() -> None:
         with clock.phase(phase):
             pass
     times = clock.finish()
-    assert times.seconds == {"wait": 0, "generate": 2.25, "reward": 0, "score": 0, "train": 1.0, "sync": 0}
+    assert times.seconds == {"wait": 0, "generate": 2.25, "reward": 0, "score": 0, "critic": 0, "train": 1.0, "sync": 0}
     assert (times.step_s, times.orchestration_s) == (4.0, 0.75)
     with clock.phase("wait"):
         pass

@@ -9,7 +9,7 @@ from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank
 from tests.support.rejections import Rejects
 
@@ -39,9 +39,9 @@ class Run:
     def __init__(self, run_dir: Path, interval: int = 2, has_workers: bool = False) -> None:
         self.trainers = Trainers()
         self.pool = RolePool("reference", 16) if has_workers else None
-        trainers = cast(TrainerGroup, self.trainers)
+        trainers = cast(ModelRanks, self.trainers)
         self.reference = Reference(run_dir, interval, trainers, [] if self.pool is None else [self.pool])
-        self.store = CheckpointStore(run_dir, 2, trainers, print)
+        self.store = CheckpointStore(run_dir, 2, [trainers], print)
         self.store.linked[REFERENCE] = self.reference.files
 
     def step(self, step: int) -> Checkpoint:

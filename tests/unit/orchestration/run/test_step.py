@@ -32,7 +32,7 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
         config=load_config(None, flags),
         finished_steps=0,
         rollout=RolloutSide(cast(Any, None), dict),
-        trainers=SimpleNamespace(peak_memory_bytes=lambda: {}),
+        policy=SimpleNamespace(peak_memory_bytes=lambda: {}),
         metrics=SimpleNamespace(log=lambda step, metrics: None),
         progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),
     )

@@ -13,9 +13,9 @@ from slime_like.config import RunConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import RankCoordinates, TrainerBackend, WeightExport
 from slime_like.orchestration.cluster import ray_calls
-from slime_like.orchestration.trainer import calls as calls_module
+from slime_like.orchestration.trainer import model_ranks as model_ranks_module
 from slime_like.orchestration.trainer import rank as rank_module
-from slime_like.orchestration.trainer.calls import RankCalls
+from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
 from tests.support.rejections import Rejects
 
@@ -60,19 +60,19 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
-    for module in (calls_module, ray_calls):
+    for module in (model_ranks_module, ray_calls):
         monkeypatch.setattr(module, "ray", cluster)
     monkeypatch.setattr(ray_calls, "gather", cluster.gather)
     monkeypatch.setattr(ray_calls, "one", cluster.one)
     return cluster
 
 
-def ranks(answers: Sequence[Callable[..., Any]]) -> RankCalls:
+def ranks(answers: Sequence[Callable[..., Any]]) -> ModelRanks:
     """Two tensor-parallel ranks per data-parallel replica."""
-    calls = RankCalls("trainer", 60.0)
-    calls.connect([Actor(answer) for answer in answers])
-    calls.place([RankCoordinates(rank % 2, 0, 0, rank // 2, 0, len(answers) // 2) for rank in range(len(answers))])
-    return calls
+    model = ModelRanks(RunConfig(run_dir=Path("run"), model=cast(Any, {"path": "model"})), cast(Any, None))
+    model.actors, model.names = [Actor(answer) for answer in answers], [f"rank {rank}" for rank in range(len(answers))]
+    model._replicas, model.timeout_s = [rank // 2 for rank in range(len(answers))], 60.0
+    return model
 
 
 def test_each_rank_gets_its_replica_s_element(cluster: Cluster) -> None:
@@ -88,7 +88,7 @@ def test_each_rank_gets_its_replica_s_element(cluster: Cluster) -> None:
     calls = ranks([answer(rank) for rank in range(4)])
     assert calls.num_replicas == 2
     answers = calls.scatter("scoring", TrainerRank.score, ["first", "second"], "more").result()
-    assert cast(Any, calls.by_replica(answers)) == [["scores of rank 0"], ["scores of rank 2"]]
+    assert cast(Any, present(answers)) == [["scores of rank 0"], ["scores of rank 2"]]
     elements = ["first", "first", "second", "second"]
     assert sent == [("score", ("stored", element), "more") for element in elements]
     assert cluster.phases == [("scoring", 60.0)]

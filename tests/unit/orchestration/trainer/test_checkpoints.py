@@ -12,7 +12,7 @@ import pytest
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank
 from tests.support.rejections import Rejects
 
@@ -45,7 +45,7 @@ class Trainers(OneRank):
 
 
 def _store(root: Path, trainers: Trainers, keep: int = 2) -> CheckpointStore:
-    return CheckpointStore(root, keep, cast("TrainerGroup", trainers), print)
+    return CheckpointStore(root, keep, [cast("ModelRanks", trainers)], print)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_started_save_counts_and_replaces_older_ones_when_every_rank_has_writt
     assert _found(tmp_path) == (["step-000003"], "step-000003")
     checkpoint = Checkpoint.read(tmp_path / "checkpoints" / "latest")
     assert checkpoint.step == 3 and checkpoint.data_position() == {"position": 7}
-    assert (checkpoint.trainer / "weights").read_text() == "whole"
+    assert (checkpoint.model("trainer") / "weights").read_text() == "whole"
     assert store.commit_written() is None and store.finish() is None
     store.start(4, {})
     assert store.finish() == tmp_path / "checkpoints" / "step-000004"
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_removed_before_the_resumed_one(tmp_path: Path) 
     """Step 260 is damaged, and the run resumes from step 250. The next save keeps 250 and itself."""
     for step in (250, 260):
         _store(tmp_path, Trainers()).save(step, {})
-    store = CheckpointStore(tmp_path, 2, cast("TrainerGroup", Trainers()), print, resumed=250)
+    store = CheckpointStore(tmp_path, 2, [cast("ModelRanks", Trainers())], print, resumed=250)
     store.save(300, {})
     assert _found(tmp_path) == (["step-000250", "step-000300"], "step-000300")
     store.save(310, {})
@@ -169,7 +169,7 @@ def test_a_damaged_file_of_the_driver_is_rejected(tmp_path: Path, rejects: Rejec
 
 def test_a_failed_removal_is_noted_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    store = CheckpointStore(tmp_path, 1, cast("TrainerGroup", Trainers()), notes.append)
+    store = CheckpointStore(tmp_path, 1, [cast("ModelRanks", Trainers())], notes.append)
     store.save(1, {})
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EBUSY, os.strerror(errno.EBUSY))))

@@ -18,7 +18,7 @@ import pytest
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
-from slime_like.orchestration.trainer.group import TrainerGroup
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank
 
 
@@ -231,7 +231,7 @@ def _saves(base: Path, count: int, seed: int, skipped: str | None = None) -> set
             if not run_dir.exists():
                 run_dir.mkdir()
             newest_whole(run_dir)
-            store = CheckpointStore(run_dir, 1 + number // 10 % 2, cast("TrainerGroup", trainers), _no_note)
+            store = CheckpointStore(run_dir, 1 + number // 10 % 2, [cast("ModelRanks", trainers)], _no_note)
             store.written["ledger"] = lambda path: path.write_text("events")
             disk.synced, disk.labels = Counter(), set()  # ignore syncs of the start
             store.save(step, {"number": number})
@@ -249,7 +249,7 @@ def _saves(base: Path, count: int, seed: int, skipped: str | None = None) -> set
             assert not found.passed_over
             assert found.state["number"] in ({number} if finished else {completed, number})
             for name in ("weights", "deeper/more"):
-                assert (found.trainer / name).read_text() == f"{found.state['number']:08}"
+                assert (found.model("trainer") / name).read_text() == f"{found.state['number']:08}"
             completed, step = found.state["number"], found.step
     return labels
 

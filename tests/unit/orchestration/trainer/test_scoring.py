@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,29 +12,26 @@ from slime_like.algorithms.packing.pack import response_tokens
 from slime_like.config import TrainerConfig
 from slime_like.errors import ConfigError, DataError, TrainerError
 from slime_like.interfaces import Scores
-from slime_like.orchestration.trainer.alone import run_directory
+from slime_like.orchestration.run.directory import run_directory
+from slime_like.orchestration.trainer.batcher import window_tokens
+from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.orchestration.trainer.scoring import score_sequences, window_tokens
 from slime_like.trajectory import PackedTrajectory, UnscoredTrajectory
 from tests.support.pending import Later
 from tests.support.rejections import Rejects
 
-Answers = list[list[Scores]]
 
-
-class TokenScorer:
+class TokenScorer(ModelRanks):
     """Ranks for which a token's logprob is minus its id, and its entropy is the length of its sequence's prompt."""
 
-    def __init__(self, replicas: int) -> None:
-        self.num_replicas = replicas
+    def __init__(self, settings: TrainerConfig) -> None:
+        self.config = cast(Any, SimpleNamespace(trainer=settings))
+        self._replicas = list(range(settings.parallel.data))
 
-    def scatter(self, phase: str, method: Any, replicas: Sequence[list[PackedTrajectory]]) -> Later[Answers]:
+    def scatter(self, phase: str, method: Any, replicas: Sequence[Any], *more: Any) -> Any:
         assert phase and method is TrainerRank.score
         self.seen = list(replicas)
         return Later(lambda: [[self.scored(pack) for pack in packs] for packs in replicas])
-
-    def by_replica(self, answers: Answers) -> Answers:
-        return answers
 
     def scored(self, pack: PackedTrajectory) -> Scores:
         prompts = pack.prompt_lens.repeat_interleave(pack.response_lens)
@@ -54,9 +52,9 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
     """Every replica runs the same number of packs, even with fewer sequences than replicas."""
     lengths = [(3, 9), (1, 1), (10, 6), (2, 5), (4, 4), (1, 15), (7, 2)]
     sequences = [sequence(index, *pair) for index, pair in enumerate(lengths)]
-    scorer = TokenScorer(replicas)
-    assert score_sequences(scorer, [], trainer()) == []
-    scores = score_sequences(scorer, sequences, trainer(data=replicas))
+    scorer = TokenScorer(trainer(data=replicas))
+    assert scorer.score([]) == []
+    scores = scorer.score(sequences)
     for sent, score in zip(sequences, scores, strict=True):
         assert torch.equal(score["old_logprobs"], -sent.response_tokens.float())
         assert score["entropy"].tolist() == [sent.prompt_len] * sent.response_len
@@ -66,10 +64,10 @@ def test_scores_belong_to_their_sequences(replicas: int) -> None:
 
 def test_a_sequence_over_the_budget_is_rejected(rejects: Rejects) -> None:
     """With padding for context parallelism, nine tokens take sixteen."""
-    scorer = TokenScorer(1)
-    assert len(score_sequences(scorer, [sequence(0, 4, 5)], trainer(16, context=4))) == 1
+    scorer = TokenScorer(trainer(16, context=4))
+    assert len(scorer.score([sequence(0, 4, 5)])) == 1
     with rejects(DataError, "over-token-budget"):
-        score_sequences(scorer, [sequence(0, 4, 5), sequence(1, 4, 13)], trainer(16, context=4))
+        scorer.score([sequence(0, 4, 5), sequence(1, 4, 13)])
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
@@ -81,7 +79,7 @@ def test_a_value_that_is_not_finite_is_rejected(value: float, rejects: Rejects) 
             return answer
 
     with rejects(TrainerError, "not-finite"):
-        score_sequences(Broken(1), [sequence(0, 4, 5)], trainer())
+        Broken(trainer()).score([sequence(0, 4, 5)])
 
 
 def test_a_window_fills_every_pipeline() -> None:
