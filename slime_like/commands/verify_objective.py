@@ -5,6 +5,7 @@ import argparse
 from slime_like.commands.command import Command, temporary_run_dir
 from slime_like.config.reading.load import load_config
 from slime_like.errors import FAILED, ConfigError
+from slime_like.system.words import counted
 
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
@@ -21,7 +22,9 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     print(*sentences(findings), sep="\n")
     if not is_whole:
         print(f"algorithm.loss={config.algorithm.loss}: compared only in parts, not as a whole objective of samples")
-    return FAILED if any(finding.is_wrong for finding in findings) else 0
+    wrong = sum(finding.is_wrong for finding in findings)
+    print(f"{len(findings) - wrong} of {counted(len(findings), 'comparison')} are as documented")
+    return FAILED if wrong else 0
 
 
 COMMAND = Command(

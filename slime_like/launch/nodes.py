@@ -32,7 +32,7 @@ from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
-from slime_like.orchestration.cluster.token import await_token, create_token
+from slime_like.orchestration.cluster.ray_session import await_token, create_token
 from slime_like.system.interrupts import polls, raise_if_interrupted, take_interrupt
 from slime_like.system.network import host_and_port, listen
 

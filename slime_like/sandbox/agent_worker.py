@@ -10,9 +10,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -23,8 +22,6 @@ from slime_like.plugins.resolve import require_options, resolve_callable
 from slime_like.plugins.traceback import code_of
 from slime_like.sandbox.serving import Handler, OwnFault, adopt_orphans, die_with_parent, serve, untrusted
 from slime_like.system.processes import end_descendants, process_ids, resident_bytes
-
-_Run = Callable[[AgentTask, Path], AgentResult]
 
 _CHUNK, _KEPT_LINES, _KEPT_CHARACTERS = 4096, 12, 800
 
@@ -39,12 +36,26 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     command: list[str] = setup["command"]
     code: CodeType | None = None
     adopt_orphans()
-    run: _Run
     if setup["name"] is None:
-        needs_result, inherited = setup["needs_result"], setup["environment"]
-        name, run = command[0], partial(run_command, command, needs_result=needs_result, inherited=inherited)
+        name = command[0]
+
+        def run(task: AgentTask, directory: Path) -> AgentResult:
+            return run_command(command, task, directory, setup["needs_result"], setup["environment"])
+
     else:
-        name, (run, code) = setup["name"], _function(setup["name"], setup["options"])
+        name, options = setup["name"], setup["options"]
+        try:
+            solve: Agent = resolve_callable("agent", name, {})
+            if not inspect.iscoroutinefunction(solve):
+                raise ValueError(f"agent {name!r} is not an `async def`; make it one")
+            require_options(f"agent {name!r}", solve, options, ("task",))
+        except ValueError as error:
+            raise ConfigError([f"rollout.agent: {error}"]) from error
+        code = code_of(solve)
+
+        def run(task: AgentTask, directory: Path) -> AgentResult:
+            return asyncio.run(solve(task, **options))
+
     of_module = process_ids()
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
@@ -58,17 +69,6 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             end_descendants(keep=of_module)
 
     return handle, {}
-
-
-def _function(name: str, options: dict[str, Any]) -> tuple[_Run, CodeType | None]:
-    try:
-        solve: Agent = resolve_callable("agent", name, {})
-        if not inspect.iscoroutinefunction(solve):
-            raise ValueError(f"agent {name!r} is not an `async def`; make it one")
-        require_options(f"agent {name!r}", solve, options, ("task",))
-    except ValueError as error:
-        raise ConfigError([f"rollout.agent: {error}"]) from error
-    return lambda task, _: asyncio.run(solve(task, **options)), code_of(solve)
 
 
 class CommandFailed(OwnFault):
@@ -96,7 +96,13 @@ def run_command(
     argv = [_PLACE.sub(lambda found: values[found[1]], part) for part in command]
     code, output = _run(argv, task, directory, kept)
     if result_file.exists():
-        result = _result(result_file)
+        try:
+            content: Any = json.loads(result_file.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise TypeError(f"it holds a {type(content).__name__}, not an object")
+            result = AgentResult(**content)
+        except (TypeError, ValueError) as error:
+            raise CommandFailed(f"its result file is unusable: {error}") from error
     elif code < 0:
         raise ChildProcessError(f"signal {-code} ended it: {output}")
     elif needs_result:
@@ -134,23 +140,9 @@ def _run(argv: list[str], task: AgentTask, directory: Path, inherited: dict[str,
         code = process.wait()  # the pool bounds it
     finally:
         end_descendants()
-    return code, _end(os.pread(2, _CHUNK, max(start, os.lseek(2, 0, os.SEEK_END) - _CHUNK)))
-
-
-def _end(output: bytes) -> str:
-    """Return the last lines. A program's reason may be above its last line."""
-    lines = list(filter(None, map(str.strip, output.decode(errors="replace").splitlines())))
-    return " | ".join(lines[-_KEPT_LINES:])[-_KEPT_CHARACTERS:] or "it wrote nothing"
-
-
-def _result(path: Path) -> AgentResult:
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError(f"it holds a {type(content).__name__}, not an object")
-        return AgentResult(**content)
-    except (TypeError, ValueError) as error:
-        raise CommandFailed(f"its result file is unusable: {error}") from error
+    output = os.pread(2, _CHUNK, max(start, os.lseek(2, 0, os.SEEK_END) - _CHUNK)).decode(errors="replace")
+    lines = list(filter(None, map(str.strip, output.splitlines())))  # a reason may be above the last line
+    return code, " | ".join(lines[-_KEPT_LINES:])[-_KEPT_CHARACTERS:] or "it wrote nothing"
 
 
 if __name__ == "__main__":

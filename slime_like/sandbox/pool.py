@@ -162,19 +162,14 @@ class WorkerPool:
         raise self._failure
 
     def _launch_worker(self) -> None:
-        task = asyncio.create_task(self._add_worker())
+        task = asyncio.create_task(self._start_worker())
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
-    async def _add_worker(self) -> None:
-        try:
-            self._free.put_nowait(await self._started_worker())
-        except Exception as error:
-            self.fail(error)
-
-    async def _started_worker(self) -> WorkerProcess:
+    async def _start_worker(self) -> None:
         limits = {"memory_mb": self._limits.memory_mb, "timeout_s": self._limits.timeout_s}
         deadline = time.monotonic() + self._limits.start_timeout_s  # of all starts together
+        section = self._kind.section
         for starts in itertools.count(1):
             log = None if self._logs is None else (self._logs[0], f"{self._logs[1]}-{next(self._launched)}")
             worker = WorkerProcess(self._kind.module, log)
@@ -186,19 +181,17 @@ class WorkerPool:
                 if ended.by_signal and starts < _STARTS:
                     self._remove(worker)
                     continue
-                raise self._start_failure(ended, worker) from None
+                late = f"was not ready within {section}.start_timeout_s={self._limits.start_timeout_s:g} s"
+                is_late = ended.reason == "timeout" and not ended.by_signal
+                what = late if is_late else "ended or was stopped while starting"
+                problem = f"the {section.rpartition('.')[2]} worker {what}: {worker.last_output()}"
+                return self.fail(self._kind.error(problem, code="worker-not-started", who=self._kind.subject))
+            except Exception as error:
+                return self.fail(error)
             if "problems" in message:
-                raise self._kind.error("\n".join(message["problems"]), code="code-unusable")
+                return self.fail(self._kind.error("\n".join(message["problems"]), code="code-unusable"))
             self.about = message
-            break
-        return worker
-
-    def _start_failure(self, ended: WorkerEnded, worker: WorkerProcess) -> SlimeLikeError:
-        section = self._kind.section
-        late = f"was not ready within {section}.start_timeout_s={self._limits.start_timeout_s:g} s"
-        what = late if ended.reason == "timeout" and not ended.by_signal else "ended or was stopped while starting"
-        problem = f"the {section.rpartition('.')[2]} worker {what}: {worker.last_output()}"
-        return self._kind.error(problem, code="worker-not-started", who=self._kind.subject)
+            return self._free.put_nowait(worker)
 
     def _replace(self, worker: WorkerProcess) -> None:
         if self._remove(worker):

@@ -37,14 +37,6 @@ class WorkerEnded(Exception):
         super().__init__(reason)
 
 
-def _environment() -> dict[str, str]:
-    """Return this process's environment without Ray's token. Calls to this host bypass any proxy."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    direct = ",".join(filter(None, (given, "localhost,127.0.0.1,::1", *interfaces())))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
-    return {**kept, "no_proxy": direct, "NO_PROXY": direct}
-
-
 class WorkerProcess:
     """A running process. Its pipes belong to the running event loop.
 
@@ -58,6 +50,10 @@ class WorkerProcess:
 
     def __init__(self, module: str, log: tuple[Path, str] | None = None) -> None:
         self.running: dict[str, str] = {}
+        # Calls to this host bypass any proxy, and Ray's token is left out.
+        given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        direct = ",".join(filter(None, (given, "localhost,127.0.0.1,::1", *interfaces())))
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
         self._keeps_log = log is not None
         self._log = tempfile.TemporaryFile(buffering=0) if log is None else open_log(*log)  # noqa: SIM115 (closed in `end`)
         self._process = subprocess.Popen(
@@ -67,7 +63,7 @@ class WorkerProcess:
             stderr=self._log,
             bufsize=0,
             start_new_session=True,  # a separate process group, so its children end with it
-            env=_environment(),
+            env={**kept, "no_proxy": direct, "NO_PROXY": direct},
         )
         self._replies = asyncio.StreamReader(limit=sys.maxsize)  # messages can have any length
         self._reader: asyncio.BaseTransport | None = None
@@ -103,7 +99,10 @@ class WorkerProcess:
                 async with asyncio.timeout(min(deadline - time.monotonic(), _LOOK_S)):
                     message = decode(await self._replies.readline())
             except TimeoutError:
-                if (stopped := self._is_stopped()) or deadline <= time.monotonic():
+                stopped = False
+                with suppress(psutil.NoSuchProcess):
+                    stopped = psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+                if stopped or deadline <= time.monotonic():
                     raise WorkerEnded("timeout", by_signal=stopped) from None
                 continue
             if message is None or "running" not in message:
@@ -117,11 +116,6 @@ class WorkerProcess:
         if message.get("ended") == "memory":
             raise WorkerEnded("memory")
         return message
-
-    def _is_stopped(self) -> bool:
-        with suppress(psutil.NoSuchProcess):
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-        return False
 
     def last_output(self) -> str:
         """Return the last line of its output, or a likely reason for its end."""
@@ -161,11 +155,7 @@ class WorkerProcess:
             problem = f"worker {self.pid} did not end within {_KILL_TIMEOUT_S:.0f} s of SIGKILL"
             raise SlimeLikeError(problem, code="worker-not-ended", remedy="end it by hand") from error
         finally:
-            self._close_log()
-
-    def _close_log(self) -> None:
-        """Close the log, and remove it if it is empty."""
-        if self._keeps_log and not os.fstat(self._log.fileno()).st_size:
-            with suppress(OSError):  # its directory has been moved
-                Path(str(self._log.name)).unlink()
-        self._log.close()
+            if self._keeps_log and not os.fstat(self._log.fileno()).st_size:
+                with suppress(OSError):  # its directory has been moved
+                    Path(str(self._log.name)).unlink()
+            self._log.close()

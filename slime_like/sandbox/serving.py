@@ -85,7 +85,8 @@ def serve(
         return 1
     extra_bytes = int(setup["memory_mb"]) * 2**20
     if used_bytes is None:
-        _limit_memory(extra_bytes)
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + extra_bytes,) * 2)
     else:
         Thread(target=_watch_memory, args=(replies, used_bytes, used_bytes() + extra_bytes), daemon=True).start()
     _send(replies, {"ready": os.getpid(), **about})
@@ -175,13 +176,6 @@ def _watch_memory(replies: BinaryIO, used_bytes: Callable[[], int], most: int) -
     while used_bytes() <= most:
         time.sleep(_WATCH_S)
     _send(replies, {"ended": "memory"})
-
-
-def _limit_memory(extra_bytes: int) -> None:
-    """Limit the address space to what is in use now plus ``extra_bytes``."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    limit = pages * resource.getpagesize() + extra_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _limit_cpu(seconds: float) -> None:

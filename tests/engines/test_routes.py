@@ -15,7 +15,7 @@ from slime_like.agents.turns import CallPrompt, Turn, _new_fields, _row
 from slime_like.interfaces import Generation, PromptInput
 from slime_like.orchestration.rollout.conversations import _Response
 from slime_like.verification.engine.interruptions import routes, routes_amid_update
-from slime_like.verification.engine.subject import Reference, Refuted, Subject
+from slime_like.verification.engine.subject import ClaimFailed, Reference, Subject
 from tests.engines.conftest import ENGINES
 from tests.engines.harness import EngineUnderTest, run_config, started, tiny_pair
 
@@ -183,7 +183,7 @@ def test_faults_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) 
 
         with monkeypatch.context() as patch:
             patch.setattr(Sample, "to_generation", wrong)
-            with pytest.raises(Refuted):
+            with pytest.raises(ClaimFailed):
                 routes(subject)
 
     def overwrite(sample: Sample, found: np.ndarray) -> None:
@@ -192,5 +192,5 @@ def test_faults_are_detected(subject: Subject, monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr(Sample, "keep_routes", overwrite)
         assert routes(subject) == 0.0
-        with pytest.raises(Refuted):
+        with pytest.raises(ClaimFailed):
             routes_amid_update(subject)

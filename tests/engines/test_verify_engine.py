@@ -23,7 +23,7 @@ from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Su
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine import claims
 from slime_like.verification.engine.claims import every_tensor, truncated_sampling
-from slime_like.verification.engine.subject import DrivenEngine, Reference, Refuted, Subject, started
+from slime_like.verification.engine.subject import ClaimFailed, DrivenEngine, Reference, Subject, started
 from slime_like.verification.engine.verify import _others as others
 from slime_like.verification.engine.verify import _prompts as prompts
 from slime_like.verification.engine.verify import verify_engine
@@ -90,7 +90,7 @@ def test_ignored_tensors_are_named(subject: Subject, monkeypatch: pytest.MonkeyP
             return found.clone() if name in ignored else found
 
         monkeypatch.setattr(weights, "destination", elsewhere)
-        with pytest.raises(Refuted, match="updates of 7 of 14 tensors have no effect: ") as caught:
+        with pytest.raises(ClaimFailed, match="updates of 7 of 14 tensors have no effect: ") as caught:
             every_tensor(subject)
         assert [name for name in names if f"{name} (" in str(caught.value)] == ignored
     monkeypatch.undo()
@@ -113,7 +113,7 @@ def test_swapped_tensors_are_detected(subject: Subject, monkeypatch: pytest.Monk
     base = dict(subject.reference.weights)
     with monkeypatch.context() as patch:
         patch.setattr(weights, "destination", swapped)
-        with pytest.raises(Refuted) as caught:
+        with pytest.raises(ClaimFailed) as caught:
             every_tensor(subject)
         assert f".{one}.weight (" in str(caught.value) and f".{other}.weight (" in str(caught.value)
     subject.load(base)
@@ -126,7 +126,7 @@ def test_old_weights_are_detected(claim: claims.Claim, subject: Subject, monkeyp
     subject.others = others(base)
     with monkeypatch.context() as patch:
         patch.setattr(weights, "destination", lambda name, tensors: usual(name, tensors).clone())
-        with pytest.raises(Refuted, match=r"logprobs (after|around) an update differ"):
+        with pytest.raises(ClaimFailed, match=r"logprobs (after|around) an update differ"):
             claim(subject)
     subject.others = others(base)
     subject.load(base)
@@ -158,7 +158,7 @@ def test_ignored_settings_are_detected(
         return await usual(engine, dataclasses.replace(request, **changed))
 
     monkeypatch.setattr(TransformersEngine, "generate", ignoring)
-    with pytest.raises(Refuted):
+    with pytest.raises(ClaimFailed):
         claim(subject)
 
 
@@ -174,13 +174,13 @@ def test_wrong_supports_are_detected(subject: Subject, monkeypatch: pytest.Monke
             return dataclasses.replace(found, supports=Supports.of(change(list(found.supports))))
 
         monkeypatch.setattr(Sample, "to_generation", wrong)
-        with pytest.raises(Refuted):
+        with pytest.raises(ClaimFailed):
             truncated_sampling(subject)
 
 
 def test_a_tensor_without_effect_refutes_the_claim(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(claims._MOVES, subject.reference.dtype, 1e9)
-    with pytest.raises(Refuted, match="14 tensors could not be tested"):
+    with pytest.raises(ClaimFailed, match="14 tensors could not be tested"):
         every_tensor(subject)
 
 

@@ -18,8 +18,7 @@ from ray._private import services
 from slime_like.config import ClusterConfig
 from slime_like.errors import LIKELY_KILLER, SlimeLikeError, with_notes
 from slime_like.orchestration.cluster import orphan_reaper
-from slime_like.orchestration.cluster.daemons import DaemonWatch
-from slime_like.orchestration.cluster.lean_node import lean_start, own_node, own_token
+from slime_like.orchestration.cluster.lean_node import DaemonWatch, lean_start, own_node, own_token
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.ray_session import (
     RAY_DIRECTORY,

@@ -1,11 +1,18 @@
-"""Ray's processes on one node: only the ones that a run needs, in separate process groups."""
+"""Ray's processes on one node: only the ones that a run needs, in separate process groups, and a watch over them."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
+from unittest import mock
+
+import psutil
 
 # `ray.init` and `ray start` cannot leave processes out. With all of them, starting takes three times as long.
 import ray._private.node
@@ -17,12 +24,26 @@ from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-d
 
 from slime_like.errors import SlimeLikeError
 from slime_like.orchestration.cluster.orphan_reaper import ended_agent
-from slime_like.orchestration.cluster.token import create_token
+from slime_like.orchestration.cluster.ray_session import create_token
+from slime_like.orchestration.cluster.stopped import Stopped, StopWatch, as_stopped
 
 _LOOPBACK = "127.0.0.1"
 _GCS_START_S = "60"
 VITAL = ("gcs_server", "raylet")
 _STORE_REMEDY = "lower cluster.object_store_mb, or give this machine or its /dev/shm more memory"
+_AGENT = "RuntimeEnvAgent"
+"""Agent without which no worker starts. A run does not need Ray's other agents to respond."""
+
+_LOOK_EVERY_S = 0.5
+_LOOKS_PER_STOP = 10
+"""Checks for deaths per check for stops, which reads all processes of the host."""
+
+_GRACE_S = 3.0
+"""Time from a daemon's death to the interrupt. A failure that appears by itself in this time explains more."""
+
+_FAILS_BEFORE_S = 0.5
+"""Time that a daemon may outlive the first failure its death causes."""
+
 _TOKEN_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
 
 
@@ -44,7 +65,7 @@ class LeanNode(ray._private.node.Node):
         ray_params.update(no_monitor=True, include_log_monitor=False)
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", _GCS_START_S)  # Ray's 30 s are short on a busy machine
         try:
-            with _replaced(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)):
+            with mock.patch.object(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)):
                 super().__init__(ray_params, **options)
         except Exception as error:  # Ray can raise Exception itself
             if (died := self.ended_daemon()) is not None:
@@ -81,10 +102,10 @@ def lean_start(own: bool) -> Iterator[None]:
     sentence. With ``own``, the cluster it starts is a ``LeanNode`` on loopback.
     """
     with ExitStack() as stack:
-        stack.enter_context(_replaced(ray._private.utils, "set_sigterm_handler", lambda _: None))
-        stack.enter_context(_replaced(ray._private.worker, "listen_error_messages", lambda *_: None))
+        stack.enter_context(mock.patch.object(ray._private.utils, "set_sigterm_handler", lambda _: None))
+        stack.enter_context(mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None))
         if own:
-            stack.enter_context(_replaced(ray._private.node, "Node", LeanNode))
+            stack.enter_context(mock.patch.object(ray._private.node, "Node", LeanNode))
         yield
 
 
@@ -112,11 +133,101 @@ def _use_token(settings: Mapping[str, str]) -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    usual = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, usual)
+class DaemonWatch:
+    """Thread that checks the daemons. A daemon that ends or is stopped ends the run by name.
+
+    Without its raylet, a driver that waits for a lost worker's object waits forever. Without the GCS, Ray ends the
+    driver after a while, and the driver cannot clean up. State calls and ``ray.put`` release the interpreter, so this
+    thread runs while they hang. The driver cannot be interrupted then: once the stopped daemon is killed, Ray ends the
+    driver, and the orphan reaper reports the daemon.
+
+    Args:
+        node: node of the daemons.
+        note: called with sentences about stopped daemons, from that thread.
+
+    Attributes:
+        interrupted_for: daemon for whose end the watch has interrupted the main thread like Ctrl-C. Only a watch made
+            there can.
+    """
+
+    def __init__(self, node: LeanNode, note: Callable[[str], None]) -> None:
+        self._node, self._note = node, note
+        self._watch = StopWatch()
+        self._over = threading.Event()
+        self._deciding = threading.Lock()
+        self._may_interrupt = threading.current_thread() is threading.main_thread()
+        self._thread = threading.Thread(target=self._run, name="daemons", daemon=True)
+        self.interrupted_for: str | None = None
+        self._deaf = self._may_interrupt and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if self._deaf:  # scripts start background commands ("&") like this; only this watch's interrupt counts then
+            signal.signal(signal.SIGINT, self._hear)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. If it interrupts just now, the run is ending already."""
+        try:
+            with self._deciding:
+                self._over.set()
+            self._thread.join()
+        except KeyboardInterrupt:
+            if self.interrupted_for is None:
+                raise
+            self._over.set()
+        if self._deaf:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def cause(self) -> str | None:
+        """Return the daemon that caused a failure, if any. Wait a moment for one that is about to end.
+
+        A daemon that interrupted the run is already known, since a busy machine may let the moment pass.
+        """
+        until = time.monotonic() + _FAILS_BEFORE_S
+        while True:
+            if (died := self.interrupted_for or self._node.ended_daemon()) is not None:
+                ended = self._watch.recently_ended(time.monotonic())
+                return f"{ended}; {died}" if ended else died
+            if time.monotonic() >= until:
+                return next((f"{one} is stopped (SIGSTOP)" for one in self._stopped()), None)
+            time.sleep(_LOOK_EVERY_S / 5)
+
+    def end_stopped(self) -> None:
+        """Kill stopped daemons: requests to them would never return."""
+        for one in self._stopped():
+            one.kill()
+
+    def _run(self) -> None:
+        looks = 0
+        while not self._over.wait(_LOOK_EVERY_S):
+            if looks % _LOOKS_PER_STOP == 0:
+                notes, end = self._watch.look(list(self._stopped()), time.monotonic())
+                for note in notes:
+                    self._note(note)
+                for one in end:
+                    one.kill()
+            looks += 1
+            if (died := self._node.ended_daemon()) is not None:
+                self._over.wait(_GRACE_S)
+                with self._deciding:
+                    if self._may_interrupt and not self._over.is_set():
+                        self.interrupted_for = died
+                        # The process could deliver its signal to a thread that is not running.
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                return
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted_for is not None:
+            raise KeyboardInterrupt
+
+    def _stopped(self) -> Iterator[Stopped]:
+        for kind in VITAL:
+            for info in self._node.all_processes.get(kind, []):
+                with suppress(psutil.NoSuchProcess):
+                    daemon = psutil.Process(info.process.pid)
+                    if found := as_stopped(daemon, "this host", f"Ray's {kind}"):
+                        yield found
+                    # A raylet's children are its agents and the workers. StoppedWorkers checks the workers.
+                    for child in daemon.children():
+                        with suppress(psutil.NoSuchProcess):  # a child that ended must not hide its siblings
+                            if _AGENT in " ".join(child.cmdline()):
+                                agent = as_stopped(child, "this host", "Ray's runtime_env_agent")
+                                yield from filter(None, [agent])

@@ -43,7 +43,21 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
         ConfigError: node 0's name is unknown or cannot be reached; on node 0, its address is not this host's; or it is
             loopback although other nodes must reach it.
     """
-    head = _resolved_head(head_name, address)
+    try:
+        head = str(socket.getaddrinfo(head_name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a name
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"HEAD_ADDR={head_name} cannot be resolved ({why}); give node 0's address") from error
+    if is_loopback(head) and head != head_name and not address:  # a numeric address means several nodes on one machine
+        raise ConfigError(
+            f"HEAD_ADDR={head_name} is {head} here, which no other node can reach; give the address that node 0 has in "
+            "the cluster"
+        )
+    if head in _RAYS_LOCALHOST:
+        raise ConfigError(
+            f"HEAD_ADDR={head_name}: Ray takes {head} for another address; give the one in the network (127.0.0.2, and "
+            "a NODE_ADDR for each, for several nodes of one machine)"
+        )
     try:
         node = address or (head if rank == 0 else address_towards(head))
     except OSError as error:
@@ -65,22 +79,3 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
             )
         raise ConfigError(f"NODE_ADDR={node} is not an address of {socket.gethostname()}; it has {listed}")
     return Place(rank, node if rank == 0 else head, node, interface)
-
-
-def _resolved_head(name: str, address: str) -> str:
-    try:
-        head = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError) as error:  # UnicodeError: the text cannot be a name
-        why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"HEAD_ADDR={name} cannot be resolved ({why}); give node 0's address") from error
-    if is_loopback(head) and head != name and not address:  # a numeric address means several nodes on one machine
-        raise ConfigError(
-            f"HEAD_ADDR={name} is {head} here, which no other node can reach; give the address that node 0 has in "
-            "the cluster"
-        )
-    if head in _RAYS_LOCALHOST:
-        raise ConfigError(
-            f"HEAD_ADDR={name}: Ray takes {head} for another address; give the one in the network (127.0.0.2, and "
-            "a NODE_ADDR for each, for several nodes of one machine)"
-        )
-    return head

@@ -1,12 +1,22 @@
-"""Files of a Ray session. Logs are kept in the run's directory, everything else is removed."""
+"""Files of a Ray session. Logs are kept in the run's directory, everything else is removed.
 
+Ray's token is a secret that the nodes of a run share, in a file that only its owner may read.
+"""
+
+import os
 import re
+import secrets
 import shutil
+import stat
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from slime_like.errors import LaunchError
+from slime_like.system.disk import write_private
+from slime_like.system.interrupts import polls
 from slime_like.weights.transports.names import SHARED_MEMORY
 
 RAY_DIRECTORY = "r"
@@ -16,6 +26,8 @@ _RAY_LOGS = "ray"
 _ROLE_LOG = re.compile(r"[a-z]+-[\d-]+(\.\d+)?\.log")
 """Pattern of the log names that ``disk.open_log`` gives to processes of the run."""
 _REMOVALS = 20
+_POLL_S = 0.2
+_SHORTEST = 16
 _MEETING = "vllm_dist_*"
 """Files at which vLLM's ranks meet. Their shared memory is named after them. A started engine removes that memory
 itself, but one that is killed while starting cannot."""
@@ -73,7 +85,9 @@ def put_away(session: Path, logs: Path) -> None:
             return
         with suppress(OSError):
             _set_ray_logs_apart(moving)
-            _close_to_others(moving)
+            for path in (moving, *moving.rglob("*")):  # Ray lets other users write
+                if not path.is_symlink():
+                    path.chmod(path.stat().st_mode & 0o755)
         logs.unlink()
         moving.rename(logs)
     _remove(session)
@@ -89,13 +103,6 @@ def _set_ray_logs_apart(logs: Path) -> None:
             path.rmdir()
         else:
             path.unlink()
-
-
-def _close_to_others(logs: Path) -> None:
-    """Remove other users' write permission, which Ray grants."""
-    for path in (logs, *logs.rglob("*")):
-        if not path.is_symlink():
-            path.chmod(path.stat().st_mode & 0o755)
 
 
 def _remove(session: Path) -> None:
@@ -114,3 +121,54 @@ def keep_logs_only(session: Path) -> None:
             entry.unlink(missing_ok=True)
         elif entry.name != _LOGS:
             shutil.rmtree(entry, ignore_errors=True)  # a daemon may be writing
+
+
+def create_token(path: Path) -> str:
+    """Return the token in the file. Node 0 creates a missing file.
+
+    Raises:
+        LaunchError: the file cannot be created, or others may read it.
+    """
+    try:
+        if not path.exists():
+            write_private(path, secrets.token_urlsafe(32))
+    except OSError as error:
+        raise LaunchError(
+            f"cannot create the cluster's key {path} ({error.strerror})", code="key-not-made", remedy="give TOKEN_FILE"
+        ) from error
+    return _read_token(path)
+
+
+def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda: None) -> str:
+    """Wait for node 0 to create the file, and return its token. ``watch`` is called while waiting, and may raise.
+
+    Raises:
+        LaunchError: the file does not appear in time, or others may read it.
+    """
+    for _ in polls(_POLL_S, timeout_s):
+        if path.exists():
+            return _read_token(path)
+        watch()
+    raise LaunchError(
+        f"no cluster key {path} within {timeout_s:.0f} s: node 0, which creates it, was not started, or the nodes do "
+        "not share this directory",
+        code="key-missing",
+        remedy="share it, or copy a key to every node and give TOKEN_FILE",
+    )
+
+
+def _read_token(path: Path) -> str:
+    about = path.stat()
+    if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        raise LaunchError(
+            f"the cluster's key {path} can be read by other users",
+            code="key-unsafe",
+            remedy="chown it to you, and chmod 600 it",
+        )
+    if len(token := path.read_text(encoding="utf-8").strip()) < _SHORTEST:
+        raise LaunchError(
+            f"the cluster's key {path} is shorter than {_SHORTEST} characters",
+            code="key-short",
+            remedy="remove it, or write one",
+        )
+    return token

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,18 +56,16 @@ class Stopped:
 
 def stopped_processes(workers: Collection[int], node: str, end: Collection[Stopped] = ()) -> list[Stopped]:
     """Return the stopped processes among these workers and their descendants on this node; kill those in ``end``."""
-    found = [found for worker in workers for process in _family(worker) if (found := as_stopped(process, node))]
-    for one in found:
-        if one in end:
-            one.kill()
+    found = []
+    for worker in workers:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(worker)
+            family = [process, *process.children(recursive=True)]
+            found += [stopped for each in family if (stopped := as_stopped(each, node))]
+    for stopped in found:
+        if stopped in end:
+            stopped.kill()
     return found
-
-
-def _family(worker: int) -> Iterator[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(worker)
-        yield process
-        yield from process.children(recursive=True)
 
 
 def as_stopped(process: psutil.Process, node: str, role: str | None = None) -> Stopped | None:

@@ -43,18 +43,15 @@ def any_answer(function: Function) -> Function:
 
     @wraps(function)
     def best(prompt: str, response: str, answer: str, **options: Any) -> RewardResult:
-        results = [function(prompt, response, right, **options) for right in _right_answers(answer)]
+        try:
+            listed = json.loads(answer) if answer.startswith('["') else None
+        except ValueError:
+            listed = None
+        are_texts = isinstance(listed, list) and all(isinstance(text, str) for text in listed)
+        results = [function(prompt, response, right, **options) for right in (listed if are_texts else [answer])]
         return max(results, key=lambda result: (result.reward, result.success))
 
     return cast(Function, best)
-
-
-def _right_answers(answer: str) -> list[str]:
-    try:
-        found = json.loads(answer) if answer.startswith('["') else None
-    except ValueError:
-        found = None
-    return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else [answer]
 
 
 @any_answer
@@ -198,7 +195,13 @@ def reasoning_gym(
     """
     from reasoning_gym.factory import get_score_answer_fn  # imports all tasks, which takes seconds
 
-    entry = _task_entry(answer)
+    try:
+        entry = json.loads(answer)
+        if not isinstance(entry, dict) or not {"task", "question", "answer", "metadata"} <= entry.keys():
+            raise ValueError("it lacks a task's fields")
+    except ValueError as error:
+        problem = f"the answer {answer[:40]!r} is not from a row of `slime-like make-tasks` ({error})"
+        raise ValueError(problem) from error
     given = after_thinking(response, prompt) if pattern is None else last_match(pattern, response, prompt)
     if given is None:
         return RewardResult(0.0, False, {"reason": _NO_MATCH})
@@ -210,18 +213,6 @@ def reasoning_gym(
         reason = f"not judged ({type(error).__name__})"
         return RewardResult(0.0, False, {"reason": reason, "task": entry["task"]})
     return RewardResult(score, score >= 1.0, {"task": entry["task"]})
-
-
-def _task_entry(answer: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(answer)
-        if not isinstance(entry, dict) or not {"task", "question", "answer", "metadata"} <= entry.keys():
-            raise ValueError("it lacks a task's fields")
-    except ValueError as error:
-        raise ValueError(
-            f"the answer {answer[:40]!r} is not from a row of `slime-like make-tasks` ({error})"
-        ) from error
-    return entry
 
 
 @group_reward

@@ -73,7 +73,10 @@ def math_verify(
         ValueError: the ground truth itself cannot be parsed.
     """
     ended = after_thinking(response, prompt).rstrip()
-    tail = _tail(ended, max_chars)
+    tail = ended[-max_chars:]
+    pieces = tail.split(maxsplit=1)  # the tail starts at white space, so no number is cut in two
+    if len(tail) < len(ended) and len(pieces) == 2 and not ended[-max_chars - 1].isspace():
+        tail = pieces[1]
     metadata: dict[str, Any] = {"cut_chars": len(ended) - len(tail)} if len(tail) < len(ended) else {}
     reason = _why_wrong(_normalized(tail), _normalized(answer), require_boxed, allow_arithmetic)
     if reason is not None:
@@ -182,15 +185,6 @@ def _evaluated(number: Any) -> Any:
         return number.evalf(strict=True)
     except ArithmeticError:  # sympy's PrecisionExhausted, as for sqrt(2)^2 - 2: every digit cancels
         return number.evalf(chop=1e-60)
-
-
-def _tail(text: str, max_chars: int) -> str:
-    """Return the end of the text, starting at white space, so no number is cut in two."""
-    if len(text) <= max_chars:
-        return text
-    tail = text[-max_chars:]
-    pieces = tail.split(maxsplit=1)
-    return pieces[1] if len(pieces) == 2 and not text[-max_chars - 1].isspace() else tail
 
 
 def _depth(text: str) -> int:

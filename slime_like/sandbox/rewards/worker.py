@@ -89,18 +89,18 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
         functions = groups if "responses" in item else samples
-        results = zip(*[function.results(item) for function in functions], strict=True)
-        return {"samples": [_as_message(functions, result) for result in results]}
+        return {
+            "samples": [
+                {
+                    "rewards": [float(result.reward) for result in results],
+                    "successes": [float(result.success) for result in results],
+                    "metadata": {f.name: r.metadata for f, r in zip(functions, results, strict=True) if r.metadata},
+                }
+                for results in zip(*[function.results(item) for function in functions], strict=True)
+            ]
+        }
 
     return handle, {"of_groups": [function.name for function in groups]}
-
-
-def _as_message(functions: Sequence[_Function], results: Sequence[RewardResult]) -> dict[str, Any]:
-    return {
-        "rewards": [float(result.reward) for result in results],
-        "successes": [float(result.success) for result in results],
-        "metadata": {f.name: r.metadata for f, r in zip(functions, results, strict=True) if r.metadata},
-    }
 
 
 def _checked(found: Any) -> RewardResult:

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces import Manifest
 from slime_like.verification.engine.interruptions import interrupted, routes, routes_amid_update, updated_amid
-from slime_like.verification.engine.subject import COLD, TOKENS, Refuted, Subject
+from slime_like.verification.engine.subject import COLD, TOKENS, ClaimFailed, Subject
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}
 """Minimum ``Reference.gap`` of the most affected logprobs before and after a tensor's change."""
@@ -30,7 +30,7 @@ _CUTS = ((0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2))
 
 def _bounded(subject: Subject, gap: float, what: str) -> float:
     if gap > subject.reference.bound:
-        raise Refuted(f"{what} differ by {gap:.1e} (bound {subject.reference.bound:.1e})")
+        raise ClaimFailed(f"{what} differ by {gap:.1e} (bound {subject.reference.bound:.1e})")
     return gap
 
 
@@ -71,9 +71,9 @@ def seeds(subject: Subject) -> None:
 
     alone, crowd = drawn(7, 8), drawn(7, 10, crowded=True)
     if not subject.reference.is_alike(list(zip(alone, crowd, strict=False))):
-        raise Refuted("the same seed gave other tokens during other requests")
+        raise ClaimFailed("the same seed gave other tokens during other requests")
     if len({*crowd, *drawn(8, 2), *drawn(None, 1), *drawn(None, 1)}) < 14:
-        raise Refuted("two samples of a request, of two seeds, or of requests without a seed are equal")
+        raise ClaimFailed("two samples of a request, of two seeds, or of requests without a seed are equal")
 
 
 def unknown_fields(subject: Subject) -> None:
@@ -96,10 +96,10 @@ def stop_tokens(subject: Subject) -> None:
         found = ended.token_ids.tolist()
         end = (found.index(stop) + 1, "stop") if stop in found else (TOKENS, "length")
         if (len(found), ended.finish_reason) != end:
-            raise Refuted(f"sampled {found} ({ended.finish_reason}) although {stop} should end the response")
+            raise ClaimFailed(f"sampled {found} ({ended.finish_reason}) although {stop} should end the response")
         pairs.append((found, ids[: ids.index(stop) + 1]))
     if not subject.reference.is_alike(pairs):
-        raise Refuted("a stop token changed the tokens in front of it")
+        raise ClaimFailed("a stop token changed the tokens in front of it")
 
 
 def truncated_sampling(subject: Subject) -> float | None:
@@ -115,14 +115,14 @@ def truncated_sampling(subject: Subject) -> float | None:
         (evaluated,) = subject.engine.generate(prompt, training=False, **options)
         pairs.append((generation.token_ids.tolist(), evaluated.token_ids.tolist()))
         if generation.supports is None:
-            raise Refuted("no supports were returned")
+            raise ClaimFailed("no supports were returned")
         logits = subject.reference.logits(prompt, generation.token_ids.tolist())[:-1].double() / 0.7
         tokens = zip(logits, generation.supports, generation.token_ids, strict=True)
         expected, edges = np.array([_over_support(*each, top_p, top_k, min_p) for each in tokens]).T
         compared = ((generation.logprobs, expected), (edges, np.zeros_like(edges)))
         gaps += [subject.reference.gap(found, right, temperature=0.7) for found, right in compared]
     if not subject.reference.is_alike(pairs):
-        raise Refuted("evaluation sampled other tokens with the same seed")
+        raise ClaimFailed("evaluation sampled other tokens with the same seed")
     return _bounded(subject, max(gaps), "logprobs over supports, or at their edges,")
 
 
@@ -136,7 +136,7 @@ def _over_support(
     count = 1 + int(((mass / mass.sum()).cumsum(0) < top_p).sum()) if top_p < 1 else len(mass)
     kept = support.tolist()
     if token not in kept:
-        raise Refuted(f"token {token} was sampled from {kept[:20]}")
+        raise ClaimFailed(f"token {token} was sampled from {kept[:20]}")
     logprob = float(logits[token] - logits[kept].logsumexp(0))
     if abs(len(kept) - count) <= 1 and set(kept) <= set(likeliest.indices[: count + 1].tolist()):
         return logprob, 0.0  # a token at the edge may round to either side
@@ -158,28 +158,27 @@ def idle_update(subject: Subject) -> float:
     subject.swap()
     health = engine.run(engine.engine.health())
     if receipt.checksums != sent:
-        raise Refuted("the hashes of the engine's tensors differ from those of the sent tensors")
+        raise ClaimFailed("the hashes of the engine's tensors differ from those of the sent tensors")
     (generation,) = engine.generate(subject.prompts[0], max_new_tokens=4)
     versions = {receipt.version, health.weight_version, *generation.weight_versions.tolist()}
     if versions != {engine.version}:
-        raise Refuted(f"after update {engine.version} the engine reports the versions {sorted(versions)}")
+        raise ClaimFailed(f"after update {engine.version} the engine reports the versions {sorted(versions)}")
     return _bounded(subject, subject.probe(), "logprobs after an update")
 
 
 def update_amid_requests(subject: Subject) -> float:
     """Tokens before an update use the old weights and later tokens the new ones, as their versions say, whether or not
     the caller pauses the engine."""
-    return max(_updated_amid(subject, pauses) for pauses in (False, True))
-
-
-def _updated_amid(subject: Subject, pauses: bool) -> float:
-    prompt, generation, before = updated_amid(subject, pauses)
-    new = subject.reference.logprobs(prompt, generation.token_ids, COLD)
-    subject.swap()
-    old = subject.reference.logprobs(prompt, generation.token_ids, COLD)
-    subject.swap()
-    parts = [(generation.logprobs[:before], old[:before]), (generation.logprobs[before:], new[before:])]
-    return _bounded(subject, max(subject.reference.gap(*part, COLD) for part in parts), "logprobs around an update")
+    gaps = []
+    for pauses in (False, True):
+        prompt, generation, before = updated_amid(subject, pauses)
+        new = subject.reference.logprobs(prompt, generation.token_ids, COLD)
+        subject.swap()
+        old = subject.reference.logprobs(prompt, generation.token_ids, COLD)
+        subject.swap()
+        gaps += [subject.reference.gap(generation.logprobs[:before], old[:before], COLD)]
+        gaps += [subject.reference.gap(generation.logprobs[before:], new[before:], COLD)]
+    return _bounded(subject, max(gaps), "logprobs around an update")
 
 
 def every_tensor(subject: Subject) -> float:
@@ -197,9 +196,9 @@ def every_tensor(subject: Subject) -> float:
             ignored.append(f"{name} ({gap:.1e} of {moved:.1e})")
     subject.load(base)
     if ignored:
-        raise Refuted(f"updates of {len(ignored)} of {len(base)} tensors have no effect: {', '.join(ignored)}")
+        raise ClaimFailed(f"updates of {len(ignored)} of {len(base)} tensors have no effect: {', '.join(ignored)}")
     if idle:
-        raise Refuted(f"{len(idle)} tensors could not be tested, because they change no logprob: {', '.join(idle)}")
+        raise ClaimFailed(f"{len(idle)} tensors could not be tested, because they change no logprob: {', '.join(idle)}")
     return _bounded(subject, subject.probe(), "logprobs after all changes were reverted")
 
 
@@ -250,10 +249,10 @@ def broken_updates(subject: Subject) -> float:
 
 @contextlib.contextmanager
 def _rejected(error: type[Exception], otherwise: str) -> Iterator[None]:
-    """Refute the claim with ``otherwise`` unless the block raises ``error``."""
+    """Fail the claim with ``otherwise`` unless the block raises ``error``."""
     with contextlib.suppress(error):
         yield
-        raise Refuted(otherwise)
+        raise ClaimFailed(otherwise)
 
 
 def sleep_and_wake(subject: Subject) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime_like.interfaces import Generation, PauseMode
-from slime_like.verification.engine.subject import TOKENS, Refuted, Subject
+from slime_like.verification.engine.subject import TOKENS, ClaimFailed, Subject
 
 _ATTEMPTS = 12
 
@@ -38,11 +38,11 @@ def interrupted(subject: Subject) -> Iterator[tuple[list[int], Generation]]:
             break
     else:
         after = f"at last after {subject.halfway_s:.3f} s"
-        raise Refuted(f"no request was aborted halfway in {_ATTEMPTS} attempts, {after}")
+        raise ClaimFailed(f"no request was aborted halfway in {_ATTEMPTS} attempts, {after}")
     yield prompt, ended
     whole = engine.run(paused("keep", prompt, subject.halfway_s))
     if whole.finish_reason == "abort":
-        raise Refuted("a frozen request next to a canceled one was aborted")
+        raise ClaimFailed("a frozen request next to a canceled one was aborted")
     yield prompt, whole
 
 
@@ -76,10 +76,10 @@ def updated_amid(subject: Subject, pauses: bool) -> tuple[list[int], Generation,
         before = versions.count(version)
         if TOKENS <= before <= len(versions) - TOKENS:
             if versions != [version] * before + [engine.version] * (len(versions) - before):
-                raise Refuted(f"tokens around update {engine.version} have the versions {sorted(set(versions))}")
+                raise ClaimFailed(f"tokens around update {engine.version} have the versions {sorted(set(versions))}")
             return prompt, generation, before
         subject.halfway_s *= 1.5 if before < TOKENS else 0.5
-    raise Refuted("no update came in the middle of a response")
+    raise ClaimFailed("no update came in the middle of a response")
 
 
 def _prompts(subject: Subject) -> Iterator[list[int]]:
@@ -129,12 +129,12 @@ def routes_amid_update(subject: Subject) -> float | None:
 def _wrong(generation: Generation, expected: np.ndarray) -> np.ndarray:
     found = generation.fields.get("routes", np.empty(0))
     if found.dtype != np.int16 or found.shape != expected.shape:
-        raise Refuted(f"routes are {found.dtype} {found.shape}, not int16 {expected.shape}")
+        raise ClaimFailed(f"routes are {found.dtype} {found.shape}, not int16 {expected.shape}")
     return (np.sort(found) != np.sort(expected)).any(-1)
 
 
 def _bounded(subject: Subject, wrong: np.ndarray) -> float:
     share, bound = float(wrong.mean()), _DIFFERING[subject.reference.dtype]
     if share > bound:
-        raise Refuted(f"{share:.1%} of the routers' choices differ (bound {bound:.0%})")
+        raise ClaimFailed(f"{share:.1%} of the routers' choices differ (bound {bound:.0%})")
     return share

@@ -217,7 +217,7 @@ _LONG = 200
 """Tokens of a response that lasts long enough for an action in its middle."""
 
 
-class Refuted(Exception):
+class ClaimFailed(Exception):
     """Error of an engine that does not satisfy a claim; the message describes what was found."""
 
 
@@ -246,7 +246,7 @@ class Subject:
     def load(self, weights: dict[str, Tensor]) -> None:
         receipt, sent = self.engine.run(self.engine.update(weights))
         if receipt.checksums != sent:
-            raise Refuted("the hashes of the received tensors differ from those of the sent tensors")
+            raise ClaimFailed("the hashes of the received tensors differ from those of the sent tensors")
         self.reference.use(weights)
 
     def swap(self) -> None:

@@ -14,7 +14,7 @@ from slime_like.errors import SlimeLikeError
 from slime_like.interfaces import load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine.claims import CLAIMS, Claim
-from slime_like.verification.engine.subject import DrivenEngine, Reference, Refuted, Subject, started
+from slime_like.verification.engine.subject import ClaimFailed, DrivenEngine, Reference, Subject, started
 
 _PROMPTS = 8
 LONGEST_PROMPT, LONGEST_RESPONSE = 64, 256
@@ -68,7 +68,7 @@ def _tried(claim: Claim, subject: Subject) -> Verdict:
     began, gap, problem = time.monotonic(), None, None
     try:
         gap = claim(subject)
-    except Refuted as refuted:
+    except ClaimFailed as refuted:
         problem = str(refuted)
     except (SlimeLikeError, TimeoutError) as error:  # other claims may still hold
         problem = f"{type(error).__name__}: {error}"

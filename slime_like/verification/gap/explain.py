@@ -151,7 +151,7 @@ class Explanation:
 
     # ------------------------------------------------------------------------------------- on recorded logprobs
     def _staleness(self) -> Trials:
-        """Use each token's own weights. Leave tokens out whose weights are gone."""
+        """Score each token with the weights that sampled it. Skip tokens if their checkpoint no longer exists."""
         current, left, trainer, masks = self._batch.version, self._left, self._left.trainer, self._left.masks
         versions = [row.weight_versions for row in left.rows if row.weight_versions is not None]
         tokens = left.tokens(versions)
@@ -193,10 +193,14 @@ class Explanation:
     def _ids(self) -> Trials:
         """Score the responses after the prompts that the engine may have seen instead."""
         rows = self._left.rows
-        return [
-            (self._scored([_after(*each) for each in zip(rows, prompts, strict=True)]), text)
-            for text, prompts in self._prompts([row.prompt_tokens for row in rows])
-        ] or "encoded again, the prompts are the same"
+        trials = []
+        for text, prompts in self._prompts([row.prompt_tokens for row in rows]):
+            after = [
+                replace(row, prompt_tokens=ids, prompt_len=len(ids), routes=None)
+                for row, ids in zip(rows, prompts, strict=True)
+            ]
+            trials.append((self._scored(after), text))
+        return trials or "encoded again, the prompts are the same"
 
     def _prompts(self, given: Sequence[Tensor]) -> Iterator[tuple[str, Sequence[Tensor]]]:
         config = self._config
@@ -282,10 +286,6 @@ class Explanation:
 
 def _over_vocabulary(rows: Rows) -> Rows:
     return [replace(row, support_ids=None, support_sizes=None) for row in rows]
-
-
-def _after(row: ScoredTrajectory, prompt: Tensor) -> ScoredTrajectory:
-    return replace(row, prompt_tokens=prompt, prompt_len=len(prompt), routes=None)
 
 
 def _routed(rows: Rows, routes: Sequence[Tensor], first: int = 0, end: int | None = None) -> Rows:

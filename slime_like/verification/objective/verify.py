@@ -49,7 +49,12 @@ that is far above ``UNBIASED``, with a square far below."""
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """How far the policies differ: the engine's from the trainer's at the start of the step, and that from now."""
+    """Differences between the policies of a step, as standard deviations of logits.
+
+    Attributes:
+        engine: between the engine and the trainer at the start of the step.
+        update: between the trainer at the start of the step and now.
+    """
 
     name: str
     engine: float = 0.0

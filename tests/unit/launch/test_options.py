@@ -16,7 +16,7 @@ from slime_like.errors import ConfigError, LaunchError
 from slime_like.launch.commands import ExitNotes, NodeEndedError, RunVerdict
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.place import Place, find_place
-from slime_like.orchestration.cluster.token import await_token, create_token
+from slime_like.orchestration.cluster.ray_session import await_token, create_token
 from tests.support.rejections import Rejects
 from tests.unit.orchestration.cluster.test_bundles import config
 
