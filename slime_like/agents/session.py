@@ -5,6 +5,7 @@ import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -126,9 +127,9 @@ class Session:
         """Sample and record the turn of a prepared call. Raises ``CallRejected``."""
         async with self._places:
             generation = await self._generate(asked)
-        return await self.outside(self._recorded, call, prompt, generation)
+        return await self.outside(self._record, call, prompt, generation)
 
-    def _recorded(self, call: Call, prompt: CallPrompt, generation: Generation) -> Turn:
+    def _record(self, call: Call, prompt: CallPrompt, generation: Generation) -> Turn:
         text = self.tree.sampled_text(prompt, generation)
         stop = self._chat.continuation(prompt.input.token_ids, generation.token_ids.tolist()).removeprefix(text)
         text = min((text.partition(end)[0] for end in call.stop), key=len, default=text)
@@ -154,8 +155,11 @@ class Session:
         except TooManyTokens as error:
             raise self._too_long(*error.args) from error
         except TemplateFault as fault:
-            ended = not isinstance(fault, EndlessRendering)
-            refused = "role 'system' is not supported here: " if ended and self._refuses_system(call) else ""
+            refused, others = "", [message for message in call.messages if message.role != "system"]
+            if not isinstance(fault, EndlessRendering) and len(others) < len(call.messages):
+                with suppress(TemplateFault):
+                    self._chat.with_variables(call.variables).render(others, call.tools)
+                    refused = "role 'system' is not supported here: "
             raise CallRejected(400, "template_rejects_messages", f"{refused}{fault}") from fault
 
     def _ignore(self, settings: Mapping[str, Any]) -> None:
@@ -163,15 +167,6 @@ class Session:
         for name, value in settings.items():
             if len(self.ignored) < _MOST_IGNORED:
                 self.ignored[_printable(name)] = value if isinstance(value, bool) else _printable(str(value))
-
-    def _refuses_system(self, call: Call) -> bool:
-        """Return whether the template renders a rejected call without its system messages."""
-        others = [message for message in call.messages if message.role != "system"]
-        try:
-            self._chat.with_variables(call.variables).render(others, call.tools)
-        except TemplateFault:
-            return False
-        return len(others) < len(call.messages)
 
     def prepare(self, call: Call) -> tuple[CallPrompt, SampleCall]:
         """Build the prompt and the engine request. Raises ``CallRejected`` if there is no room for another token."""
@@ -231,7 +226,9 @@ def _untrained(turns: Sequence[Turn], kinds: Collection[Untrained], others: Coll
     """
     chains: dict[Turn, list[Turn]] = {}
     for turn in turns:
-        followed = _followed(turn, chains)
+        keys = turn.prompt.keys  # of the history that the call continues, even if the template rewrites it
+        begun = [each for each in reversed([*chains]) if keys[: len(each.keys)] == each.keys]
+        followed = turn.prompt.parent or max(begun, key=lambda each: len(each.keys), default=None)
         chains[turn] = [*chains[followed], turn] if followed else [turn]
     excluded = set(others) if "other_models" in kinds else set()
     if "discarded" in kinds:
@@ -245,10 +242,3 @@ def _untrained(turns: Sequence[Turn], kinds: Collection[Untrained], others: Coll
         main = max(rest, key=lambda chain: (number[chain[-1]] - number[chain[0]], len(chain[-1].token_ids)), default=[])
         excluded |= set(turns) - set(main)
     return excluded
-
-
-def _followed(turn: Turn, earlier: Collection[Turn]) -> Turn | None:
-    """Return the turn that the call's history continues, even if the template rewrites that history."""
-    keys = turn.prompt.keys
-    found = [each for each in reversed([*earlier]) if keys[: len(each.keys)] == each.keys]
-    return turn.prompt.parent or max(found, key=lambda each: len(each.keys), default=None)

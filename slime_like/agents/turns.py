@@ -136,10 +136,10 @@ class TurnTree:
         longest = max((len(turn.keys) for turn in found), default=0)
         for turn in (turn for turn in found if len(turn.keys) == longest):  # the longest matching history, latest first
             sent, sampled = turn.forms
-            for reply, extend in ((sent, self._extended), (sent, self._continued), (sampled, self._extended)):
+            for reply, is_rewritten in ((sent, False), (sent, True), (sampled, False)):
                 shown = (*turn.prompt.messages, reply, *messages[len(turn.keys) :])
                 try:
-                    if (extended := extend(chat, turn, shown, keys, tools)) is not None:
+                    if (extended := self._extend(chat, turn, shown, keys, tools, is_rewritten)) is not None:
                         return extended
                 except EndlessRendering:
                     raise
@@ -186,31 +186,31 @@ class TurnTree:
         trained = set(untrained)
         return [_row(leaf, trained) for leaf in kept if leaf not in parents]
 
-    def _extended(
-        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[bytes, ...], tools: Sequence[Tool]
+    def _extend(
+        self,
+        chat: ChatFormat,
+        turn: Turn,
+        shown: tuple[Message, ...],
+        keys: tuple[bytes, ...],
+        tools: Sequence[Tool],
+        is_rewritten: bool,
     ) -> CallPrompt | None:
-        rendering = chat.render(shown, tools)
-        given = _extend(chat, turn, rendering)
-        text = (rendering.text,)
-        return None if given is None else CallPrompt(given, text, shown, keys, text, turn)
-
-    def _continued(
-        self, chat: ChatFormat, turn: Turn, shown: tuple[Message, ...], keys: tuple[bytes, ...], tools: Sequence[Tool]
-    ) -> CallPrompt | None:
-        """Extend a turn that the template writes in other words, by what the template writes after it."""
-        ended = len(turn.prompt.messages) + 1
-        stop = turn.text.removeprefix(turn.prompt.text)[len(turn.forms[1].content) :]
-        found = chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
-        if found is None:
+        """Extend a turn's ids. If the template writes the turn in other words, extend by what it writes after it."""
+        if is_rewritten:
+            ended = len(turn.prompt.messages) + 1
+            stop = turn.text.removeprefix(turn.prompt.text)[len(turn.forms[1].content) :]
+            found = chat.after_turn(shown[:ended], turn.prompt.rendered, stop, shown[ended:], tools)
+            if found is None:
+                return None
+            rendering, written = Rendering([turn.text, *found[0].pieces]), found[1]
+        else:
+            rendering = chat.render(shown, tools)
+            written = rendering.text
+        tokens = chat.extend([*turn.token_ids], turn.text, rendering)
+        if tokens is None:
             return None
-        whole = Rendering([turn.text, *found[0].pieces])
-        given = _extend(chat, turn, whole)
-        return None if given is None else CallPrompt(given, (whole.text,), shown, keys, (found[1],), turn)
-
-
-def _extend(chat: ChatFormat, turn: Turn, rendering: Rendering) -> PromptInput | None:
-    tokens = chat.extend([*turn.token_ids], turn.text, rendering)
-    return None if tokens is None else replace(turn.prompt.input, token_ids=tokens)
+        given = replace(turn.prompt.input, token_ids=tokens)
+        return CallPrompt(given, (rendering.text,), shown, keys, (written,), turn)
 
 
 def _new_fields(generation: Generation, parent: Turn | None) -> dict[str, np.ndarray]:

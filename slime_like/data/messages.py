@@ -35,7 +35,15 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
         remedy = "give every row one; train on demonstrations under data.response_key in another run"
         raise row.fault("no-conversation", f"has no {key!r}", remedy)
     messages = read_messages(row, key, "bad-messages")
-    messages = [_switched(row, f"{key!r}, message {number}", each) for number, each in enumerate(messages, start=1)]
+    for number, message in enumerate(messages, start=1):
+        switches = {name: message.pop(name) for name in _SWITCHES if name in message}
+        where, switch = f"{key!r}, message {number}", None
+        if switches:
+            switch = _agreed(row, "bad-messages", where, switches)
+            message[_LOSS_KEY] = bool(switch)
+        if switch not in (None, 0, 1) or (switch and message["role"] != "assistant"):
+            problem = f"{where} has a loss weight of {switch!r}; it can be 0 or, for the assistant's turns, 1"
+            raise row.fault("bad-messages", problem)
     if not any(map(is_trained, messages)):
         roles = ", ".join(sorted({message["role"] for message in messages}))
         problem = f"{key!r} has no message of the assistant that carries loss; its roles: {roles}"
@@ -45,15 +53,6 @@ def read_conversation(row: Row, key: str) -> tuple[Messages, list[dict[str, Any]
 
 def is_trained(message: Message) -> bool:
     return bool(message["role"] == "assistant" and message.get(_LOSS_KEY, True))
-
-
-def _switched(row: Row, where: str, message: Message) -> Message:
-    switch = _agreed(row, "bad-messages", where, {key: message[key] for key in _SWITCHES if key in message})
-    if switch not in (None, 0, 1) or (switch and message["role"] != "assistant"):
-        problem = f"{where} has a loss weight of {switch!r}; it can be 0 or, for the assistant's turns, 1"
-        raise row.fault("bad-messages", problem)
-    others = {key: value for key, value in message.items() if key not in _SWITCHES}
-    return others if switch is None else {**others, _LOSS_KEY: bool(switch)}
 
 
 def _agreed(row: Row, code: str, where: str, found: dict[str, Any]) -> Any:
@@ -91,8 +90,11 @@ def _message(row: Row, code: str, where: str, given: Any) -> Message:
         message = {"role": _ELSEWHERE.get(role, role), "content": message.pop("value"), **message}
     if not isinstance(message.get("role"), str):
         raise row.fault(code, f"{where} must be a mapping with a `role`")
-    if problem := _role_problem(message["role"]):
-        raise row.fault(code, f"{where}: {problem}")
+    # Templates render a misspelled role, and the model would learn it. Other roles are up to the template.
+    role = message["role"]
+    near = get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.75)
+    if role != (meant := _ELSEWHERE.get(role.lower()) or next(iter(near), role)):
+        raise row.fault(code, f"{where}: the role {role!r} is unknown; did you mean {meant!r}?")
     if message.get("tool_calls"):
         message["tool_calls"] = _tool_calls(row, code, where, message["tool_calls"])
     else:
@@ -120,14 +122,6 @@ def _text(row: Row, code: str, where: str, content: Any) -> str:
     if not texts:
         raise row.fault(code, f"{where} must have text in `content`")
     return "\n".join(texts)
-
-
-def _role_problem(role: str) -> str | None:
-    """Describe a role that is probably misspelled or another project's name. Templates render any role, and the model
-    would learn it. Other roles are up to the template."""
-    near = get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.75)
-    meant = _ELSEWHERE.get(role.lower()) or next(iter(near), role)
-    return None if role == meant else f"the role {role!r} is unknown; did you mean {meant!r}?"
 
 
 def _tool_calls(row: Row, code: str, where: str, given: Any) -> list[dict[str, Any]]:

@@ -82,9 +82,8 @@ class PromptSource:
     Attributes:
         dropped_prompts: number of rows whose prompt is over ``max_prompt_tokens``; they are left out whole, never cut.
 
-    Raises:
-        DataError: there is no usable row, or a bad one (``file:line: reason``).
-        ConfigError: there are several bad rows; one problem for each.
+    Raises ``DataError`` if there is no usable row, or a bad one (``file:line: reason``), and ``ConfigError`` if there
+    are several bad rows; one problem for each.
     """
 
     def __init__(

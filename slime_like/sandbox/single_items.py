@@ -110,9 +110,8 @@ class AgentPool(SingleItems):
     async def solve(self, task: AgentTask) -> AgentResult:
         """Wait for a free worker and run the agent. If the caller gives up, its process is killed with all children.
 
-        Raises:
-            NoOutcome: this rollout failed.
-            AgentFailure: all first rollouts failed, or workers no longer start.
+        Raises ``NoOutcome`` if this rollout failed, and ``AgentFailure`` if all first rollouts failed, or workers no
+        longer start.
         """
         directory = tempfile.mkdtemp(prefix="agent-")
         try:
@@ -144,9 +143,8 @@ class EnvironmentPool(SingleItems):
     async def step(self, task: Task, state: Any, response: str, first: bool, truncated: bool = False) -> Step:
         """Wait for a free worker and run one step. The first step of a conversation includes its reset.
 
-        Raises:
-            NoOutcome: this step failed.
-            EnvironmentFailure: all first steps failed, or workers no longer start.
+        Raises ``NoOutcome`` if this step failed, and ``EnvironmentFailure`` if all first steps failed, or workers no
+        longer start.
         """
         item = {"task": asdict(task), "state": state, "response": response, "first": first, "truncated": truncated}
         return Step(**await self.ask_one(item))

@@ -48,8 +48,7 @@ def synthetic_batch(dimensions: ModelDimensions, seed: int = 0) -> list[ScoredTr
 def require_fit(sequences: Sequence[ScoredTrajectory], dimensions: ModelDimensions, source: str) -> None:
     """Check that this model can compute these sequences.
 
-    Raises:
-        DataError: there is no sequence, or one has ids or a length that the model does not support.
+    Raises ``DataError`` if there is no sequence, or one has ids or a length that the model does not support.
     """
     if not sequences:
         remedy = "keep another step's rollouts"

@@ -54,8 +54,7 @@ class Layout:
 def parse_layout(name: str) -> Layout:
     """Read a name: ``single``, or parts joined by ``-``.
 
-    Raises:
-        ConfigError: a part is unknown or given twice; the message lists the known parts.
+    Raises ``ConfigError`` if a part is unknown or given twice; the message lists the known parts.
     """
     settings: dict[str, Any] = {}
     for part in [] if name == ONE_RANK else name.split("-"):

@@ -18,9 +18,8 @@ import transformers
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
 from slime_like.config import ModelConfig, ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
-from slime_like.config.base import Part
 from slime_like.config.reading.load import save_config
-from slime_like.config.sections import CriticConfig, FrozenModelConfig
+from slime_like.config.sections import FrozenModelConfig
 from slime_like.data.ledger import audit_run
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import ConfigError, SlimeLikeError
@@ -57,8 +56,7 @@ def rehearse(config: RunConfig, directory: Path, steps: int) -> Iterator[Outcome
         directory: empty directory for the small model, the small recipe, its run and the logs.
         steps: training steps of the small run, at least 2.
 
-    Raises:
-        ConfigError: the recipe's settings are invalid, or it has no small version.
+    Raises ``ConfigError`` if the recipe's settings are invalid, or it has no small version.
     """
     dimensions = ModelDimensions.from_checkpoint(config.model.path)
     if problems := check_settings(config, dimensions, training_needs(config)):
@@ -153,7 +151,13 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
     raw, algorithm = config.model_dump(mode="json"), config.algorithm
     prompt = config.data.max_prompt_tokens
     new_tokens, length = _lengths(config.rollout, prompt)
-    budget = max(512, length or prompt + new_tokens)
+    budget, reduction = max(512, length or prompt + new_tokens), algorithm.reduction.model_dump()
+    if "length" in reduction:
+        reduction["length"] = min(new_tokens, reduction["length"])
+    # A critic without its own checkpoint, which warms up for at most the first of the steps.
+    critic = {"path": None, "warmup_steps": min(1, config.critic.warmup_steps), "optimizer": {"offload": False}}
+    if config.critic.parallel is not None:
+        critic["parallel"] = _small_axes(config.critic.layout(config.trainer.parallel))
     more: dict[str, Any] = {
         "run_dir": str(run_dir),
         "steps": steps,
@@ -173,14 +177,14 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         },
         "algorithm": {
             "minibatches": min(2, algorithm.minibatches),
-            "reduction": _reduction(algorithm.reduction, new_tokens),
+            "reduction": reduction,
             "overlong": {"buffer": _at_most(max(1, new_tokens // 2), algorithm.overlong.buffer)},
         },
         "trainer": _trainer(config.trainer, budget),
         "reference": _frozen(config.reference, algorithm.needs_reference, model),
         "distillation": _frozen(config.distillation, config.distillation.is_set, model)
         | {"teachers": dict.fromkeys(config.distillation.teachers, str(model))},
-        "critic": _critic(config.critic, config.trainer.parallel),
+        "critic": critic,
         "checkpoint": {"every": 1, "keep": 2, "export_hf": True},
         "logging": {"wandb": False, "progress": "plain"},
         "debug": {"save_rollouts": None, "load_rollouts": None, "samples_per_step": 4, "tables_every": 1},
@@ -223,12 +227,6 @@ def _rollout(rollout: RolloutConfig, new_tokens: int, length: int | None, sample
     return small
 
 
-def _critic(critic: CriticConfig, policy: ParallelConfig) -> dict[str, Any]:
-    """Return a critic without its own checkpoint. It warms up for at most the first of the steps."""
-    small: dict[str, Any] = {"path": None, "warmup_steps": min(1, critic.warmup_steps), "optimizer": {"offload": False}}
-    return small | ({} if critic.parallel is None else {"parallel": _small_axes(critic.layout(policy))})
-
-
 def _trainer(trainer: TrainerConfig, budget: int) -> dict[str, Any]:
     return {
         "parallel": _small_axes(trainer.parallel),
@@ -248,11 +246,6 @@ def _frozen(frozen: FrozenModelConfig, is_needed: bool, model: Path) -> dict[str
     if is_needed and frozen.placement == "workers":
         small |= {"workers": 1, "parallel": _small_axes(frozen.parallel)}
     return small
-
-
-def _reduction(reduction: Part, new_tokens: int) -> dict[str, Any]:
-    small = reduction.model_dump()
-    return small | {"length": min(new_tokens, small["length"])} if "length" in small else small
 
 
 def _at_most(limit: int, value: int | None) -> int | None:

@@ -68,8 +68,7 @@ def assign_nodes(pieces: Pieces, devices: Sequence[int]) -> list[int]:
     Ranks fill nodes in order and never go back, so neighbors stay together and pipeline stages follow the nodes.
     Engines take the first remaining room, then groups of worker ranks do.
 
-    Raises:
-        NoRoomError: a piece fits nowhere.
+    Raises ``NoRoomError`` if a piece fits nowhere.
     """
     free = list(devices)
     places: list[int] = []

@@ -110,7 +110,14 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        died = self._cause_of(error)
+        died = None
+        if self._daemons is not None:
+            self._daemons.close()
+            interrupted = self._daemons.interrupted_for is not None
+            died = self._daemons.cause() if isinstance(error, SlimeLikeError) or interrupted else None
+            if interrupted:
+                take_interrupt()
+            self._daemons.end_stopped()
         ended = self._stopped.close(wait=died is None) if self._stopped is not None else None
         self._end(in_order=kind is None)
         if error is None:
@@ -124,18 +131,6 @@ class Cluster:
         else:
             return
         raise with_notes(cause, error) from error
-
-    def _cause_of(self, error: BaseException | None) -> str | None:
-        """Return the daemon whose end or stop caused the error, if one did."""
-        if self._daemons is None:
-            return None
-        self._daemons.close()
-        interrupted = self._daemons.interrupted_for is not None
-        found = self._daemons.cause() if isinstance(error, SlimeLikeError) or interrupted else None
-        if interrupted:
-            take_interrupt()
-        self._daemons.end_stopped()
-        return found
 
     def _end(self, in_order: bool) -> None:
         """Shut Ray down. After an interrupted start, the orphan reaper checks once more."""

@@ -88,7 +88,12 @@ class Gcs:
 
     def members(self) -> dict[int, Member]:
         found = self._call(self._nodes.GetAllNodeInfo, messages.GetAllNodeInfoRequest()).node_info_list
-        return {int(node.labels[RANK_LABEL]): _member(node) for node in found if RANK_LABEL in node.labels}
+        members = {}
+        for node in filter(lambda node: RANK_LABEL in node.labels, found):
+            name = f"node {node.labels[RANK_LABEL]} ({node.node_manager_hostname}, {node.node_manager_address})"
+            end = node.death_info.reason_message or "it left"
+            members[int(node.labels[RANK_LABEL])] = Member(name, node.state == GcsNodeInfo.ALIVE, end)
+        return members
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:
         """Call the GCS. Raises ``UnreachableError`` (no answer in time) or ``WrongTokenError`` (token rejected)."""
@@ -108,8 +113,3 @@ class Gcs:
                     raise unreachable from error
             raise_if_interrupted()
             time.sleep(_POLL_S)
-
-
-def _member(node: GcsNodeInfo) -> Member:
-    name = f"node {node.labels[RANK_LABEL]} ({node.node_manager_hostname}, {node.node_manager_address})"
-    return Member(name, node.state == GcsNodeInfo.ALIVE, node.death_info.reason_message or "it left")

@@ -58,8 +58,7 @@ class LeanNode(ray._private.node.Node):
     def __init__(self, ray_params: RayParams, **options: Any) -> None:
         """Start the node.
 
-        Raises:
-            SlimeLikeError: a daemon ended in the meantime, or there is no room for the object store.
+        Raises ``SlimeLikeError`` if a daemon ended in the meantime, or there is no room for the object store.
         """
         ray_params.update_if_absent(node_ip_address=_LOOPBACK)  # otherwise Ray listens on all addresses
         ray_params.update(no_monitor=True, include_log_monitor=False)

@@ -33,8 +33,7 @@ def logs_directory() -> Path:
 def require_own_devices() -> None:
     """Reject a node where Ray shows all GPUs to every process. Call before CUDA is initialized.
 
-    Raises:
-        SlimeLikeError: this process was given GPUs and sees others.
+    Raises ``SlimeLikeError`` if this process was given GPUs and sees others.
     """
     given = ray.get_runtime_context().get_accelerator_ids().get("GPU")
     if given and (problem := visible_device_problem(os.environ)):
@@ -72,8 +71,7 @@ def use_cluster_interface(gloo: bool) -> None:
     Args:
         gloo: whether to route gloo, too. An engine's ranks share a host and use gloo on loopback.
 
-    Raises:
-        SlimeLikeError: no interface has the address that Ray uses.
+    Raises ``SlimeLikeError`` if no interface has the address that Ray uses.
     """
     address = node_address()
     interface = interface_of(address)

@@ -39,9 +39,8 @@ def find_place(rank: int, head_name: str, address: str) -> Place:
         head_name: address or name of node 0 (HEAD_ADDR).
         address: address of this node (NODE_ADDR); "" selects the address on the way to node 0.
 
-    Raises:
-        ConfigError: node 0's name is unknown or cannot be reached; on node 0, its address is not this host's; or it is
-            loopback although other nodes must reach it.
+    Raises ``ConfigError`` if node 0's name is unknown or cannot be reached; on node 0, its address is not this host's;
+    or it is loopback although other nodes must reach it.
     """
     try:
         head = str(socket.getaddrinfo(head_name, None, type=socket.SOCK_STREAM)[0][4][0])

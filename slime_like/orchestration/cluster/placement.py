@@ -173,21 +173,20 @@ class Placement:
                 raise_if_interrupted()
                 if time.monotonic() > deadline:
                     raise self._busy_error() from error
-                self._require_node_of(error.size)
+                largest = max(int(node["Resources"].get(self.device, 0)) for node in ray.nodes() if node["Alive"])
+                if error.size > largest:
+                    trainer, rollout = self._config.trainer, self._config.rollout
+                    raise SlimeLikeError(
+                        f"{error.size} {self.device}s are needed on one node "
+                        f"(trainer.parallel.tensor={trainer.parallel.tensor}, rollout.tensor={rollout.tensor}, "
+                        f"rollout.pipeline={rollout.pipeline}, "
+                        f"cluster.gpus_per_node={self._config.cluster.gpus_per_node}), "
+                        f"and no node has more than {largest}",
+                        code="node-too-small",
+                        who="cluster",
+                        remedy="use sizes that one node holds",
+                    ) from error
             time.sleep(_LOOK_EVERY_S)
-
-    def _require_node_of(self, size: int) -> None:
-        largest = max(int(node["Resources"].get(self.device, 0)) for node in ray.nodes() if node["Alive"])
-        if size > largest:
-            raise SlimeLikeError(
-                f"{size} {self.device}s are needed on one node "
-                f"(trainer.parallel.tensor={self._config.trainer.parallel.tensor}, "
-                f"rollout.tensor={self._config.rollout.tensor}, rollout.pipeline={self._config.rollout.pipeline}, "
-                f"cluster.gpus_per_node={self._config.cluster.gpus_per_node}), and no node has more than {largest}",
-                code="node-too-small",
-                who="cluster",
-                remedy="use sizes that one node holds",
-            )
 
     def _busy_error(self) -> SlimeLikeError:
         rooms = ", ".join(f"{address}: {free}" for address, free in node_rooms(self.device).items())

@@ -114,8 +114,7 @@ class RayNode:
     def wait_ready(self, watch: Callable[[], None] = lambda: None) -> None:
         """Wait until Ray runs. ``watch`` is called while waiting, and may raise.
 
-        Raises:
-            LaunchError: Ray did not start, or not in time.
+        Raises ``LaunchError`` if Ray did not start, or not in time.
         """
         output = self._process.stdout
         assert output is not None

@@ -126,8 +126,7 @@ def keep_logs_only(session: Path) -> None:
 def create_token(path: Path) -> str:
     """Return the token in the file. Node 0 creates a missing file.
 
-    Raises:
-        LaunchError: the file cannot be created, or others may read it.
+    Raises ``LaunchError`` if the file cannot be created, or others may read it.
     """
     try:
         if not path.exists():
@@ -142,8 +141,7 @@ def create_token(path: Path) -> str:
 def await_token(path: Path, timeout_s: float, watch: Callable[[], None] = lambda: None) -> str:
     """Wait for node 0 to create the file, and return its token. ``watch`` is called while waiting, and may raise.
 
-    Raises:
-        LaunchError: the file does not appear in time, or others may read it.
+    Raises ``LaunchError`` if the file does not appear in time, or others may read it.
     """
     for _ in polls(_POLL_S, timeout_s):
         if path.exists():

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,15 +72,11 @@ def as_stopped(process: psutil.Process, node: str, role: str | None = None) -> S
     """Return the process if it is stopped; by default, its role is the name of its log."""
     with suppress(psutil.NoSuchProcess):
         if process.status() == psutil.STATUS_STOPPED:
-            return Stopped(node, process.pid, process.create_time(), role or _role(process.pid))
+            named = role or "a worker"
+            with suppress(OSError):
+                named = role or Path(f"/proc/{process.pid}/fd/1").readlink().stem  # as ``node.use_log`` names it
+            return Stopped(node, process.pid, process.create_time(), named)
     return None
-
-
-def _role(process: int) -> str:
-    """Return the role. ``node.use_log`` names the log of workers and their children after it."""
-    with suppress(OSError):
-        return Path(f"/proc/{process}/fd/1").readlink().stem
-    return "a worker"
 
 
 class StopWatch:
@@ -160,8 +156,12 @@ class StoppedWorkers:
 
     def _find(self, end: Sequence[Stopped]) -> list[Stopped]:
         context = ray.get_runtime_context()
-        here, found = context.get_node_id(), []
-        for node, (address, workers) in _workers_of(ray.JobID.from_hex(context.get_job_id())).items():
+        here, found = context.get_node_id(), list[Stopped]()
+        nodes: dict[str, tuple[str, list[int]]] = {}  # address and living actors' processes
+        for actor in state.actors(None, ray.JobID.from_hex(context.get_job_id()), "ALIVE").values():
+            place = actor["Address"]
+            nodes.setdefault(place["NodeID"], (place["IPAddress"], []))[1].append(actor["Pid"])
+        for node, (address, workers) in nodes.items():
             if node == here:
                 found += stopped_processes(workers, address, end)
             elif node not in self._asked:
@@ -174,11 +174,3 @@ class StoppedWorkers:
             del self._asked[asked[reference]]
             found += ray.get(reference)
         return found
-
-
-def _workers_of(job: ray.JobID) -> Mapping[str, tuple[str, list[int]]]:
-    """Return by node id the node's address and the processes of the job's living actors."""
-    nodes: dict[str, tuple[str, list[int]]] = {}
-    for actor in state.actors(None, job, "ALIVE").values():
-        nodes.setdefault(actor["Address"]["NodeID"], (actor["Address"]["IPAddress"], []))[1].append(actor["Pid"])
-    return nodes

@@ -43,8 +43,7 @@ def verify_engine(config: RunConfig) -> Iterator[Verdict]:
     Args:
         config: configuration of the engine, with a small model in one file.
 
-    Raises:
-        SlimeLikeError: the engine does not start.
+    Raises ``SlimeLikeError`` if the engine does not start.
     """
     kind = load_engine(config.rollout.engine)
     dimensions = ModelDimensions.from_checkpoint(config.model.path)

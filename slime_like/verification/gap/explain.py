@@ -91,8 +91,7 @@ class Explanation:
             opened: starts ``Sides``, with or without engines.
             show: called with each finding.
 
-        Raises:
-            SlimeLikeError: the run's trainer did not start.
+        Raises ``SlimeLikeError`` if the run's trainer did not start.
         """
         self._batch, self._config, self._opened, self._show = batch, batch.config, opened, show
         self._dimensions = ModelDimensions.from_checkpoint(batch.config.model.path)

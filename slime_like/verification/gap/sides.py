@@ -17,7 +17,6 @@ from slime_like.config.sections import DebugConfig, DistillationConfig, Referenc
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.errors import ConfigError, EngineError, WeightSyncError
 from slime_like.interfaces import (
-    Generation,
     GenerationRequest,
     PromptInput,
     SamplingParams,
@@ -75,9 +74,8 @@ class SavedBatch:
     def read(cls, run_dir: Path, step: int | None, flags: Sequence[str]) -> Self:
         """Read the batch of ``step``, by default the latest one with a checkpoint of the step before it.
 
-        Raises:
-            ConfigError: the directory is not a run's, or has no such batch or no weights for it.
-            DataError: the batch is damaged, or of another model.
+        Raises ``ConfigError`` if the directory is not a run's, or has no such batch or no weights for it, and
+        ``DataError`` if the batch is damaged, or of another model.
         """
         if not (run_dir / CONFIG_FILE).is_file():
             raise ConfigError(f"RUN_DIR={run_dir} has no {CONFIG_FILE}; give the directory of a run", code="no-batch")
@@ -165,7 +163,9 @@ class Sides:
             GenerationRequest(row.sequence_id, prompt, sampling, prompt_logprobs=True)
             for row, prompt in zip(rows, prompts, strict=True)
         ]
-        answers = [generation for (generation,) in self._generated(requests)]
+        client = EngineClient(self._started())
+        self._turns.generation()
+        answers = [generation for (generation,) in client.generate(requests)]
         logprobs = [
             torch.tensor(each.prompt_logprobs)[row.prompt_len - 1 :] for row, each in zip(rows, answers, strict=True)
         ]
@@ -188,11 +188,6 @@ class Sides:
         except (EngineError, WeightSyncError) as error:
             return error.problem
         return None
-
-    def _generated(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        client = EngineClient(self._started())
-        self._turns.generation()
-        return client.generate(requests)
 
     def _started(self) -> EngineSupervisor:
         if self._engines is not None:
