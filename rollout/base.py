@@ -17,8 +17,8 @@ from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationReques
 from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.plugins.options import load_option
 from slime_like.weights.expected_tensors import expected_tensors
-from slime_like.weights.quantization import with_scales
 
 MemoryPart = Literal["weights", "kv_cache"]
 _MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
@@ -94,7 +94,7 @@ class EngineBase(EngineHooks[Running]):
         self._dimensions = ModelDimensions.from_checkpoint(config.model.path)
         self._quantized = config.sync.quantization != "none"
         expected = expected_tensors(config.model.path)
-        self.expected = with_scales(expected) if self._quantized else expected
+        self.expected = load_option("quantized-shapes")(expected) if self._quantized else expected
         self._target: UpdateTarget = self
         self.targets: dict[str, UpdateTarget] = {MODEL: self}
         self._promised: dict[str, int] = {}

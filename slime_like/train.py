@@ -23,7 +23,7 @@ from slime_like.orchestration.run.step import TrainedStep, apply_penalties, opti
 from slime_like.orchestration.trainer.batcher import WindowStream
 from slime_like.orchestration.trainer.model_ranks import present
 from slime_like.orchestration.trainer.rank import TrainerRank
-from slime_like.planning.search import choose_recompute
+from slime_like.plugins.options import load_option
 
 _WINDOW = "training on a window"
 
@@ -37,7 +37,8 @@ def train(config: RunConfig) -> TrainSummary:
         SlimeLikeError: anything a user can act on, in one sentence; all processes have ended.
     """
     started = time.monotonic()
-    config = choose_recompute(config)
+    if config.trainer.recompute == "auto":
+        config = load_option("recompute-planner")(config)
     train_step = _train_on_stream if config.rollout.stream else _train_on_batch
     with open_run(config) as run:
         recorder = StepRecorder(run)

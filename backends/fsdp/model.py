@@ -13,7 +13,6 @@ from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
-from backends.common.step.teacher import TeacherHead, Teachers
 from backends.common.trainer.lora import is_added
 from backends.fsdp import attention, experts
 from backends.fsdp.attention import replace_recurrence
@@ -21,7 +20,6 @@ from backends.fsdp.lora import add_factors
 from backends.fsdp.names import TensorRows, checkpoint_names, pieces
 from backends.fsdp.output import Output
 from backends.fsdp.parallel import Groups, parameters_on_meta, recompute_layers, shard_layers, shard_of
-from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import ConfigError
@@ -48,7 +46,7 @@ class LogprobModel(nn.Module):
         values: a value model, whose ``score`` takes the place of the logits' head.
         entropy_gradient: the loss has an entropy term. A merely reported entropy must cost no gradient.
         scores_hidden: outside of training, it returns hidden states instead.
-        teachers: output projections of teachers by source, to which training needs the exact KL.
+        teachers: ``Teachers`` to which training needs the exact KL.
     """
 
     def __init__(
@@ -71,14 +69,14 @@ class LogprobModel(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.entropy_gradient = entropy_gradient
         self.scores_hidden = False
-        self.teachers = Teachers()
+        self.teachers: Any = None
 
-    def hold_teacher(self, source: str | None, path: Path, own: ModelConfig, device: torch.device) -> None:
-        """Read the teacher's output projection, to compute with it as with the ``own`` one."""
+    def teacher_rows(self, path: Path, own: ModelConfig, device: torch.device) -> tuple[Any, ...]:
+        """Return which rows of a teacher's output projection to read, all, and how its logits are computed."""
         output = Output.of(transformers_config(path, own.trust_remote_code))
         rows = len(self.hugging_face.get_output_embeddings().weight)
         like = torch.empty(0, dtype=getattr(torch, own.dtype), device=device)
-        self.teachers[source] = TeacherHead.read(path, range(rows), rows, like, output.factor, output.cap)
+        return range(rows), rows, like, output.factor, output.cap
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -136,7 +134,7 @@ class LogprobModel(nn.Module):
         )
         found = [logprobs, entropy if self.entropy_gradient else entropy.detach()]
         if self.teachers and torch.is_grad_enabled():
-            own = Head(hidden, weight, rows.temperatures / self.output.factor, self.output.cap)
+            own = hidden, weight, rows.temperatures / self.output.factor, self.output.cap
             shard = {"vocab_size": weight.shape[0], "chunk_tokens": self.chunk_tokens}
             found.append(self.teachers.divergence(own, rows, **shard))
         return torch.stack(found)

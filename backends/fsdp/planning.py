@@ -162,6 +162,7 @@ class _Rank:
         model = sharded_meta_model(config.model, config.trainer, groups, has_entropy, values)
         self._shapes = ShardedShapes(model, self._trace, config.trainer.optimizer.offload)
         self._model = self._shapes.model
+        self._model.teachers = Teachers()
         if role.name == POLICY:
             rows = len(self._model.hugging_face.get_output_embeddings().weight)
             self._model.teachers = Teachers.planned(config.distillation, rows, getattr(torch, config.model.dtype))

@@ -9,7 +9,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from backends.common.attention import AnyAttention
-from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
 from backends.megatron.parallel import new_parameter
@@ -83,7 +82,7 @@ class PackedLayout(PackedSeqParams):
         window_table: the same, cos and sin, in layers with a sliding window, if they have another one.
         interleaved: rotate adjacent elements instead of elements half a head apart.
         attention: computes within the sequences' boundaries; None for Transformer Engine's.
-        recurrence: does it in recurrent layers, if the model has some.
+        recurrence: ``Recurrence``, which does it in recurrent layers, if the model has some.
         routed: what routers need, if they balance or replay.
     """
 
@@ -92,7 +91,7 @@ class PackedLayout(PackedSeqParams):
     window_table: tuple[Tensor, Tensor] | None = None
     interleaved: bool = False
     attention: AnyAttention | None = None
-    recurrence: Recurrence | None = None
+    recurrence: Any = None
     responses: ResponseRows | None = None
     routed: RoutedTokens | None = None
 

@@ -21,10 +21,10 @@ from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.lora import is_added
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
-from backends.megatron.lora import factor_entries
 from backends.megatron.optimizer import Optimizer, sharded_optimizer_state
 from backends.megatron.versions import loading_together
 from slime_like.errors import CheckpointError
+from slime_like.plugins.options import load_option
 
 _METADATA = {"chained_optim_avoid_prefix": True}
 """Setting for optimizer keys that don't depend on how parameters are spread over Megatron's optimizers."""
@@ -196,11 +196,13 @@ def _sharded_models(model_chunks: Sequence[GPTModel]) -> dict[str, Any]:
     common to all layer specs."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_METADATA}
     states = [chunk.sharded_state_dict(metadata=metadata) for chunk in model_chunks]
-    return {
-        f"model{index}": factor_entries(chunk, state)
-        or {key: value for key, value in state.items() if _EXTRA_STATE not in key}
-        for index, (chunk, state) in enumerate(zip(model_chunks, states, strict=True))
-    }
+    found = {}
+    for index, (chunk, state) in enumerate(zip(model_chunks, states, strict=True)):
+        if any(is_added(name) for name, _ in chunk.named_parameters()):
+            found[f"model{index}"] = load_option("megatron-lora-checkpoint")(chunk, state)
+        else:
+            found[f"model{index}"] = {key: value for key, value in state.items() if _EXTRA_STATE not in key}
+    return found
 
 
 def _without_settings(value: Any) -> Any:

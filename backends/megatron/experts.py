@@ -15,16 +15,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor
 
-from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
-from backends.megatron.parallel import expert_tensor_size, new_parameter
-from slime_like.config import ParallelConfig
-from slime_like.models.dimensions import ModelDimensions
-
-
-def can_be_grouped(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions, rank: int) -> bool:
-    """Return whether torch has a grouped product for experts of these sizes, with factors of ``rank`` (0: none)."""
-    width = dimensions.moe_ffn_hidden_size // expert_tensor_size(parallel)
-    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in (dimensions.hidden_size, width, rank))
+from backends.common.step.grouped_product import grouped_linear
+from backends.megatron.parallel import new_parameter
 
 
 class GroupedLinear(torch.nn.Module):

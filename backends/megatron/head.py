@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.common.step.packs import ResponseRows
-from backends.common.step.teacher import TeacherHead, Teachers
 from backends.megatron.attention import PackedLayout
-from slime_like.algorithms.divergence import Head
 from slime_like.algorithms.head import fused_logprobs, values_of
 
 
@@ -53,7 +50,7 @@ class LogprobModel(GPTModel):
         entropy_gradient: the loss has an entropy term.
         score: the head of a value model, on the last stage; the same on every rank.
         scores_hidden: outside of training, the last stage returns hidden states instead.
-        teachers: output projections of teachers by source, to which training needs the exact KL, on the last stage.
+        teachers: ``Teachers`` to which training needs the exact KL, on the last stage.
         gather_weight: called before the output weight is read, which may still be arriving from other ranks.
     """
 
@@ -62,15 +59,16 @@ class LogprobModel(GPTModel):
     entropy_gradient: bool
     score: torch.nn.Linear | None
     scores_hidden: bool = False
-    teachers: Teachers
+    teachers: Any = None
     gather_weight: Callable[[], None] | None = None
 
-    def hold_teacher(self, source: str | None, path: Path, *unused: Any) -> None:
-        """Read this rank's rows of the teacher's output projection, on the last stage."""
-        if self.post_process:
-            weight, rank = self.output_weight(), self.pg_collection.tp.rank()
-            columns = range(rank * len(weight), (rank + 1) * len(weight))
-            self.teachers[source] = TeacherHead.read(path, columns, self.true_vocab_size, weight.detach())
+    def teacher_rows(self, *unused: Any) -> tuple[range, int, Tensor] | None:
+        """Return this rank's rows of a teacher's output projection, all rows, and a tensor like it, on the last
+        stage."""
+        if not self.post_process:
+            return None
+        weight, rank = self.output_weight(), self.pg_collection.tp.rank()
+        return range(rank * len(weight), (rank + 1) * len(weight)), self.true_vocab_size, weight.detach()
 
     def sharded_state_dict(self, *arguments: Any, **options: Any) -> Any:
         if self.score is None:
@@ -125,7 +123,7 @@ class LogprobModel(GPTModel):
         # A merely reported entropy must not cost a gradient.
         found = [logprobs, entropy if self.entropy_gradient else entropy.detach()]
         if self.teachers and torch.is_grad_enabled():
-            found.append(self.teachers.divergence(Head(selected, weight, rows.temperatures), rows, **shard))
+            found.append(self.teachers.divergence((selected, weight, rows.temperatures), rows, **shard))
         return torch.stack(found)
 
     def output_weight(self) -> Tensor:

@@ -9,7 +9,7 @@ parts of an expert's sum. Megatron then adds up the ranks' gradients, as it does
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,8 +152,6 @@ def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
     Raises:
         ConfigError: the chunk has no target, or a target is not in a linear layer.
     """
-    if not settings.lora.is_set:
-        return
     dimensions = ModelDimensions.from_checkpoint(settings.path)
     modules = list(model.modules())
     layers: dict[Tensor, Any] = {weight: layer for layer in modules for weight in layer.parameters(recurse=False)}
@@ -195,20 +193,13 @@ def _require_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def set_dropout(chunks: Iterable[torch.nn.Module], is_active: bool) -> None:
-    """Let all factors drop inputs from now on, or none."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, Factors):
-            module.train(is_active)
-
-
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 _FACTOR = re.compile(rf"(?P<layer>.+)\.{ADDED}\.?(?P<expert>\d*)\.(?P<letter>[ab])")
 """Name of a factor. ``GroupedLinear`` numbers its experts' factors."""
 
 
 def factor_entries(chunk: nn.Module, state: Mapping[str, Any]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-    """Describe the factors in a model chunk by name; nothing if it has none.
+    """Describe the factors in a model chunk by name.
 
     Factors are cut like their weights, so any layout reads them. Every layer and expert has its own tensors on disk,
     because targets may differ.

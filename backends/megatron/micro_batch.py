@@ -8,7 +8,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from backends.common.attention import choose_attention
-from backends.common.linear_attention import Recurrence
 from backends.common.step.balance import NO_BALANCE, Balance, RoutedTokens
 from backends.common.step.packs import MicroBatch, ResponseRows, on_device, require_computable
 from backends.common.step.routes import Replay
@@ -18,6 +17,7 @@ from slime_like.algorithms.context import ContextShard, split_for_context_parall
 from slime_like.algorithms.packing.pack import zero_weight_pack
 from slime_like.config import TrainerConfig
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.plugins.options import load_option
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -101,7 +101,7 @@ class BatchBuilder:
             interleaved=self._rotary.interleaved,
             # Transformer Engine's attention reads the fields that Megatron defines.
             attention=None if name == "transformer_engine" else choose_attention(name, shard, self._context_group),
-            recurrence=Recurrence.of(shard, self._context_group) if self._is_recurrent else None,
+            recurrence=load_option("recurrence").of(shard, self._context_group) if self._is_recurrent else None,
             responses=ResponseRows.of(pack, shard),
         )
 

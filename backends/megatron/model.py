@@ -10,17 +10,16 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from backends.common.step.teacher import Teachers
+from backends.common.step.grouped_product import ALIGNMENT
 from backends.megatron.attention import attention_of, uses_transformer_engine
-from backends.megatron.experts import can_be_grouped
 from backends.megatron.families import family_of
 from backends.megatron.head import LogprobModel
-from backends.megatron.lora import add_factors
 from backends.megatron.parallel import expert_tensor_size
 from backends.megatron.specs import Layers, block_spec
 from slime_like.checks.layout import layers_per_stage
 from slime_like.config import ModelConfig, ParallelConfig, RunConfig, TrainerConfig
 from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
+from slime_like.plugins.options import load_option
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this times the tensor-parallel size, like in Megatron's tools."""
@@ -114,6 +113,12 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         **({"moe_layer_freq": pattern} if dimensions.dense_layers else {}),
         **_sigmoid_router(dimensions),
     }
+
+
+def can_be_grouped(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDimensions, rank: int) -> bool:
+    """Return whether torch has a grouped product for experts of these sizes, with factors of ``rank`` (0: none)."""
+    width = dimensions.moe_ffn_hidden_size // expert_tensor_size(parallel)
+    return all(size * dtype.itemsize % ALIGNMENT == 0 for size in (dimensions.hidden_size, width, rank))
 
 
 def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
@@ -221,7 +226,7 @@ def _build(
             from backends.megatron.transformer_engine import add_weight_gradients_in_float32
 
             add_weight_gradients_in_float32(model)
-        model.score, model.teachers = None, Teachers()
+        model.score = None
         if dimensions.values and model.post_process:
             model.output_layer = None
             model.score = torch.nn.Linear(dimensions.hidden_size, 1, bias=False, dtype=transformer.params_dtype)
@@ -232,7 +237,8 @@ def _build(
         model.chunk_tokens = trainer.head_chunk_tokens
         model.entropy_gradient = entropy_gradient
         model.model_type = ModelType.encoder_or_decoder
-        add_factors(settings, model)
+        if settings.lora.is_set:
+            load_option("megatron-lora")(settings, model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "word_embeddings" in name or "output_layer" in name or name == VALUE_HEAD:

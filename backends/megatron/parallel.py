@@ -10,9 +10,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from backends.common.process.rendezvous import fake_world, join_world
-from backends.megatron.cpu_runtime import megatron_runtime
 from slime_like.config import ParallelConfig, TrainerConfig
 from slime_like.interfaces import RankCoordinates, RankPlacement
+from slime_like.plugins.options import load_option
 
 
 def expert_tensor_size(parallel: ParallelConfig) -> int:
@@ -83,7 +83,7 @@ def alone_as(trainer: TrainerConfig, rank: int, on_meta: bool = False) -> Iterat
     Args:
         on_meta: GPU tensors become shapes only; models can then be run.
     """
-    with fake_world(rank, trainer.parallel.world_size, leave), megatron_runtime(on_meta):
+    with fake_world(rank, trainer.parallel.world_size, leave), load_option("megatron-on-cpu")(on_meta):
         _build_groups(trainer, with_devices=False)
         if on_meta:
             tensor_parallel.model_parallel_cuda_manual_seed(0)  # shapes need the states, not their values

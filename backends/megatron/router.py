@@ -8,15 +8,16 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.routes import TokenRoutes
+from backends.megatron.conversion.placement import EXPERT_BIAS
 from backends.megatron.dispatch import Dispatcher
-
-EXPERT_BIAS = "expert_bias"
-"""The only weight that is not a parameter: always float32, without a gradient."""
+from backends.megatron.experts import GroupedExperts
+from backends.megatron.versions import set_experts
 
 
 class _AddLoss(torch.autograd.Function):
@@ -109,3 +110,9 @@ class RoutedLayer(TransformerLayer):
         """Return (hidden states, context), like Megatron's."""
         options["padding_mask"] = options["packed_seq_params"].routed
         return super().forward(*arguments, **options)
+
+
+def balance_experts(spec: ModuleSpec, experts: type | None, grouped: bool) -> None:
+    """Make a layer's mixture of experts a balanced one, of ``experts``, or else of Megatron's or grouped ones."""
+    spec.module = RoutedLayer
+    set_experts(spec.submodules, BalancedMoELayer, BalancedRouter, experts or (GroupedExperts if grouped else None))

@@ -12,12 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from backends.megatron.attention import Attention, PackedCoreAttention
-from backends.megatron.experts import GroupedExperts
 from backends.megatron.families import MegatronFamily
 from backends.megatron.head import ScoredLayer
 from backends.megatron.norm import RMSNorm
-from backends.megatron.router import BalancedMoELayer, BalancedRouter, RoutedLayer
-from backends.megatron.versions import set_experts
+from slime_like.plugins.options import load_option
 
 Layers = Literal["transformer_engine", "local"]
 """Modules of the layers: Transformer Engine's, or ours, built from torch's operators."""
@@ -66,8 +64,9 @@ def local_layer_spec(
     spec.submodules.sharded_state_dict_keys_map = family.fused_norms | mlp
     spec.submodules.self_attention = family.attention(config, layer, spec.submodules.self_attention)
     spec.submodules.mlp = family.mlp(spec.submodules.mlp)
-    grouped = GroupedExperts if config.moe_grouped_gemm else None
-    return _with_balanced_experts(spec, num_experts, family.experts or grouped)
+    if num_experts is not None:
+        load_option("megatron-experts")(spec, family.experts, config.moe_grouped_gemm)
+    return spec
 
 
 def transformer_engine_layer_spec(
@@ -87,11 +86,6 @@ def transformer_engine_layer_spec(
     )
     core_attention = RotatedDotProductAttention if attention == "transformer_engine" else PackedCoreAttention
     spec.submodules.self_attention.submodules.core_attention = core_attention
-    return _with_balanced_experts(spec, num_experts, None)
-
-
-def _with_balanced_experts(spec: ModuleSpec, num_experts: int | None, experts: type | None) -> ModuleSpec:
     if num_experts is not None:
-        spec.module = RoutedLayer
-        set_experts(spec.submodules, BalancedMoELayer, BalancedRouter, experts)
+        load_option("megatron-experts")(spec, None, False)
     return spec

@@ -1,7 +1,8 @@
 """The Megatron-core trainer, one object per rank."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,18 +14,17 @@ from backends.common.trainer.base import TrainerBase
 from backends.megatron import parallel
 from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention import for_factors, machine_problems
-from backends.megatron.cpu_runtime import megatron_runtime
+from backends.megatron.conversion.placement import EXPERT_BIAS, set_dropout
 from backends.megatron.head import LogprobModel
-from backends.megatron.lora import set_dropout
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.model import build_chunks
 from backends.megatron.optimizer import Optimizer, wrap_for_data_parallel
-from backends.megatron.router import BalancedRouter
 from backends.megatron.schedule import Communication, Schedule
 from backends.megatron.state import MegatronState
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
 from slime_like.interfaces import Planner, RankPlacement
 from slime_like.interfaces.conversion import Converter
+from slime_like.plugins.options import load_option
 from slime_like.trajectory import PackedTrajectory
 
 
@@ -47,7 +47,7 @@ class MegatronTrainer(TrainerBase):
     @property
     def runtime(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for Megatron-core on this machine."""
-        return megatron_runtime()
+        return contextlib.nullcontext() if torch.cuda.is_available() else load_option("megatron-on-cpu")()
 
     @staticmethod
     def planner() -> Planner:
@@ -117,8 +117,9 @@ class MegatronTrainer(TrainerBase):
                 chunk.scale_gradients(1.0 / denominator)
 
     def _router_biases(self) -> dict[int, Tensor]:
-        modules = (module for chunk in self.chunks for module in chunk.modules() if isinstance(module, BalancedRouter))
-        return {router.layer_number - 1: router.expert_bias for router in modules}
+        modules: Iterator[Any] = (module for chunk in self.chunks for module in chunk.modules())
+        routers = (module for module in modules if hasattr(module, EXPERT_BIAS))
+        return {router.layer_number - 1: router.expert_bias for router in routers}
 
     # ------------------------------------------------------------------------------------------- scoring, weights, end
     def _score(

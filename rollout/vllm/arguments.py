@@ -14,9 +14,9 @@ from slime_like.interfaces.engine import WHOLE, EnginePart
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import has_tower
 from slime_like.models.weight_files import header_shapes
+from slime_like.plugins.options import load_option
 from slime_like.weights.adapter import module_ends
 from slime_like.weights.expected_tensors import expected_factors
-from slime_like.weights.quantization import checkpoint_settings
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -82,7 +82,7 @@ def given_arguments(config: RunConfig, cpu: bool) -> dict[str, Any]:
     if not cpu or config.rollout.bounded_top_k > 0:
         given["hf_overrides"] = given.get("hf_overrides") or {"head_dtype": "float32"}
     if config.sync.quantization != "none":
-        settings = checkpoint_settings(header_shapes(config.model.path))
+        settings = load_option("quantized-settings")(header_shapes(config.model.path))
         given["hf_overrides"] = {**(given.get("hf_overrides") or {}), "quantization_config": settings}
         given["load_format"] = "dummy"  # the first update brings 8-bit weights, which model.path does not have
     return given

@@ -27,7 +27,7 @@ from slime_like.interfaces import BucketMetadata
 from slime_like.system.gpus import stay_near
 from slime_like.system.processes import keep_freed_memory
 from slime_like.weights.received import WeightReceiver
-from slime_like.weights.transports.colocated import gpu_uuid
+from slime_like.weights.transport import gpu_uuid
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker

@@ -48,13 +48,19 @@ if TYPE_CHECKING:
     from slime_like.plugins.resolve import ENGINE_GROUP as ENGINE_GROUP
     from slime_like.trajectory import Conversation as Conversation
 
-_MODULES = ("agent", "environment", "prompt", "reward", "supports", "weights", "engine", "trainer")
-"""Modules to search for a name, the ones without torch first."""
+_OF_USERS = {
+    **dict.fromkeys(("Agent", "AgentResult", "AgentTask"), "agent"),
+    **dict.fromkeys(("Environment", "Step", "Task"), "environment"),
+    **dict.fromkeys(("RewardResult", "group_reward"), "reward"),
+}
+"""Modules of the names that users' code imports; none needs torch."""
+_MODULES = ("prompt", "supports", "weights", "engine", "trainer")
+"""Modules to search for all other names."""
 
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
-        for module in _MODULES:
+        for module in (_OF_USERS[name],) if name in _OF_USERS else _MODULES:
             found = getattr(import_module(f"{__name__}.{module}"), name, None)
             if found is not None:
                 return found

@@ -1,19 +1,23 @@
 """The interface of a trainer backend: one rank, and every collective operation on it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY
-from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.interfaces.weights import WeightBucket, WeightExport
 from slime_like.plugins.resolve import BACKEND_GROUP, load_installed
 from slime_like.statistics import StepStats
 from slime_like.trajectory import PackedTrajectory
+
+if TYPE_CHECKING:
+    from slime_like.interfaces.estimate import RankEstimate, RankKind
 
 
 @dataclass(frozen=True, slots=True)

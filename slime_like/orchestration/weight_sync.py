@@ -17,9 +17,8 @@ from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.system.words import counted
-from slime_like.weights.delta import is_base_lost
-from slime_like.weights.transports.colocated import join_buckets
-from slime_like.weights.transports.registry import join_rendezvous, use_delta
+from slime_like.weights.transport import is_base_lost
+from slime_like.weights.transports.registry import join_buckets, join_rendezvous, use_delta
 
 _PHASE = "exporting weights"
 _TRIAL_SIZES = (0.1, 0.4, 1.6, 6.4)

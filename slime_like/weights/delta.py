@@ -23,14 +23,13 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, TensorEntry, WeightBucket
 from slime_like.weights.checksums import timed_checksum
-from slime_like.weights.transport import Receiver, Sender, describe, place_tensors
+from slime_like.weights.transport import BASE_LOST, Receiver, Sender, describe, place_tensors
 
 BLOCK = 65536
 _GROUP = 16 * BLOCK
 """Elements compared at a time: few enough for a cache, enough to make calls cheap."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BASE_LOST = "delta base lost"
 """Marker inside the message, because engines pass on their workers' errors as text."""
 
 
@@ -212,11 +211,6 @@ class DeltaSender:
 
 
 # ------------------------------------------------------------------------------------------------------------- receiver
-def is_base_lost(error: BaseException) -> bool:
-    """Return whether a sync failed because a receiver lacks the base of the changes. A whole sync fixes this."""
-    return _BASE_LOST in str(error)
-
-
 class DeltaReceiver:
     """Receiver with a copy of every tensor in host memory. The whole tensors it yields are views of these copies.
 
@@ -251,7 +245,7 @@ class DeltaReceiver:
 def _changed(entry: TensorEntry, held: HeldTensor | None, base: int, payload: Tensor, changes: int) -> Tensor:
     if held is None or held.checksum != base or tuple(held.tensor.shape) != entry.shape:
         raise WeightSyncError(
-            f"{_BASE_LOST}: the changes are for {base:#018x}, but the receiver has "
+            f"{BASE_LOST}: the changes are for {base:#018x}, but the receiver has "
             f"{'nothing' if held is None else f'{held.checksum:#018x}'}",
             code="delta-base-lost",
             who=f"tensor {entry.name}",

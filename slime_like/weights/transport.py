@@ -116,5 +116,19 @@ def read_bucket(entries: Sequence[TensorEntry], buffer: Tensor) -> Iterator[tupl
         yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
+BASE_LOST = "delta base lost"
+"""Beginning of the error of a receiver of changes that lacks their base. It crosses processes as text."""
+
+
+def is_base_lost(error: BaseException) -> bool:
+    """Return whether a sync failed because a receiver lacks the base of the changes. A whole sync fixes this."""
+    return BASE_LOST in str(error)
+
+
+def gpu_uuid(index: int) -> str:
+    """Return the GPU's name, which is the same in every process."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

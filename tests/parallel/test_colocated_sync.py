@@ -19,8 +19,7 @@ from slime_like.orchestration.trainer.rank_export import RankExport
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.received import Arrivals
 from slime_like.weights.transport import bucket_nbytes
-from slime_like.weights.transports.colocated import join_buckets
-from slime_like.weights.transports.registry import for_engine, join_rendezvous, open_receiver
+from slime_like.weights.transports.registry import for_engine, join_buckets, join_rendezvous, open_receiver
 from tests.parallel.ranks import run_ranks
 from tests.support.weight_buckets import bucket, left
 

@@ -1,6 +1,6 @@
 """Imports: commands and processes start quickly, and algorithms need only torch and NumPy.
 
-Also an interrupt while a command is imported.
+Also how much a run imports, and an interrupt while a command is imported.
 """
 
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import slime_like
+from slime_like.plugins.options import OPTIONS
 from tests.process.conftest import python
 
 # Log readers and progress. No import may choose a plotting backend for the user.
@@ -40,6 +41,24 @@ assert "`algorithm.loss`" in fields_help()
 print(sorted({"torch", "ray", "transformers", "math_verify", "vllm", "sglang"} & sys.modules.keys()))
 """
     assert python(code) == "[]\n"
+
+
+MOST_LINES, MOST_FILES = 37_900, 270
+"""What a reader of a run on Megatron and vLLM has to know, as README.md says. What only some runs use is an option."""
+
+
+def test_a_run_on_megatron_and_vllm_imports_no_more_than_can_be_read() -> None:
+    code = """
+import sys
+import slime_like.train, backends.megatron.trainer, rollout.vllm.engine
+names = [name for name in sys.modules if name.split(".")[0] in ("slime_like", "backends", "rollout")]
+files = {file for name in names if (file := getattr(sys.modules[name], "__file__", None))}
+print(sum(len(open(file, encoding="utf-8").readlines()) for file in files), len(files), *names)
+"""
+    lines, files, *modules = python(code).split()
+    assert int(lines) <= MOST_LINES
+    assert int(files) <= MOST_FILES
+    assert not set(modules) & {path.partition(":")[0] for path in OPTIONS.values()}
 
 
 BLOCKED = ("pydantic", "pydantic_core", "yaml", "ray", "transformers", "megatron", "backends", "rollout")

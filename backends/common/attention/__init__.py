@@ -1,17 +1,23 @@
 """Attention over packed sequences, on one rank and over context-parallel ranks, chosen by ``trainer.attention``."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from backends.common.attention.kernels import Segments
-from backends.common.attention.packed_attention import LocalAttention, PackedAttention, RingAttention, RingSegments
-from backends.common.attention.prefixes import PrefixAttention
-from backends.common.attention.ring_flash_attn import Llama3Segments, RingFlashAttention
+from backends.common.attention.packed_attention import LocalAttention, RingAttention, RingSegments
 from slime_like.algorithms.context import ContextShard
 from slime_like.errors import TrainerError
+from slime_like.plugins.options import load_option
 
-AnyAttention = PackedAttention | RingFlashAttention
+
+class AnyAttention(Protocol):
+    """Attention of one micro-batch; see ``PackedAttention``."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor: ...
 
 
 def choose_attention(
@@ -30,6 +36,8 @@ def choose_attention(
     if size > 1 and name == "ring":
         return RingAttention(RingSegments.of(boundaries, size), group)
     if size > 1 and name == "ring_flash_attn":
-        return RingFlashAttention(Llama3Segments.of(boundaries, group.rank(), size), group)
+        found: AnyAttention = load_option("ring-flash-attention").of(boundaries, group)
+        return found
     part = range(group.rank() * length, (group.rank() + 1) * length)
-    return PrefixAttention.of(boundaries, shard.parents, part, group)
+    gathered: AnyAttention = load_option("gathered-attention").of(boundaries, shard.parents, part, group)
+    return gathered

@@ -73,6 +73,11 @@ class RingFlashAttention:
     group: dist.ProcessGroup
     heads_k_stride: int = 1
 
+    @classmethod
+    def of(cls, boundaries: Tensor, group: dist.ProcessGroup) -> Self:
+        """Return the attention of this rank's part of a pack with these padded boundaries."""
+        return cls(Llama3Segments.of(boundaries, group.rank(), group.size()), group)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
     ) -> Tensor:

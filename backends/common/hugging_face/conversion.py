@@ -5,7 +5,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,6 @@ from slime_like.errors import CheckpointError
 from slime_like.interfaces.conversion import ConversionOptions, Report
 from slime_like.system.threads import Tracker, run_jobs
 
-Item = TypeVar("Item")
 Content = TypeVar("Content")
 
 
@@ -30,19 +29,6 @@ def fingerprint(directory: Path) -> list[list[Any]]:
     """Return name, size and time of every file, to detect changes in a directory."""
     files = sorted(path for path in directory.iterdir() if path.is_file())
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-
-
-def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: int) -> list[list[Item]]:
-    """Group consecutive items into files of at most ``max_bytes``; a larger item gets a file of its own."""
-    files: list[list[Item]] = []
-    room = 0
-    for item in items:
-        if not files or nbytes(item) > room:
-            files.append([])
-            room = max_bytes
-        files[-1].append(item)
-        room -= nbytes(item)
-    return files
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from backends.common.hugging_face.conversion import (
     FileJob,
     common_dtype,
     fingerprint,
-    in_files,
     refused_by_disk,
 )
 from backends.common.hugging_face.directory import (
@@ -30,7 +29,7 @@ from backends.common.hugging_face.directory import (
     write_adapter_settings,
     write_index,
 )
-from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape
+from backends.common.hugging_face.files import DTYPES, HfCheckpoint, Shape, in_files
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import CheckpointError
 from slime_like.interfaces import WeightBucket

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file, save_file
 
-from backends.common.hugging_face.conversion import in_files
-from backends.common.hugging_face.files import HfCheckpoint
+from backends.common.hugging_face.files import HfCheckpoint, in_files
 from backends.common.process.agreement import listed, together
 from slime_like.config import ModelConfig
 from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig

@@ -3,9 +3,9 @@
 import contextlib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ from slime_like.models.weight_files import StackPart, WeightFilesError, stack_pa
 from slime_like.weights.adapter import factor_names, factor_parts, factor_shapes, stored_factors, without_tower
 
 Shape = tuple[int, ...]
+Item = TypeVar("Item")
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating-point types by their safetensors names."""
@@ -297,4 +298,17 @@ def _weight_files(directory: Path) -> list[Path]:
     if missing:
         problem = f"files that its index lists are missing: {listed(missing)}"
         raise CheckpointError(problem, code="weight-files-missing", who=str(directory))
+    return files
+
+
+def in_files(items: Sequence[Item], nbytes: Callable[[Item], int], max_bytes: int) -> list[list[Item]]:
+    """Group consecutive items into files of at most ``max_bytes``; a larger item gets a file of its own."""
+    files: list[list[Item]] = []
+    room = 0
+    for item in items:
+        if not files or nbytes(item) > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(item)
+        room -= nbytes(item)
     return files

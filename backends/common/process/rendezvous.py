@@ -19,7 +19,7 @@ from slime_like.system.network import listen
 from slime_like.system.onednn import use_onednn
 from slime_like.system.processes import keep_freed_memory
 from slime_like.system.words import counted
-from slime_like.weights.transports.colocated import gpu_uuid
+from slime_like.weights.transport import gpu_uuid
 
 
 def prepare_processor(trainer: TrainerConfig, placement: RankPlacement) -> None:

@@ -1,5 +1,6 @@
 """A teacher's output projection next to the policy's: its hidden states travel instead of its logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -56,8 +57,13 @@ class TeacherHead:
 class Teachers(dict[str | None, TeacherHead]):
     """Heads by the source of the rows that they teach; by ``None``, the head for all rows."""
 
-    def divergence(self, student: Head, rows: ResponseRows, **shard: Any) -> Tensor:
-        """Return the (r,) KL of the student to the teacher at ``rows``; ``shard``: see ``fused_reverse_kl``."""
+    def divergence(self, student: Sequence[Any], rows: ResponseRows, **shard: Any) -> Tensor:
+        """Return the (r,) KL of the student to the teacher at ``rows``.
+
+        Args:
+            student: the arguments of its ``Head``.
+            shard: see ``fused_reverse_kl``.
+        """
         head = self.get(rows.source, self.get(None))
         if head is None or rows.teacher is None:
             raise rank_error(
@@ -67,7 +73,7 @@ class Teachers(dict[str | None, TeacherHead]):
                 remedy="score it first, or train on rollouts that were saved with them",
             )
         hidden, temperatures = rows.teacher.to(head.weight.dtype), rows.temperatures / head.factor
-        return fused_reverse_kl(student, Head(hidden, head.weight, temperatures, head.softcap), **shard)
+        return fused_reverse_kl(Head(*student), Head(hidden, head.weight, temperatures, head.softcap), **shard)
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +96,17 @@ class Teachers(dict[str | None, TeacherHead]):
 
 
 def hold_teachers(models: Any, settings: DistillationConfig, own: ModelConfig, device: torch.device) -> list[Tensor]:
-    """Have the models read their rows of the teachers' output projections, and return all these. Collective."""
-    teachers, what = settings.paths.items(), "loading teachers"
-    together(lambda: [model.hold_teacher(*one, own, device) for one in teachers for model in models], what, device)
+    """Give every model its rows of the teachers' output projections, and return all these. Collective.
+
+    A model's ``teacher_rows`` returns the arguments of ``TeacherHead.read`` after the path; ``None`` without a head.
+    """
+
+    def read() -> None:
+        for model in models:
+            model.teachers = Teachers()
+            for source, path in settings.paths.items():
+                if (place := model.teacher_rows(path, own, device)) is not None:
+                    model.teachers[source] = TeacherHead.read(path, *place)
+
+    together(read, "loading teachers", device)
     return [head.weight for model in models for head in model.teachers.values()]

@@ -21,7 +21,6 @@ from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.objective import named_scores, objective_of
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.step.teacher import hold_teachers
 from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.state import StepOptimizer, TrainerState
 from slime_like.checks.packages import rejected_on_cuda
@@ -38,6 +37,7 @@ from slime_like.interfaces import (
     WeightExport,
 )
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.plugins.options import load_option
 from slime_like.statistics import StepStats
 from slime_like.trajectory import PackedTrajectory
 
@@ -143,7 +143,7 @@ class TrainerBase(TrainerBackend):
                 self._freeze(role)
             if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
                 given = self.config.distillation, self.config.model, self.device
-                self.state.constants = hold_teachers(self.models, *given)
+                self.state.constants = load_option("teacher-heads")(self.models, *given)
             self.optimizer = self._prepare_training()
         return self.coordinates
 

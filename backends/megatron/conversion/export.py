@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from backends.common.hugging_face.conversion import in_files
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
+from backends.common.hugging_face.files import in_files
 from backends.megatron.conversion.placement import Placement, local_experts, place_factors, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Piece, Shape

@@ -1,7 +1,7 @@
 """Matching of this rank's parameters to rules, under global layer and expert numbers."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +14,14 @@ from backends.common.trainer.lora import ADDED, is_added
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank
-from backends.megatron.router import EXPERT_BIAS
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
 
 FACTORS = "factors"
 """Attribute of a parameter that has low-rank factors."""
+
+EXPERT_BIAS = "expert_bias"
+"""The only weight that is not a parameter, of a sigmoid router: always float32, without a gradient."""
 
 _FUSED_NAMES = (
     (r"(decoder\.layers\.\d+\.)self_attention\.linear_qkv\.layer_norm_weight", r"\1input_layernorm.weight"),
@@ -148,6 +150,13 @@ def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """Yield everything a checkpoint holds of a chunk: parameters, and buffers that are weights."""
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(f".{EXPERT_BIAS}"))
+
+
+def set_dropout(chunks: Iterable[GPTModel], is_active: bool) -> None:
+    """Let all low-rank factors drop inputs from now on, or none."""
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if (factors := getattr(parameter, FACTORS, None)) is not None:
+            factors.train(is_active)
 
 
 def _canonical(name: str) -> str:

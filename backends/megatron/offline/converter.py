@@ -17,12 +17,11 @@ from backends.common.hugging_face.conversion import (
     FileJob,
     common_dtype,
     fingerprint,
-    in_files,
     refused_by_disk,
 )
 from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.common.hugging_face.directory import copy_companions
-from backends.common.hugging_face.files import DTYPES, HfCheckpoint
+from backends.common.hugging_face.files import DTYPES, HfCheckpoint, in_files
 from backends.common.process.agreement import listed
 from backends.megatron.conversion.export import merge_shards
 from backends.megatron.conversion.load import open_checked

@@ -70,8 +70,9 @@ class _Rank:
         self._chunks = build_meta_chunks(
             config.model, config.trainer, self._dimensions, config.algorithm.entropy_coef > 0
         )
-        for chunk in self._chunks if role.name == POLICY else ():
-            if chunk.post_process:
+        for chunk in self._chunks:
+            chunk.teachers = Teachers()
+            if role.name == POLICY and chunk.post_process:
                 chunk.teachers = Teachers.planned(config.distillation, len(chunk.output_weight()), self._dtype)
         self._wrapped = wrap_for_data_parallel(config.trainer.optimizer, self._chunks)
         self._optimizer = Optimizer(config.trainer.optimizer, config.total_updates, self._wrapped)

@@ -19,12 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_like.errors import SlimeLikeError
+from slime_like.observability.report import REPORT_FILE
 from slime_like.observability.report.data import Row, RunData, shorten, spell_out, summary
 from slime_like.observability.report.panels import key_metrics, panels, phase_picture
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, response_column
 from slime_like.system.disk import whole_file
 
-REPORT_FILE = "report.html"
 # Characters shown of one cell. With more, a table of 32k-token responses would not open.
 MAX_CELL_TEXT = 4_000
 _LONG_TEXT = 24

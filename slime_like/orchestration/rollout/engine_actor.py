@@ -33,12 +33,10 @@ from slime_like.orchestration.cluster.node import (
     use_log,
     use_session_directory,
 )
-from slime_like.orchestration.rollout.agents import AgentRollouts
-from slime_like.orchestration.rollout.conversations import Conversations
 from slime_like.orchestration.rollout.requests import parts_of, require_routes, routes_per_token
 from slime_like.orchestration.rollout.samples import all_or_none, turn_form
+from slime_like.plugins.options import load_option
 from slime_like.system.processes import end_processes
-from slime_like.weights.transports.broadcast_group import serve_store
 
 _LOOK_EVERY_S = 1.0
 
@@ -74,12 +72,12 @@ class EngineActor:
         self._part = WHOLE
         if others:
             address = node_address()
-            self._store, port = serve_store(address, "", config.engine_start_timeout_s)
+            self._store, port = load_option("engine-store")(address, "", config.engine_start_timeout_s)
             self._part = EnginePart(0, 1 + len(others), address, address, port)
         self._engine = load(self._part) if others else load()
         self._watching: asyncio.Task[None] | None = None
         self._routes = routes_per_token(config.algorithm, config.model)
-        self._conversations: Conversations | AgentRollouts | None = None
+        self._conversations: Any = None  # ``Conversations`` or ``AgentRollouts``
         self._updated = asyncio.Event()
         self._updated.set()
 
@@ -92,11 +90,11 @@ class EngineActor:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path, config.model.trust_remote_code)
         if config.rollout.agent.is_set:
             logs = self._logs, f"agent-{index}"
-            self._conversations = AgentRollouts(config, tokenizer, self._sample, self._version, logs)
+            self._conversations = load_option("agent")(config, tokenizer, self._sample, self._version, logs)
         else:
             logs = self._logs, f"environment-{index}"
             form = turn_form(config.data, config.rollout.agent, tokenizer)
-            self._conversations = Conversations(config.rollout.environment, form, self._sample, logs)
+            self._conversations = load_option("environment")(config.rollout.environment, form, self._sample, logs)
         await self._conversations.start()
 
     async def _start_parts(self) -> None:
@@ -136,7 +134,9 @@ class EngineActor:
         talks = self._conversations if request.task is not None else None
         run = self._sample if talks is None else talks.run
         answer = all_or_none([run(part) for part in parts_of(request)])
-        if isinstance(talks, AgentRollouts):  # they have their own limits, and wait for workers
+        if (
+            talks is not None and self._config.rollout.agent.is_set
+        ):  # agents have their own limits, and wait for workers
             return [each for part in await answer for each in part]
         timeout = self._config.request_timeout_s
         try:

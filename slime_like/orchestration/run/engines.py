@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import starmap
 
 from slime_like.checks.engine_install import version_warning
 from slime_like.config import ModelConfig, RunConfig, SyncConfig
@@ -20,9 +21,9 @@ from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
+from slime_like.plugins.options import load_option
 from slime_like.sandbox.rewards.pool import RewardPool
 from slime_like.weights.expected_tensors import expected_tensors
-from slime_like.weights.quantization import is_quantized
 
 
 def require_servable(engine: str, model: ModelConfig, on_cuda: bool, routes: bool = False) -> None:
@@ -57,7 +58,7 @@ def require_quantizable(sync: SyncConfig, engine: str, model: ModelConfig, on_cu
         reason = f"rollout.engine={engine} does not load 8-bit weights; use {', '.join(ENGINES)}"
     elif engine != "transformers" and not on_cuda:
         reason = f"{engine} has no 8-bit products on a CPU; use rollout.engine=transformers"
-    elif not any(is_quantized(*each) for each in expected_tensors(model.path).items()):
+    elif not any(starmap(load_option("is-quantized"), expected_tensors(model.path).items())):
         reason = f"{model.path} has no matrix with a known name; use another model"
     if reason is not None:
         problem = f"sync.quantization={sync.quantization}: {reason}, or quantization: none"

@@ -10,9 +10,8 @@ from torch import Tensor
 from slime_like.config import RunConfig
 from slime_like.interfaces import BucketMetadata, Manifest, RankCoordinates, TrainerBackend, WeightBucket
 from slime_like.orchestration.cluster.node import node_address
-from slime_like.weights.quantization import quantized
+from slime_like.plugins.options import load_option
 from slime_like.weights.transport import Sender, TransportSettings
-from slime_like.weights.transports.colocated import ColocatedSender
 from slime_like.weights.transports.registry import COLOCATED, open_sender
 
 _KEEP = 1.125
@@ -67,9 +66,10 @@ class RankExport:
         self._release(keep=0)
         export = self.backend.export_weights()
         if self._sender is not None and self.config.sync.quantization != "none":  # engines get it, not the driver
-            export = quantized(export)
+            export = load_option("quantized-export")(export)
         self._buckets = export.buckets
-        self._stream = self._sender.stream(self._next) if isinstance(self._sender, ColocatedSender) else None
+        stream = getattr(self._sender, "stream", None)  # only of senders on all ranks
+        self._stream = None if stream is None else stream(self._next)
         return export.manifest
 
     def end_export(self) -> None:

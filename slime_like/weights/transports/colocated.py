@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.system.json_collectives import all_gather_json
-from slime_like.weights.transport import TransportSettings, bucket_nbytes, read_bucket, write_bucket
+from slime_like.weights.transport import TransportSettings, bucket_nbytes, gpu_uuid, read_bucket, write_bucket
 from slime_like.weights.transports.names import buckets_in_flight, check_session
 from slime_like.weights.transports.shared_memory import SegmentMap, SharedSegment, new_segments
 
@@ -208,17 +208,6 @@ def _collective_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def join_buckets(buckets: Sequence[BucketMetadata | None]) -> list[BucketMetadata]:
-    """Return the sent buckets without gaps. A bucket held by all ranks appears once, with the memory of each."""
-    sent = [bucket for bucket in buckets if bucket is not None]
-    held = [bucket for bucket in sent if bucket.transport == NAME]
-    if not held:
-        return sent
-    whole = next(bucket for bucket in held if bucket.entries)
-    parts = [part for bucket in held for part in bucket.location["held"]]
-    return [replace(whole, location={**whole.location, "held": sorted(parts, key=lambda part: part["rank"])})]
-
-
 class ColocatedReceiver:
     """Receiver that maps its device's trainer rank's memory. Read the views before the bucket is released.
 
@@ -256,8 +245,3 @@ class ColocatedReceiver:
         """Drop the mappings. Each ends with the last tensor that views it."""
         self._mapped.clear()
         self._segments.clear()
-
-
-def gpu_uuid(index: int) -> str:
-    """Return the GPU's name, which is the same in every process."""
-    return str(torch.cuda.get_device_properties(index).uuid)

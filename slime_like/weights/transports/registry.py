@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from slime_like.config import ClusterConfig, SyncConfig
 from slime_like.errors import ConfigError
 from slime_like.interfaces import BucketMetadata
-from slime_like.weights.delta import DeltaReceiver, DeltaSender
+from slime_like.plugins.options import load_option
 from slime_like.weights.transport import Receiver, Sender, TransportSettings
 from slime_like.weights.transports.names import TRANSPORTS, Libraries
 
@@ -79,7 +80,7 @@ def open_sender(name: str, session: str, settings: TransportSettings = Transport
         settings: where it listens or writes, and how long it waits.
     """
     sender: Sender = _class(name, "Sender")(name, session, settings)
-    return DeltaSender(sender) if settings.delta else sender
+    return load_option("delta-sender")(sender) if settings.delta else sender
 
 
 def join_rendezvous(rendezvous: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -89,6 +90,17 @@ def join_rendezvous(rendezvous: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if one not in different:
             different.append(one)
     return dict(different[0]) if len(different) == 1 else {_SENDERS: [dict(one) for one in different]}
+
+
+def join_buckets(buckets: Sequence[BucketMetadata | None]) -> list[BucketMetadata]:
+    """Return the sent buckets without gaps. A bucket held by all ranks appears once, with the memory of each."""
+    sent = [bucket for bucket in buckets if bucket is not None]
+    held = [bucket for bucket in sent if bucket.transport == COLOCATED]
+    if not held:
+        return sent
+    whole = next(bucket for bucket in held if bucket.entries)
+    parts = [part for bucket in held for part in bucket.location["held"]]
+    return [replace(whole, location={**whole.location, "held": sorted(parts, key=lambda part: part["rank"])})]
 
 
 def for_engine(rendezvous: Mapping[str, Any], first_rank: int) -> dict[str, Any]:
@@ -105,8 +117,9 @@ def open_receiver(name: str, rendezvous: Mapping[str, Any], worker: int = 0) -> 
     if _SENDERS in rendezvous and name != COLOCATED:
         return _ManyReceivers(name, rendezvous[_SENDERS])
     if _DELTA in rendezvous:
-        return DeltaReceiver(open_receiver(name, rendezvous[_DELTA]))
-    receiver: Receiver = _class(name, "Receiver")(name, rendezvous, worker)
+        receiver: Receiver = load_option("delta-receiver")(open_receiver(name, rendezvous[_DELTA]))
+    else:
+        receiver = _class(name, "Receiver")(name, rendezvous, worker)
     return receiver
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from slime_like.errors import WeightSyncError
 from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
-from slime_like.weights.delta import BLOCK, apply_changes, as_integers, encode_changes, find_changes, is_base_lost
+from slime_like.weights.delta import BLOCK, apply_changes, as_integers, encode_changes, find_changes
 from slime_like.weights.received import Arrivals
-from slime_like.weights.transport import Receiver, Sender, TransportSettings
+from slime_like.weights.transport import Receiver, Sender, TransportSettings, is_base_lost
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
 from tests.support.properties import examples
 from tests.support.rejections import Rejects

@@ -1,0 +1,49 @@
+"""Optional parts of a run by name. A part is imported when a setting or a model chooses it, so no other run reads it.
+
+Every name here is text: this table imports nothing, and may name parts of any layer.
+"""
+
+import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+_ROLLOUT = "slime_like.orchestration.rollout"
+
+OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        # trainer.recompute: auto
+        "recompute-planner": "slime_like.planning.search:choose_recompute",
+        # rollout.agent, rollout.environment
+        "agent": f"{_ROLLOUT}.agents:AgentRollouts",
+        "environment": f"{_ROLLOUT}.conversations:Conversations",
+        # model.lora
+        "megatron-lora": "backends.megatron.lora:add_factors",
+        "megatron-lora-checkpoint": "backends.megatron.lora:factor_entries",
+        # distillation
+        "teacher-heads": "backends.common.step.teacher:hold_teachers",
+        # trainer.attention, trainer.share_prefixes, windows and sinks
+        "gathered-attention": "backends.common.attention.prefixes:PrefixAttention",
+        "ring-flash-attention": "backends.common.attention.ring_flash_attn:RingFlashAttention",
+        # layers with linear attention, and with experts
+        "recurrence": "backends.common.linear_attention:Recurrence",
+        "megatron-experts": "backends.megatron.router:balance_experts",
+        # trainer ranks without a GPU
+        "megatron-on-cpu": "backends.megatron.cpu_runtime:megatron_runtime",
+        # sync.delta, sync.quantization
+        "delta-sender": "slime_like.weights.delta:DeltaSender",
+        "delta-receiver": "slime_like.weights.delta:DeltaReceiver",
+        "is-quantized": "slime_like.weights.quantization:is_quantized",
+        "quantized-export": "slime_like.weights.quantization:quantized",
+        "quantized-shapes": "slime_like.weights.quantization:with_scales",
+        "quantized-settings": "slime_like.weights.quantization:checkpoint_settings",
+        # engines on several nodes
+        "engine-store": "slime_like.weights.transports.broadcast_group:serve_store",
+    }
+)
+"""Import paths, ``module:attribute``, by the name of the part."""
+
+
+def load_option(name: str) -> Any:
+    """Import and return the part registered as ``name``."""
+    return pkgutil.resolve_name(OPTIONS[name])
