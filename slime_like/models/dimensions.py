@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slime_like.errors import ConfigError
 from slime_like.models import config_json
 from slime_like.models.converted import what_instead
-from slime_like.models.linear_attention import LinearAttention
 from slime_like.models.tower import language_settings
+
+if TYPE_CHECKING:
+    from slime_like.models.linear_attention import LinearAttention
 
 OTHER = "other"
 """Family of the causal language models that transformers supports, but this project's formulas do not."""
@@ -51,8 +55,19 @@ class Family:
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
 
-FAMILIES: dict[str, Family] = {}
-"""All families by name, from ``slime_like.models.families``."""
+class Families(UserDict[str, Family]):
+    """Families by name. One given as text, ``module:attribute``, is imported when it is first read."""
+
+    def __getitem__(self, name: str) -> Family:
+        found: Any = self.data[name]
+        if isinstance(found, str):
+            found = self.data[name] = pkgutil.resolve_name(found)
+        family: Family = found
+        return family
+
+
+FAMILIES = Families()
+"""All families, from ``slime_like.models.families``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +359,9 @@ def _known() -> str:
 
 def _of_known(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Read a known family. Raises ``config_json.UnsupportedError`` for all others."""
-    family = next((each for each in FAMILIES.values() if each.architecture == architecture), None)
+    likely_first = sorted(FAMILIES, key=lambda name: name != raw.get("model_type"))  # the others need not be imported
+    found = (FAMILIES[name] for name in likely_first)
+    family = next((each for each in found if each.architecture == architecture), None)
     if family is None:
         raise config_json.UnsupportedError(f"architecture {architecture} is not one of {_known()}")
     return {"family": family.name, **family.read(raw)}
