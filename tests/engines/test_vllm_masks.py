@@ -1,6 +1,11 @@
-"""Supports that vLLM returns on a GPU, built with vLLM's own containers, without its kernel."""
+"""What is special to one engine: vLLM's masks, SGLang's arguments and stand-ins, and starts that are rejected."""
 
+import asyncio
+import dataclasses
+import re
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from slime_like.errors import EngineError
+from rollout.sglang.arguments import engine_arguments
+from rollout.sglang.engine import SglangEngine
+from rollout.stand_ins import SGLANG, VLLM
+from rollout.transformers.engine import TransformersEngine
+from rollout.vllm.engine import VllmEngine
+from slime_like.checks.engine_arguments import _vllm_arguments
+from slime_like.errors import CheckpointError, ConfigError, EngineError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
+from slime_like.interfaces import GenerationRequest, PromptInput, RolloutEngine, SamplingParams
 from slime_like.models.dimensions import ModelDimensions
+from slime_like.system.processes import process_ids
+from tests.engines.harness import run_config
 from tests.support.rejections import Rejects
 
 VOCABULARY = 264
@@ -109,3 +122,142 @@ def test_requests_with_masks(tmp_path: Any, sampling: SamplingParams, temperatur
     unmasked = sampling_params(GenerationRequest("a", PromptInput([1]), sampling), dimensions)
     assert unmasked.logprobs == (66 if sampling.training else 0)
     assert unmasked.temperature == sampling.temperature
+
+
+_PROCESS = """
+import importlib.util, sys
+from pathlib import Path
+from functools import partial
+from rollout import stand_ins
+from rollout.sglang import main
+
+def show(*values):
+    with Path(__file__).with_name("shown").open("a") as file:
+        print(*values, file=file)
+
+stand_ins.install(stand_ins.SGLANG)
+stand_ins.install(stand_ins.SGLANG)
+from sgl_kernel.flash_attn import flash_attn_varlen_func
+from torchvision.transforms import InterpolationMode
+import torchvision, transformers
+assert InterpolationMode.BICUBIC is not None and issubclass(torchvision.transforms.Compose, object)
+assert not hasattr(torchvision, "__version__") and not transformers.utils.is_torchvision_available()
+try:
+    flash_attn_varlen_func(1, causal=True)
+except NotImplementedError as error:
+    show(error)
+import safetensors  # installed packages are found
+assert len(stand_ins.SGLANG) == 3 and importlib.util.find_spec("no_such_package") is None
+
+sys.modules["vllm"] = None  # as main does
+
+def launch(arguments, *others):
+    config, index = arguments.args
+    unknown = config.rollout.model_copy(update={"engine_args": {"no_such_argument": 1}})
+    try:
+        usual(partial(arguments.func, config.model_copy(update={"rollout": unknown}), index), *others)
+    except main.EngineError as error:
+        show(error)
+    return usual(arguments, *others)
+
+usual, main._launch = main._launch, launch
+main.main(int(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def shown(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Run everything that imports SGLang in one process that fails to start; return its lines and the error."""
+    root, before = tmp_path_factory.mktemp("process"), process_ids()
+    (root / "own_process.py").write_text(_PROCESS)
+    engine = SglangEngine(run_config(models[0], root / "run", engine_args={"max_total_tokens": 1}), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{root}:{Path(__file__).parents[2]}")
+        patch.setattr("rollout.sglang.engine._MODULE", "own_process")
+        with pytest.raises(EngineError) as raised:
+            asyncio.run(engine.start())
+    assert process_ids() <= before
+    return [*(root / "shown").read_text().splitlines(), str(raised.value)]
+
+
+@pytest.mark.acceptance
+def test_failed_starts(shown: list[str]) -> None:
+    assert "no_such_argument: SGLang has no such argument" in shown[1]
+    assert re.search("did not start: AssertionError: .*is zero", shown[2]) and len(shown) == 3
+
+
+@pytest.mark.acceptance
+def test_stand_ins(shown: list[str]) -> None:
+    missing = "sgl_kernel.flash_attn.flash_attn_varlen_func: the engine needs sgl_kernel on this machine"
+    assert missing in shown[0]
+    only_sglang = set(SGLANG) - set(VLLM)  # an engine of another test may have installed vLLM's in this process
+    assert [package for package in only_sglang if find_spec(package)] == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        ({}, {"context_length": 808, "max_running_requests": 512, "dtype": "float32", "weight_version": "0"}),
+        ({"max_concurrent_requests": 3}, {"max_running_requests": 12, "max_total_tokens": 12 * 808}),
+        ({"max_concurrent_requests": 1, "samples_per_prompt": 1}, {"max_total_tokens": 2 * 808}),
+        ({"engine_args": {"attention_backend": "triton"}}, {"attention_backend": "triton", "log_level": "error"}),
+        ({"tensor": 2}, {"tp_size": 2, "max_total_tokens": 512 * 808}),
+    ],
+)
+def test_arguments(models: list[Path], tmp_path: Path, rollout: dict[str, Any], expected: dict[str, Any]) -> None:
+    arguments = engine_arguments(run_config(models[0], tmp_path, **rollout), 0, {"attention_backend"})
+    assert {name: arguments[name] for name in expected} == expected
+
+
+LONG = SamplingParams(max_new_tokens=700, temperature=0.05, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rollout", "message"),
+    [
+        (VllmEngine, {"engine_args": {"no_such_argument": 1}}, "no_such_argument is not an argument of vllm"),
+        (VllmEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
+        (VllmEngine, {"max_model_len": 4000}, r"did not start: ValidationError: (?!.*pydantic\.dev).*max_model_len"),
+        (SglangEngine, {"engine_args": {"context_length": 64}}, "set rollout.max_model_len instead"),
+        (SglangEngine, {"start_timeout_s": 0.5}, r"rollout.start_timeout_s=0.5 s"),
+        (TransformersEngine, {"engine_args": {"block_size": 32}}, "use one of: attn_implementation, max_batch_size"),
+        (TransformersEngine, {"tensor": 2}, "rollout.tensor=2"),
+    ],
+)
+def test_rejected_starts(
+    models: list[Path], tmp_path: Path, kind: type[RolloutEngine], rollout: dict[str, Any], message: str
+) -> None:
+    before = process_ids()
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(kind(run_config(models[0], tmp_path, **rollout), 0).start())
+    assert process_ids() <= before
+
+
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine, TransformersEngine])
+def test_missing_checkpoint(tmp_path: Path, models: list[Path], kind: type[RolloutEngine]) -> None:
+    with pytest.raises(ConfigError, match=r"no config.json"):
+        kind(run_config(tmp_path, tmp_path), 0)
+    (tmp_path / "config.json").write_text((models[0] / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"no \*.safetensors"):
+        kind(run_config(tmp_path, tmp_path), 0)
+
+
+def test_request_timeout(models: list[Path], tmp_path: Path) -> None:
+    async def scenario() -> None:
+        engine = TransformersEngine(run_config(models[0], tmp_path, request_timeout_s=3), 0)
+        await engine.start()
+        await engine.pause("keep")
+        with pytest.raises(EngineError, match=r"request slow took longer than rollout.request_timeout_s=3 s"):
+            await engine.generate(GenerationRequest("slow", PromptInput([3, 4]), LONG))
+        await engine.resume()
+        assert (await engine.health()).running_requests == 0
+        assert await engine.generate(GenerationRequest("quick", PromptInput([3, 4]), SamplingParams(max_new_tokens=1)))
+        await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_vllms_arguments_are_read_from_its_source() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert _vllm_arguments() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}

@@ -1,21 +1,22 @@
-"""After a process is killed, the run ends with one sentence, or continues and loses nothing.
-
-A killed engine is replaced in test_conversations.py, and on the trainers' devices in test_killed_colocated_engines.py.
-"""
+"""Killed and stopped processes end the run with one sentence, or are replaced."""
 
 import re
+import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from slime_like.commands.main import main
 from slime_like.data.ledger import audit_run
+from slime_like.orchestration.cluster import stopped
 from tests.conftest import Tiny
 from tests.end_to_end.test_train import steps_of
-from tests.faults.quick import quick, running
+from tests.faults.quick import quick, running, title
 from tests.faults.test_failures import one_sentence
 from tests.support.processes import Command
 
@@ -105,3 +106,94 @@ def role_logs(run_dir: Path) -> set[str]:
     """Return the names of logs of ranks, engines and reference workers."""
     roles = ("trainer-*.log", "engine-*.log", "reference-*.log")
     return {path.name for role in roles for path in (run_dir / "worker_logs").glob(role)}
+
+
+ACTOR, RANK = "ray::EngineActor", "ray::TrainerRank"
+TURNS = (f"{ACTOR}.generate", f"{RANK}.train_minibatch", f"{RANK}.next_bucket")
+"""Calls that last only for a turn: sampling, training with the engine asleep, and a weight sync."""
+ADAPTER = ["--model.lora.rank", "8", "--model.lora.sync", "adapter", "--trainer.optimizer.lr", "1e-2"]
+"""A replaced engine gets only factors."""
+STEPS, PROMPTS = 6, 16
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("engine", "victim", "more", "turns"),
+    [
+        ("transformers", (ACTOR,), [], TURNS[1:]),  # one killed as it samples: tests/end_to_end/test_conversations.py
+        pytest.param("transformers", (ACTOR,), [], TURNS, marks=ACCEPTANCE),
+        pytest.param("transformers", (ACTOR,), ADAPTER, TURNS, marks=ACCEPTANCE),
+        pytest.param("vllm", VLLM_CORE, [], TURNS, marks=ACCEPTANCE),  # its actor lives on
+        pytest.param("vllm", VLLM_CORE, ADAPTER, TURNS, marks=ACCEPTANCE),
+        pytest.param("sglang", ("sglang::scheduler",), [], TURNS, marks=ACCEPTANCE),
+        pytest.param("sglang", ("sglang::scheduler",), ADAPTER, TURNS, marks=ACCEPTANCE),
+    ],
+)
+def test_an_engine_killed_in_its_turn_or_the_trainers_is_replaced(
+    tiny: Tiny, tmp_path: Path, engine: str, victim: tuple[str, ...], more: list[str], turns: tuple[str, ...]
+) -> None:
+    """The only engine is killed once in each of the turns."""
+    flags = ["--rollout.engine", engine, "--cluster.placement", "colocated", "--sync.transport", "colocated"]
+    flags += ["--steps", str(STEPS), "--rollout.prompts_per_step", str(PROMPTS), "--sync.bucket_mb", "0.01"]
+    run_dir, flags = tmp_path / "run", [*flags, "--rollout.max_engine_restarts", str(len(turns)), *more]
+    with Command(quick(tiny, run_dir, *flags), tmp_path / "log") as command:
+        command.wait_for("step 1/", timeout_s=180)
+        for count, call in enumerate(turns, start=1):
+            with _held(command, call):
+                command.named(*victim).kill()
+            command.wait_for(" was restarted (", 180, count)
+        finished = command.succeed(timeout_s=240)
+    assert finished.stderr.count(f"engine 0 ({engine}) was restarted (") == len(turns)
+    audit = audit_run(run_dir)
+    assert not audit.problems
+    assert (audit.issued, audit.trained, audit.in_flight) == (STEPS * PROMPTS, STEPS * PROMPTS, ())
+    rows = steps_of(run_dir)
+    assert len(rows) == STEPS
+    for row in rows:
+        assert row["weights/probe_gap"] < 1e-4
+        assert row["train_actor_training/engine_gap_max"] < 1e-4  # sampled with the previous step's weights
+        assert row["rollout/staleness_max"] == 0
+
+
+@contextmanager
+def _held(command: Command, call: str) -> Iterator[None]:
+    """Stop an actor in ``call``, which keeps the run in its turn."""
+    while True:
+        process = running(command, call)
+        process.suspend()
+        if title(process) == call:
+            break
+        process.resume()
+    try:
+        yield
+    finally:
+        if process.is_running():
+            process.resume()
+
+
+def _impatient(arguments: Sequence[str]) -> int:
+    """Run the command with short times. ``test_kill_campaign.py`` has the default ones."""
+    stopped.LOOK_EVERY_S, stopped.REPORT_AFTER_S, stopped.END_AFTER_S = 0.5, 1.0, 3.0
+    return main(arguments)
+
+
+def test_a_stopped_rank_ends_the_run_and_a_stopped_engine_is_replaced(tiny: Tiny, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ["--steps", "1000", "--rollout.prompts_per_step", "16"]
+    with Command(quick(tiny, run_dir, *flags), tmp_path / "log", program=_impatient) as command:
+        command.wait_for_rows(run_dir)
+        command.named("ray::EngineActor").send_signal(signal.SIGSTOP)
+        command.wait_for("of engine-0 on 127.0.0.1 has been stopped (SIGSTOP)", timeout_s=30)
+        command.wait_for("engine 0 (transformers) was restarted", timeout_s=60)
+        command.wait_for_rows(run_dir, count=(run_dir / "metrics.jsonl").read_text().count("\n") + 2)
+        rank = command.named("ray::TrainerRank")
+        for _ in range(2):  # a process that continues in time is not ended
+            rank.send_signal(signal.SIGSTOP)
+            time.sleep(1.0)
+            rank.send_signal(signal.SIGCONT)
+            time.sleep(1.0)
+        rank.send_signal(signal.SIGSTOP)
+        finished = command.finish(timeout_s=60)
+    assert finished.code == 1 and finished.left_behind == []
+    assert "of trainer-0 on 127.0.0.1 had been stopped" in one_sentence(finished)
+    assert not audit_run(run_dir).problems

@@ -1,8 +1,6 @@
-"""Imports: commands and processes start quickly, and algorithms need only torch and NumPy.
+"""New interpreters: light imports, how much a run imports, interrupts, memory, and oneDNN."""
 
-Also how much a run imports, and an interrupt while a command is imported.
-"""
-
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -116,3 +114,63 @@ sys.exit(main(["--version"]))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "slime-like: interrupted\n")
+
+
+_CYCLE = """
+from slime_like.system.processes import permanent_allocations
+class Kept:
+    def __init__(self): self.itself = self
+    def __del__(self): print("freed")
+with permanent_allocations():
+    Kept()
+"""
+
+_FAULTS = """
+import resource, sys
+from slime_like.system.processes import keep_freed_memory
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+faults = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    del_me = [bytearray(48 * 2**20) for _ in range(2)]
+    del del_me
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults[1:]))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_blocks_cause_no_more_page_faults() -> None:
+    again, kept = (int(python(_FAULTS, mode)) for mode in ("returned", "kept"))
+    assert again > 100  # not more: pages may be huge
+    assert kept < again / 10
+
+
+def test_permanent_objects_are_freed_when_the_process_ends() -> None:
+    """Packages that count their objects, like nanobind in Triton, would print a page of warnings."""
+    assert python(_CYCLE) == "freed\n"
+
+
+WHICH = """
+import gc, torch
+from slime_like.system.onednn import replaced_products
+
+def by_onednn():
+    a = torch.ones(300, 300)
+    with torch.profiler.profile() as profile:
+        torch.mm(a, a)
+    return "mkldnn::_linear_pointwise" in [event.key for event in profile.key_averages()]
+
+print(by_onednn())
+kept = replaced_products()
+print(by_onednn())
+del kept
+gc.collect()
+print(by_onednn())
+"""
+
+
+def test_large_products_use_onednn_during_the_handles_lifetime() -> None:
+    """An engine may have replaced them permanently in the test process."""
+    assert python(WHICH).split() == ["False", "True", "False"]

@@ -1,15 +1,27 @@
-"""Cleanup after a killed driver. Processes of its Ray session are found by the logs they write."""
+"""What other processes leave or hold: sessions, locks, ledgers, and stopped children."""
 
+import ctypes
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
+from slime_like.data.ledger import FILE_NAME, GENERATED, ISSUED, SCORED, TRAINED, Ledger, audit_run
+from slime_like.errors import ConfigError
 from slime_like.orchestration.cluster.cluster import orphan_reaper
 from slime_like.orchestration.cluster.ray_session import link_logs, sessions
+from slime_like.orchestration.cluster.stopped import stopped_processes
+from slime_like.orchestration.run.directory import RunDirectory
+from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
+from tests.process.conftest import wait_until
+from tests.unit.orchestration.run.test_directory import config, prepare_run_dir, write_checkpoint
 
 DRIVER = 4_000_000  # no process has this id
 HOLD = "import sys, time; file = open(sys.argv[1], sys.argv[2]); print('open', flush=True); time.sleep(300)"
@@ -90,3 +102,108 @@ def test_logs_name_the_daemon_whose_loss_ended_the_driver(
     (tmp_path / "python-core-driver-01_7.log").write_text(driver)
     (tmp_path / "raylet.err").write_text(raylet)
     assert orphan_reaper.lost_daemon(tmp_path) == expected
+
+
+_SECOND = """
+import sys
+from pathlib import Path
+from slime_like.orchestration.run.lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("alone", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """Another process's lock is reported with its number, survives the directory's move, and ends when it is killed."""
+    run_dir = tmp_path / "run"
+    other = subprocess.Popen(
+        [sys.executable, "-c", _SECOND, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "alone\n"
+        with pytest.raises(
+            ConfigError, match=f"another run uses this directory .process {other.pid} on .*set another run_dir"
+        ):
+            prepare_run_dir(config(tmp_path))
+        assert [path.name for path in run_dir.iterdir()] == [LOCK_FILE]
+    finally:
+        other.kill()
+        other.communicate(timeout=30)
+    prepare_run_dir(config(tmp_path))
+    write_checkpoint(run_dir, 3)
+    with RunLock(run_dir) as lock:
+        RunDirectory(config(tmp_path)).make(None, lock)  # resume: never
+        assert not (tmp_path / "run.1" / LOCK_FILE).exists()
+        with pytest.raises(ConfigError, match="another run uses this directory"):
+            prepare_run_dir(config(tmp_path))
+    assert not (run_dir / LOCK_FILE).exists()
+
+
+def test_a_stopped_child_of_a_worker_is_found_and_ended(tmp_path: Path) -> None:
+    command = ["sh", "-c", "sleep 600 & wait"]
+    with (tmp_path / "engine-3.2.log").open("wb") as log, subprocess.Popen(command, stdout=log) as worker:
+        try:
+            wait_until(lambda: psutil.Process(worker.pid).children() != [])
+            (child,) = psutil.Process(worker.pid).children()
+            assert stopped_processes([worker.pid], "here") == []
+            child.send_signal(signal.SIGSTOP)
+            wait_until(lambda: child.status() == psutil.STATUS_STOPPED)
+            (found,) = stopped_processes([worker.pid, 2**22 + 1], "here")
+            assert (found.node, found.process, found.role) == ("here", child.pid, "engine-3.2")
+            assert stopped_processes([worker.pid], "here", end=[found]) == [found]
+            worker.wait(10)  # it waits for its child
+        finally:
+            for process in (*psutil.Process(worker.pid).children(), worker) if worker.poll() is None else ():
+                process.kill()
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def _write(run_dir: Path, journal: str, *, killed: bool) -> None:
+    """Write events of two groups and, if ``killed``, a part of an unfinished transaction."""
+    ledger = Ledger.begin(run_dir)
+    ledger._database.execute(f"PRAGMA journal_mode = {journal}")
+    ledger.add([0, 1], ISSUED, version=0)
+    ledger.add([0], GENERATED, version=0)
+    ledger.add([0], SCORED)
+    ledger.add([0], TRAINED, step=1)
+    if killed:
+        ledger._database.execute("PRAGMA cache_size = 1")
+        rows = ((group,) for group in range(2, 900))
+        ledger._database.executemany("INSERT INTO events (group_id, state, at) VALUES (?, 'trained', 0)", rows)
+        os._exit(0)
+    ledger.close()
+
+
+def _audit_without_rights(run_dir: Path) -> None:
+    header, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, no_capabilities) == 0  # root's files, too, have modes from here on
+    with pytest.raises(PermissionError):
+        (run_dir / "new").touch()
+    audit = audit_run(run_dir)
+    assert (audit.trained, audit.in_flight, audit.problems) == (1, (1,), ())
+
+
+def _finish(process: multiprocessing.process.BaseProcess) -> int | None:
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+@pytest.mark.parametrize(
+    ("journal", "killed", "left"),
+    [("WAL", True, ["", "-shm", "-wal"]), ("DELETE", True, ["", "-journal"]), ("WAL", False, [""])],
+)
+def test_it_is_read(tmp_path: Path, journal: str, killed: bool, left: list[str]) -> None:
+    assert _finish(FORK.Process(target=_write, args=(tmp_path, journal), kwargs={"killed": killed})) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME + ending for ending in left]
+    tmp_path.chmod(0o555)
+    code = _finish(FORK.Process(target=_audit_without_rights, args=(tmp_path,)))
+    tmp_path.chmod(0o755)
+    assert code == 0
+    audit = audit_run(tmp_path)
+    assert (audit.trained, audit.in_flight, audit.problems) == (1, (1,), ())
+    with closing(Ledger.begin(tmp_path)) as ledger:  # what was left belongs to no later ledger
+        assert ledger.count() == 0

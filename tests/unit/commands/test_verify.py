@@ -1,4 +1,4 @@
-"""``slime-like verify layouts`` and comparisons of checkpoints."""
+"""``slime-like verify layouts``, comparisons of checkpoints, and generated pages."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slime_like.commands.main import main
+from slime_like.commands.reference import page_text
 from slime_like.commands.root import run
 from slime_like.commands.verify import _config
 from slime_like.config import RunConfig
@@ -169,3 +170,9 @@ def test_a_damaged_side_ends_the_comparison() -> None:
 
     with pytest.raises(CheckpointError):
         compare_sources(InMemory(tensors()), Damaged(tensors()), 2, lambda done, total: None)
+
+
+@pytest.mark.parametrize("page", ["configuration", "rewards"])
+def test_generated_pages_are_current(page: str) -> None:
+    path = Path(__file__).parents[3] / "docs" / f"{page}.md"
+    assert path.read_text() == page_text(path), "run: python -m slime_like.commands.reference"

@@ -1,4 +1,4 @@
-"""Files read with plain json and with TensorBoard's reader."""
+"""Metrics on disk, read with plain json and TensorBoard's reader; the curve, and the clock of phases."""
 
 import json
 import math
@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import matplotlib.backends.backend_agg  # here, so the import's time does not count for the first test
+import matplotlib.figure
+import matplotlib.image
+import matplotlib.ticker
 import numpy as np
 import pytest
 import torch
 
 from slime_like.config import LoggingConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.metrics import MetricLogger, read_metrics, series
+from slime_like.observability.metrics import MetricLogger, plot_reward_curve, read_metrics, running_mean, series
+from slime_like.observability.records import PhaseClock
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE
 from tests.support.rejections import Rejects
 
@@ -177,3 +182,61 @@ def test_wandb_receives_the_settings_of_the_run(tmp_path: Path, monkeypatch: pyt
         MetricLogger(LoggingConfig(tensorboard=False, wandb=True, **settings), tmp_path / "mine").close()
         own = {"name": "mine", "dir": str(tmp_path / "mine"), "id": known, "resume": "allow"}
         wandb.init.assert_called_with(**given, **own)
+
+
+REWARD_BLUE = (0x00, 0x72, 0xB2)
+ACCURACY_VERMILION = (0xD5, 0x5E, 0x00)
+
+
+def count_pixels(png: Path, color: tuple[int, int, int]) -> int:
+    pixels = np.round(matplotlib.image.imread(png)[..., :3] * 255)
+    return int((np.abs(pixels - color).max(axis=-1) < 3).sum())
+
+
+@pytest.mark.parametrize("window", [1, 3, 10, 50])
+def test_running_mean(window: int) -> None:
+    values = np.random.default_rng(0).random(30)
+    expected = [values[max(0, i + 1 - window) : i + 1].mean() for i in range(30)]
+    assert running_mean(values.tolist(), window) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("steps", "accuracy"), [(1, True), (40, False)])
+def test_plot(tmp_path: Path, steps: int, accuracy: bool) -> None:
+    rows = [{"step": step, "ref_actor_rewards/total_reward_mean": step / steps} for step in range(1, steps + 1)]
+    if accuracy:
+        rows = [{"step": 0, "evaluation/accuracy": 0.5}, *rows, {"step": steps, "evaluation/accuracy": 0.5}]
+    log, png = tmp_path / "metrics.jsonl", tmp_path / "new" / "curve.png"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_reward_curve(log, png)
+    assert matplotlib.image.imread(png).shape[:2] == (720, 1280)
+    assert count_pixels(png, REWARD_BLUE) > 50
+    assert (count_pixels(png, ACCURACY_VERMILION) > 50) == accuracy
+
+
+def clock_at(*seconds: float) -> PhaseClock:
+    """Return a clock that reads these times: at its start, at the begin and end of each phase, and at ``finish``."""
+    return PhaseClock(iter([12_345 + round(moment * 1e9) for moment in seconds]).__next__)
+
+
+def test_times_by_phase() -> None:
+    clock = clock_at(0, 0.25, 2.25, 2.75, 3.75, 3.75, 4, 4, 4, 5, 5)
+    for phase in ("generate", "train", "generate"):  # a repeated phase adds up
+        with clock.phase(phase):
+            pass
+    times = clock.finish()
+    assert times.seconds == {"wait": 0, "generate": 2.25, "reward": 0, "score": 0, "critic": 0, "train": 1.0, "sync": 0}
+    assert (times.step_s, times.orchestration_s) == (4.0, 0.75)
+    with clock.phase("wait"):
+        pass
+    times = clock.finish()
+    assert (times.step_s, times.seconds["wait"], times.seconds["generate"]) == (1.0, 1.0, 0.0)
+
+
+def test_errors_leave_the_clock_usable() -> None:
+    clock = clock_at(0, 0, 2, 2, 3, 3)
+    with pytest.raises(KeyError), clock.phase("score"):
+        raise KeyError
+    with clock.phase("train"), pytest.raises(RuntimeError), clock.phase("score"):
+        pass
+    seconds = clock.finish().seconds
+    assert (seconds["score"], seconds["train"]) == (2.0, 1.0)
