@@ -310,14 +310,6 @@ def test_make_tiny_model_writes_it_once(tmp_path: Path, rejects: Rejects, capsys
     assert len({stat.S_IMODE(file.stat().st_mode) for file in out.iterdir() if file.is_file()}) == 1
 
 
-def test_make_tiny_model_rejects_a_file_and_a_large_seed(tmp_path: Path, rejects: Rejects) -> None:
-    (tmp_path / "file").write_text("")
-    with rejects(ConfigError, "output-unusable"):
-        run(["make-tiny-model", str(tmp_path / "file")])
-    with rejects(ConfigError, "field-range"):
-        run(["make-tiny-model", str(tmp_path / "tiny"), "--seed", str(2**32)])
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_help_shows_options_with_underscores(
     command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

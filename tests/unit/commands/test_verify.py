@@ -9,46 +9,16 @@ from torch import Tensor
 
 from slime_like.commands.main import main
 from slime_like.commands.reference import page_text
-from slime_like.commands.root import run
 from slime_like.commands.verify import _config
 from slime_like.config import RunConfig
 from slime_like.conversion.convert import Difference, compare_sources
-from slime_like.errors import INTERRUPTED, CheckpointError, SlimeLikeError
+from slime_like.errors import INTERRUPTED, CheckpointError
 from slime_like.interfaces.conversion import TensorInfo
 from slime_like.verification import verify
 from slime_like.verification.comparison import Parity
 from slime_like.verification.layouts import parse_layout
 from slime_like.verification.verify import Row, device_misfit, setting_misfit
-from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
-
-REJECTED: list[tuple[str, str]] = [
-    ("--layouts tp2 xp2", "config"),
-    ("--baseline pp", "config"),
-    ("--model nowhere", "config"),
-    ("--trainer.parallel.tensor 2", "flag-excluded"),
-    ("--trainer.optimizer.distributed=true", "flag-excluded"),
-    ("--model.path model", "flag-excluded"),
-    ("--trainer.backend none_such", "trainer.backend"),
-    ("--batch none.pt", "no-dump"),
-    ("--batch model/config.json", "damaged-dump"),
-    ("--run_dir /proc/run", "run_dir"),
-    ("--layouts tp2 tp3", "config"),
-    ("--layouts dp2-ep2", "config"),
-    ("--trainer.optimizer.offload true", "fields-conflict"),
-    ("--trainer.backend fsdp --layouts dp2 tp2", "config"),
-    ("--layouts dp17", "config"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "code"), REJECTED, ids=[case[0] for case in REJECTED])
-def test_rejections(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejects: Rejects, arguments: str, code: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_checkpoint(tmp_path / "model")
-    with rejects(SlimeLikeError, code):
-        run(["verify", "layouts", "--model", "model", *arguments.split()])
 
 
 def test_a_layout_needs_as_many_devices_as_ranks() -> None:

@@ -125,21 +125,6 @@ def test_a_launch_sets_the_size_of_its_cluster(
     assert f"--cluster.nodes 2 {size}.address" in train
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--slurm_nodes", "gpu[1-"], "node-list"),
-        (["--slurm_nodes", "gpu[1-2]", "--nodes", "3"], "options-conflict"),
-        (["--head", "10.0.0.1"], "nodes-missing"),
-        (["--nodes", "2", "--silence_s", "3"], "option-range"),
-        (["--", "--cluster.address", "10.0.0.1:1"], "flag-excluded"),
-    ],
-)
-def test_contradictions_are_rejected(arguments: list[str], code: str, rejects: Rejects) -> None:
-    with rejects(ConfigError, code):
-        run(["launch", *arguments])
-
-
 def notes(tmp_path: Path, rank: int, silence_s: float = 30, nodes_timeout_s: float = 600) -> ExitNotes:
     options = LaunchOptions(None, (), 2, rank, head="127.0.0.2", silence_s=silence_s, nodes_timeout_s=nodes_timeout_s)
     return ExitNotes(tmp_path / "run", options)
