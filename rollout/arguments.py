@@ -2,9 +2,9 @@
 
 import torch
 
-from slime_like.checks.engine_arguments import engine_problems
 from slime_like.config import ClusterConfig, RolloutConfig
 from slime_like.errors import EngineError
+from slime_like.interfaces.engine_limits import EngineLimits
 
 _MOST_SEQUENCES = 512
 
@@ -13,13 +13,13 @@ def on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def check_arguments(engine: str, rollout: RolloutConfig) -> None:
+def check_arguments(limits: EngineLimits, rollout: RolloutConfig) -> None:
     """Check the configuration again, because an engine may be started without a run.
 
     Raises:
-        EngineError: the first of ``engine_problems``.
+        EngineError: the first of the limits' ``argument_problems``.
     """
-    for problem in engine_problems(rollout, engine):
+    for problem in limits.argument_problems(rollout, is_here=True):
         raise EngineError(problem, code="engine-arguments")
 
 

@@ -29,7 +29,7 @@ _WINDOW = "training on a window"
 
 
 def train(config: RunConfig) -> TrainSummary:
-    """Run ``config.steps`` training steps: RL, or supervised with ``algorithm.loss: sft``.
+    """Run ``config.steps`` training steps: RL, or supervised on demonstrations.
 
     Call ``slime_like.checks.check.require_valid`` first, like the command: it finds all problems before Ray starts.
 

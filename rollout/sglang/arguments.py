@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rollout.arguments import on_cpu, sequences_at_once, sleep_mode
-from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, WEIGHTS_BACKUP, can_keep_weights
+from rollout.sglang.limits import LIMITS, WEIGHTS_BACKUP
 from slime_like.checks.packages import expandable_segments
 from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
@@ -73,7 +73,7 @@ def engine_arguments(
 
 def _owned(config: RunConfig, engine_index: int, part: EnginePart) -> dict[str, Any]:
     sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
-    keeps = can_keep_weights(config, ModelDimensions.from_checkpoint(config.model.path))
+    keeps = LIMITS.keeps_weights(config, ModelDimensions.from_checkpoint(config.model.path))
     return {
         "model_path": str(config.model.path),
         "dtype": config.model.dtype,
@@ -130,7 +130,7 @@ def _defaults(model: ModelConfig, rollout: RolloutConfig, longest: int) -> dict[
             "max_total_tokens": _cpu_tokens(model, sequences_at_once(rollout), longest + _SPARE_POSITIONS),
         }
     else:
-        defaults[SHARES["sglang"]] = DEFAULT_SHARES["sglang"]
+        defaults[LIMITS.share_argument] = LIMITS.default_share
     return defaults
 
 

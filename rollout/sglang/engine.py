@@ -9,8 +9,8 @@ from typing import Any
 from rollout.arguments import check_arguments, on_cpu, require_sleep_mode
 from rollout.base import EngineBase, MemoryPart
 from rollout.sglang.arguments import SLEEP_ARGUMENT, environment, memory_saver_problem
+from rollout.sglang.limits import LIMITS, WEIGHTS_BACKUP
 from rollout.weight_update import AdapterTarget
-from slime_like.checks.engine_arguments import WEIGHTS_BACKUP, can_keep_weights
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.process import ChildProcess, ProcessEnded
@@ -48,7 +48,7 @@ class SglangEngine(EngineBase[ChildProcess]):
         return None
 
     async def _start(self) -> None:
-        check_arguments("sglang", self._config.rollout)
+        check_arguments(LIMITS, self._config.rollout)
         rollout, cluster = self._config.rollout, self._config.cluster
         if not on_cpu() and (unsupported := memory_saver_problem(rollout, cluster, os.environ)):
             raise self._faults.start_failed(unsupported, "unset it")
@@ -116,7 +116,7 @@ class SglangEngine(EngineBase[ChildProcess]):
 
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         require_sleep_mode(self._config.rollout, self._config.cluster, SLEEP_ARGUMENT, self._name)
-        if keep_weights and not can_keep_weights(self._config, self._dimensions):
+        if keep_weights and not LIMITS.keeps_weights(self._config, self._dimensions):
             raise EngineError(
                 "SGLang was started without a copy of its weights, so it cannot keep them while asleep",
                 code="engine-keeps-no-weights",

@@ -18,6 +18,7 @@ from rollout.base import EngineBase, MemoryPart
 from rollout.ranks import function_of
 from rollout.requests import sample_seed, stop_ids
 from rollout.transformers import weights
+from rollout.transformers.limits import LIMITS
 from rollout.transformers.samples import Sample
 from rollout.weight_update import AdapterTarget
 from slime_like.config import RunConfig
@@ -60,7 +61,7 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
             self.targets = {ADAPTER: AdapterTarget(config.model, self._receive, serve, finish)}
 
     async def _start(self) -> None:
-        check_arguments("transformers", self._config.rollout)
+        check_arguments(LIMITS, self._config.rollout)
         try:
             self._scheduler = await asyncio.to_thread(self._load)
         except (OSError, ValueError, RuntimeError, ImportError) as error:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
+from rollout.vllm.limits import LIMITS
 from rollout.vllm.sampling import MOST_TIES
 from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
@@ -67,7 +68,7 @@ def engine_arguments(config: RunConfig, engine_index: int, part: EnginePart = WH
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    check_arguments("vllm", config.rollout)
+    check_arguments(LIMITS, config.rollout)
     return AsyncEngineArgs(**{**given_arguments(config, on_cpu()), **_owned(config, engine_index, part)})
 
 

@@ -5,13 +5,14 @@ Sections reject combinations of fields themselves (``Section.conflicts``). Needs
 
 from collections.abc import Iterator, Sequence
 
-from slime_like.checks import engine_arguments, layout, lengths, model_directories, names, packages, rows, run_files
+from slime_like.checks import engines, layout, lengths, model_directories, names, packages, rows, run_files
 from slime_like.checks.definition import Check, Needs, training_needs
+from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import find_dimensions
 from slime_like.config.base import CONFLICT, known
 from slime_like.config.run import RunConfig
-from slime_like.config.sections import EvaluationConfig, ModelConfig
 from slime_like.errors import ConfigError, Problem, field_of
+from slime_like.interfaces.engine_limits import EngineLimits, engine_limits
 from slime_like.models.dimensions import ModelDimensions
 
 _READ = {"prompts_per_step", "max_new_tokens", "num_engines", "stop_token_ids", "ignore_eos"}
@@ -21,16 +22,18 @@ _ONLY_TRAINING |= {"oversample", "drop_zero_spread", "max_drops_per_step"}
 """Settings of ``rollout`` that ``slime-like eval`` does not read, either."""
 
 
-def _nothing_to_evaluate(evaluation: EvaluationConfig, model: ModelConfig) -> Iterator[str]:
+def _nothing_to_evaluate(config: RunConfig) -> Iterator[str]:
+    evaluation, model = config.evaluation, config.model
     if not evaluation.files:
         yield "evaluation.files=[] is empty; give at least one held-out file"
     if model.lora.is_set and model.lora.path is None:
         yield f"model.lora.rank={model.lora.rank}: there are no factors to evaluate; give model.lora.path"
     if model.weights is not None:
-        yield (
-            f"model.weights={model.weights} is not evaluated, because engines load model.path; convert it to a "
-            "Hugging Face directory with `slime-like convert to-hf`"
-        )
+        yield f"model.weights={model.weights} is not what engines load; use `slime-like convert to-hf`"
+
+
+def _limits(config: RunConfig) -> EngineLimits:
+    return engine_limits(config.rollout.engine)
 
 
 def _unread_problems(config: RunConfig) -> Iterator[str]:
@@ -40,110 +43,59 @@ def _unread_problems(config: RunConfig) -> Iterator[str]:
         for name in values.all_changed:
             may_be_evaluated = config.evaluation.files and section != "sync" and name not in _ONLY_TRAINING
             if name not in _READ and not may_be_evaluated:
-                yield f"{section}.{name} is set, but algorithm.loss=sft has neither engines nor rewards; remove it"
+                yield f"{section}.{name} is set, but demonstrations need neither engines nor rewards; remove it"
 
 
 CHECKS: Sequence[Check] = (
-    Check("evaluation", {"evaluation"}, lambda run: _nothing_to_evaluate(run.evaluation, run.model)),
+    Check("evaluation", {"evaluation"}, _nothing_to_evaluate),
     # this machine
     Check("model.path", {"files"}, lambda run: find_dimensions(run.model.path, "model.path")[1]),
     Check("reference.model", {"files", "model", "training"}, sized=model_directories.frozen_problems),
-    Check("run_dir", {"files", "run"}, lambda run: run_files.run_directory_problems(run.run_dir)),
-    Check(
-        "debug.save-rollouts",
-        {"files", "training"},
-        lambda run: run_files.writable_problems("debug.save_rollouts", run.debug.save_rollouts),
-    ),
-    Check("data.train", {"files", "training"}, lambda run: rows.training_file_problems(run.data, run.debug)),
-    Check(
-        "evaluation.files", {"files", "data"}, lambda run: rows.file_problems("evaluation.files", run.evaluation.files)
-    ),
-    Check("logging.packages", {"files", "training"}, lambda run: packages.logging_problems(run.logging)),
+    Check("run_dir", {"files", "run"}, run_files.run_directory_problems),
+    Check("debug.save-rollouts", {"files", "training"}, run_files.saved_rollout_problems),
+    Check("data.train", {"files", "training"}, rows.training_file_problems),
+    Check("evaluation.files", {"files", "data"}, rows.held_out_file_problems),
+    Check("logging.packages", {"files", "training"}, packages.logging_problems),
     Check("debug.load-rollouts", {"files", "training"}, run_files.kept_rollout_problems),
-    Check("model.weights", {"files", "trainer"}, lambda run: run_files.start_weight_problems(run.model, run.trainer)),
-    Check("model.lora", {"files", "model"}, lambda run: model_directories.lora_problems(run.model)),
-    Check("model.converted", {"files"}, lambda run: run_files.converted_problems(run.model)),
-    Check("rollout.engine-installed", {"files", "engine"}, lambda run: names.engine_installation_problems(run.rollout)),
-    Check("custom.code", {"files", "engine"}, lambda run: names.custom_code_problems(run.reward, run.rollout)),
+    Check("model.weights", {"files", "trainer"}, run_files.start_weight_problems),
+    Check("model.lora", {"files", "model"}, model_directories.lora_problems),
+    Check("model.converted", {"files"}, run_files.converted_problems),
+    Check("rollout.engine-installed", {"files", "engine"}, engines.installation_problems),
+    Check("custom.code", {"files", "engine"}, names.custom_code_problems),
     Check("trainer.attention", {"files", "trainer"}, lambda run: packages.attention_problems(run.trainer, run.model)),
-    Check("cluster.visible-devices", {"files", "run"}, lambda _: packages.device_problems()),
-    Check("sync.directory", {"files", "training", "engine"}, lambda run: run_files.sync_directory_problems(run.sync)),
-    Check(
-        "model.weight-files",
-        {"files", "model", "weights"},
-        sized=lambda run, size: model_directories.weight_problems(run.model.path, "model.path", size),
-    ),
-    Check(
-        "reference.weight-files",
-        {"files", "model", "training"},
-        lambda run: list(model_directories.frozen_weight_problems(run.roles)),
-    ),
+    Check("cluster.visible-devices", {"files", "run"}, packages.device_problems),
+    Check("sync.directory", {"files", "training", "engine"}, run_files.sync_directory_problems),
+    Check("model.weight-files", {"files", "model", "weights"}, sized=model_directories.weight_problems),
+    Check("reference.weight-files", {"files", "model", "training"}, model_directories.frozen_weight_problems),
     # names, and sizes that may be `auto`
-    Check("trainer.backend", {"trainer"}, lambda run: names.backend_name_problems(run.trainer.backend)),
+    Check("trainer.backend", {"trainer"}, names.backend_name_problems),
     Check("algorithm", {"training"}, lambda run: names.algorithm_name_problems(run.algorithm)),
     Check("algorithm.demonstrations", {"training"}, _unread_problems),
     Check("algorithm.advantage", {"training", "engine"}, lambda run: names.advantage_name_problems(run.algorithm)),
-    Check("rollout.engine", {"engine"}, lambda run: names.engine_name_problems(run.rollout)),
-    Check(
-        "algorithm.minibatches",
-        {"training"},
-        lambda run: lengths.minibatch_problems(run.rollout, run.algorithm, run.trainer.parallel.data),
-    ),
-    Check("rollout.engine-args", {"engine"}, lambda run: engine_arguments.engine_problems(run.rollout)),
-    Check(
-        "rollout.adapter",
-        {"model", "engine"},
-        sized=lambda run, size: engine_arguments.adapter_problems(run.model, run.rollout.engine, size),
-    ),
+    Check("rollout.engine", {"engine"}, engines.name_problems),
+    Check("algorithm.minibatches", {"training"}, lengths.minibatch_problems),
+    Check("rollout.engine-args", {"engine"}, engines.argument_problems),
+    Check("rollout.temperature", {"engine"}, engines.temperature_problems),
+    Check("rollout.adapter", {"model", "engine"}, sized=engines.adapter_problems),
     Check("cluster.gpus-idle", {"training"}, lengths.idle_gpu_problems),
-    Check(
-        "cluster.placement",
-        {"training", "engine"},
-        lambda run: lengths.colocation_problems(run.rollout, run.cluster, run.trainer.parallel.world_size),
-    ),
-    Check(
-        "rollout.nodes",
-        {"engine"},
-        lambda run: lengths.engine_node_problems(
-            run.rollout, run.cluster.gpus_per_node, run.model.lora.sends_factors, run.algorithm.routing_replay
-        ),
-    ),
+    Check("cluster.placement", {"training", "engine"}, lengths.colocation_problems),
+    Check("rollout.nodes", {"engine"}, engines.node_problems),
     Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),
     Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
-    Check("rollout.agent", {"engine"}, lambda run: names.agent_problems(run.rollout.agent, run.reward, run.cluster)),
+    Check("rollout.agent", {"engine"}, names.agent_problems),
     # the model's sizes
-    Check("model.adapter", {"files", "model"}, sized=lambda run, _: model_directories.factor_problems(run.model)),
+    Check("model.adapter", {"files", "model"}, sized=model_directories.factor_problems),
     Check("model.family", {"model", "trainer"}, sized=layout.family_problems),
-    Check(
-        "trainer.layout",
-        {"model", "trainer"},
-        sized=lambda run, size: layout.layout_problems(run.trainer.parallel, size),
-    ),
-    Check(
-        "rollout.tensor", {"model", "engine"}, sized=lambda run, size: layout.engine_rank_problems(run.rollout, size)
-    ),
-    Check(
-        "rollout.stop-tokens", {"model", "data"}, sized=lambda run, size: lengths.stop_token_problems(run.rollout, size)
-    ),
+    Check("trainer.layout", {"model", "trainer"}, sized=lambda run, size: layout_problems(run.trainer.parallel, size)),
+    Check("rollout.tensor", {"model", "engine"}, sized=engines.rank_problems),
+    Check("rollout.stop-tokens", {"model", "data"}, sized=lengths.stop_token_problems),
     Check("rollout.length", {"model", "engine"}, sized=lengths.length_problems),
     Check("trainer.token-budget", {"training", "engine"}, lengths.budget_problems),
     # slow checks
     Check("algorithm.options", {"training", "code"}, lambda run: names.option_problems(run.algorithm)),
-    Check(
-        "reward.custom",
-        {"engine", "code"},
-        lambda run: names.custom_reward_problems(run.reward, run.data, run.evaluation),
-    ),
-    Check(
-        "rollout.environment-custom",
-        {"engine", "code"},
-        lambda run: names.custom_environment_problems(run.rollout.environment, run.data, run.evaluation),
-    ),
-    Check(
-        "rollout.agent-custom",
-        {"engine", "code"},
-        lambda run: names.custom_agent_problems(run.rollout.agent, run.cluster),
-    ),
+    Check("reward.custom", {"engine", "code"}, names.custom_reward_problems),
+    Check("rollout.environment-custom", {"engine", "code"}, names.custom_environment_problems),
+    Check("rollout.agent-custom", {"engine", "code"}, names.custom_agent_problems),
 )
 
 

@@ -6,7 +6,6 @@ Needs neither torch nor a process group.
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.trainer import ParallelConfig, TrainerConfig
 from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
@@ -36,20 +35,6 @@ def layers_per_stage(dimensions: ModelDimensions, num_stages: int) -> list[int]:
     return layers
 
 
-def engine_rank_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> list[str]:
-    """Check that all ranks of a vLLM or SGLang engine get the same number of heads. The engine checks the rest."""
-    found: list[str] = []
-    if rollout.engine in ("vllm", "sglang") and dimensions.num_heads % rollout.tensor:
-        found.append(
-            f"rollout.tensor={rollout.tensor} does not divide the model's {dimensions.num_heads} attention heads; use "
-            f"{either(divisors(dimensions.num_heads))}"
-        )
-    if rollout.pipeline > dimensions.num_layers:
-        most = dimensions.num_layers
-        found.append(f"rollout.pipeline={rollout.pipeline} is more than the model's {most} layers; use at most {most}")
-    return found
-
-
 def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
     if parallel.sequence and parallel.tensor == 1:
         yield "trainer.parallel.sequence=true needs trainer.parallel.tensor above 1; set it to false, or raise tensor"
@@ -68,10 +53,8 @@ def _tensor_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
     ][:1]  # the remedy is the same for all
     yield from wrong
     if not wrong and parallel.tensor not in fitting:
-        yield (
-            f"trainer.parallel.tensor={parallel.tensor} is neither a divisor nor a multiple of the model's {groups} "
-            f"KV heads; use {either(fitting)}"
-        )
+        problem = f"neither divides the model's {groups} KV heads nor is a multiple of them"
+        yield f"trainer.parallel.tensor={parallel.tensor} {problem}; use {either(fitting)}"
 
 
 def _linear_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
@@ -80,10 +63,8 @@ def _linear_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
         axis, other = ("context", "tensor") if parallel.context > 1 else ("tensor", "context")
         heads = linear.num_key_heads
         fitting = [size for size in divisors(heads) if heads % (size * getattr(parallel, other)) == 0] or [1]
-        yield (
-            f"trainer.parallel.{axis}={getattr(parallel, axis)}: tensor * context ranks, which share the heads of "
-            f"linear attention, do not divide the model's {heads} key heads; use {either(fitting)}"
-        )
+        problem = f"tensor * context does not divide the {heads} key heads of linear attention"
+        yield f"trainer.parallel.{axis}={getattr(parallel, axis)}: {problem}; use {either(fitting)}"
 
 
 def _split_sizes(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, int]:
@@ -103,11 +84,9 @@ def _pipeline_problems(parallel: ParallelConfig, dimensions: ModelDimensions) ->
     if chunks > 1 and parallel.pipeline == 1:
         yield f"trainer.parallel.virtual_pipeline={chunks} needs trainer.parallel.pipeline above 1; set it to 1"
     if layers < parallel.pipeline * chunks:
-        times = f" times virtual_pipeline={chunks}" if chunks > 1 else ""
-        yield (
-            f"trainer.parallel.pipeline={parallel.pipeline}{times} is more than the model's {layers} layers; "
-            f"every stage needs one, so use at most {layers}" + (" in all" if chunks > 1 else "")
-        )
+        times, in_all = (f" times virtual_pipeline={chunks}", " in all") if chunks > 1 else ("", "")
+        problem = f"is more than the model's {layers} layers; use at most {layers}{in_all}"
+        yield f"trainer.parallel.pipeline={parallel.pipeline}{times} {problem}"
 
 
 def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> Iterator[str]:
@@ -116,27 +95,14 @@ def _expert_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> I
         if parallel.expert > 1:
             yield f"trainer.parallel.expert={parallel.expert}, but the model has no experts; set it to 1"
         return
-    if experts % parallel.expert:
-        yield (
-            f"trainer.parallel.expert={parallel.expert} does not divide the model's {experts} experts; "
-            f"use {either(divisors(experts))}"
-        )
     ranks = parallel.tensor * parallel.context * parallel.data
-    if parallel.expert > 1 and ranks % parallel.expert:
-        yield (
-            f"trainer.parallel.expert={parallel.expert} does not divide tensor * context * data = {ranks}; "
-            f"use {either(divisors(ranks))}"
-        )
+    for count, what in (experts, f"the model's {experts} experts"), (ranks, f"tensor * context * data = {ranks}"):
+        if count % parallel.expert:
+            yield f"trainer.parallel.expert={parallel.expert} does not divide {what}; use {either(divisors(count))}"
     if dimensions.moe_bias and parallel.tensor > 1 and parallel.expert == 1:
-        yield (
-            "trainer.parallel.expert=1: tensor ranks do not split experts with biases; use at least 2, or "
-            "trainer.parallel.tensor=1"
-        )
+        yield "trainer.parallel.expert=1: tensor ranks do not split experts with biases; use at least 2, or tensor=1"
     if parallel.tensor > 1 and not parallel.sequence:
-        yield (
-            f"trainer.parallel.tensor={parallel.tensor} needs sequence parallelism with a mixture of experts; set "
-            "trainer.parallel.sequence=true"
-        )
+        yield f"trainer.parallel.tensor={parallel.tensor} with experts needs trainer.parallel.sequence=true; set it"
 
 
 def divisors(number: int) -> list[int]:
@@ -163,10 +129,8 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
     if (special := dimensions.attention.special) and config.trainer.attention == "transformer_engine":
         yield f"trainer.attention=transformer_engine is not supported for {special}; use auto"
     if config.trainer.share_prefixes and dimensions.attention.linear is not None:
-        yield (
-            f"trainer.share_prefixes={config.trainer.share_prefixes}: layers with linear attention keep one state per "
-            "sequence, which cannot branch; set it to false"
-        )
+        problem = "a sequence's state of linear attention cannot branch; set it to false"
+        yield f"trainer.share_prefixes={config.trainer.share_prefixes}: {problem}"
     window = dimensions.attention.window
     slides = window is not None and (config.supervised or config.max_model_len > window)
     yield from _window_problems(config.trainer, config.model.path, dimensions, slides)
@@ -177,19 +141,15 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
         if dimensions.capped_logits:
             reason = f"{config.model.path} caps its logits (final_logit_softcapping)"
         if reason is not None:
-            yield (
-                f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp, which trains "
-                "Hugging Face's model"
-            )
+            yield f"{reason}, which trainer.backend=megatron does not support; use trainer.backend=fsdp"
         return
     if dimensions.attention.unsupported is None:
         return
     reach, longest = dimensions.attention.reach, config.max_model_len
     if reach is not None and not config.supervised and longest > reach:
         yield (
-            f"sequences may have {longest} tokens (data.max_prompt_tokens, rollout.max_new_tokens), but layers of "
-            f"{config.model.path} attend to chunks of {reach} (attention_chunk_size in its config.json), which packed "
-            f"attention does not support; lower the two settings to {reach} tokens in all"
+            f"data.max_prompt_tokens and rollout.max_new_tokens allow {longest} tokens, but layers attend to chunks of "
+            f"{reach} (attention_chunk_size in the model's config.json); lower the two to {reach} tokens in all"
         )
     if coefficient > 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g} does not support {config.model.path}; set it to 0"
@@ -199,14 +159,10 @@ def _window_problems(trainer: TrainerConfig, path: Path, dimensions: ModelDimens
     """Yield conflicts with sinks, and with windows if sequences may be longer (``slides``)."""
     window = dimensions.attention.window
     if slides and trainer.share_prefixes:
-        yield (
-            f"trainer.share_prefixes={trainer.share_prefixes}: layers of {path} have a sliding window of "
-            f"{window} tokens, which shared prefixes do not support; set it to false"
-        )
+        problem = f"{path} has a sliding window of {window} tokens; set it to false"
+        yield f"trainer.share_prefixes={trainer.share_prefixes}: {problem}"
     context, attention = trainer.parallel.context, trainer.attention
     has_sinks = dimensions.attention.sinks and attention == "ring_flash_attn"
     if context > 1 and (has_sinks or (slides and attention in ("ring", "ring_flash_attn"))):
-        yield (
-            f"trainer.attention={attention} over trainer.parallel.context={context} ranks does not support "
-            f"{'attention sinks' if has_sinks else f'a sliding window of {window} tokens'}; use auto (allgather)"
-        )
+        what = "attention sinks" if has_sinks else f"a sliding window of {window} tokens"
+        yield f"trainer.attention={attention} does not support {what} over {context} context ranks; use auto"

@@ -2,11 +2,8 @@
 
 from collections.abc import Iterator
 
-from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
-from slime_like.config.rollout import RolloutConfig
 from slime_like.config.run import RunConfig
-from slime_like.config.sections import ClusterConfig
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.system.words import counted
 
@@ -26,71 +23,33 @@ def idle_gpu_problems(config: RunConfig) -> Iterator[str]:
             remedy = f"set {REPLICAS}={AUTO} or {ENGINES}={AUTO}"
         if (fewer := needed.nodes(cluster.gpus_per_node)) < cluster.nodes:
             remedy += f", use {counted(fewer, 'node')}"
-        yield (
-            f"cluster.nodes={cluster.nodes} times cluster.gpus_per_node={cluster.gpus_per_node}: "
-            f"{gpus - needed.total} of {gpus} GPUs are idle, because the run uses {needed}; {remedy}, or "
-            "set cluster.allow_idle_gpus=true"
-        )
+        size = f"cluster.nodes={cluster.nodes} times cluster.gpus_per_node={cluster.gpus_per_node}"
+        idle = f"{gpus - needed.total} of {gpus} GPUs are idle, because the run uses {needed}"
+        yield f"{size}: {idle}; {remedy}, or set cluster.allow_idle_gpus=true"
 
 
-def colocation_problems(rollout: RolloutConfig, cluster: ClusterConfig, ranks: int) -> Iterator[str]:
+def colocation_problems(config: RunConfig) -> Iterator[str]:
     """Check that there are enough trainer ranks for colocated engines to share devices with."""
-    engines, size = rollout.num_engines, rollout.ranks
-    if cluster.placement == "colocated" and engines * size > ranks:
-        yield (
-            f"cluster.placement=colocated: rollout.num_engines={engines} times rollout.tensor * pipeline={size} is "
-            f"more than the {ranks} trainer ranks; use at most {ranks} in all, or placement: separate"
-        )
+    engines, size, ranks = config.rollout.num_engines, config.rollout.ranks, config.trainer.parallel.world_size
+    if config.cluster.placement == "colocated" and engines * size > ranks:
+        many = f"rollout.num_engines={engines} times tensor * pipeline={size} is more than the {ranks} trainer ranks"
+        yield f"cluster.placement=colocated: {many}; use at most {ranks} in all, or placement: separate"
 
 
-def engine_node_problems(rollout: RolloutConfig, per_node: int, factors: bool, routing_replay: str) -> Iterator[str]:
-    """Check that an engine's ranks are spread evenly: whole stages per node, or equal parts of each stage.
-
-    Args:
-        factors: engines receive ``model.lora``'s factors.
-    """
-    nodes, given = -(-rollout.ranks // per_node), f"rollout.tensor={rollout.tensor}"
-    if rollout.pipeline > 1:
-        given += f", rollout.pipeline={rollout.pipeline}"
-        for setting, is_set in {
-            "model.lora.sync=adapter": factors,
-            "algorithm.routing_replay=rollout": routing_replay == "rollout",
-        }.items():
-            if is_set:
-                yield f"{given}: {setting} needs every layer on each rank of an engine; use rollout.pipeline=1"
-    if nodes == 1:
-        return
-    if rollout.engine not in ("vllm", "sglang"):
-        yield (
-            f"{given} is more than cluster.gpus_per_node={per_node}, and rollout.engine={rollout.engine} does not span "
-            "nodes; use vllm or sglang, or lower it"
-        )
-    of_stage = max(1, nodes // rollout.pipeline)
-    if (rollout.pipeline % nodes and nodes % rollout.pipeline) or rollout.tensor % of_stage:
-        yield (
-            f"{given}: {rollout.ranks} ranks do not split evenly over the {nodes} nodes of "
-            f"cluster.gpus_per_node={per_node} that they need; use a multiple of {per_node} ranks"
-        )
-
-
-def minibatch_problems(rollout: RolloutConfig, algorithm: AlgorithmConfig, replicas: int) -> Iterator[str]:
+def minibatch_problems(config: RunConfig) -> Iterator[str]:
     """Check that a step has enough samples for its minibatches and replicas."""
-    prompts, minibatches = rollout.prompts_per_step, algorithm.minibatches
-    samples = 1 if algorithm.supervised else rollout.samples_per_prompt
+    prompts, minibatches = config.rollout.prompts_per_step, config.algorithm.minibatches
+    samples, replicas = config.samples_per_row, config.trainer.parallel.data
     if minibatches > prompts:
-        yield (
-            f"algorithm.minibatches={minibatches} is more than rollout.prompts_per_step={prompts}: each minibatch "
-            f"needs a prompt; use at most {prompts}"
-        )
-    elif prompts // minibatches * samples < replicas:
-        yield (
-            f"trainer.parallel.data={replicas} is more than the {prompts // minibatches * samples} samples of a "
-            "minibatch: each data-parallel replica needs one; lower it, or raise rollout.prompts_per_step"
-        )
+        problem = f"is more than rollout.prompts_per_step={prompts}; use at most {prompts}"
+        yield f"algorithm.minibatches={minibatches} {problem}"
+    elif (each := prompts // minibatches * samples) < replicas:
+        problem = f"is more than the {each} samples of a minibatch; lower it, or raise rollout.prompts_per_step"
+        yield f"trainer.parallel.data={replicas} {problem}"
 
 
-def stop_token_problems(rollout: RolloutConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    for token in rollout.stop_token_ids:
+def stop_token_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
+    for token in config.rollout.stop_token_ids:
         if not 0 <= token < dimensions.vocab_size:
             yield f"rollout.stop_token_ids={token} is not a token of the model; use 0 to {dimensions.vocab_size - 1}"
 
@@ -116,10 +75,7 @@ def budget_problems(config: RunConfig) -> Iterator[str]:
         lengths = config.data.max_prompt_tokens, "rollout", config.rollout.max_new_tokens
         yield from _too_long(*lengths, _BUDGET, budget, ", or raise it")
     elif longest > budget:
-        yield (
-            f"rollout.max_model_len={longest} is more than {_BUDGET}={budget}, which must hold an agent's whole "
-            "history; lower it, or raise the other"
-        )
+        yield f"rollout.max_model_len={longest}, of an agent's history, is more than {_BUDGET}={budget}; lower it"
 
 
 def _yarn_remedy(dimensions: ModelDimensions) -> str:
@@ -135,7 +91,5 @@ def _yarn_remedy(dimensions: ModelDimensions) -> str:
 
 def _too_long(prompt: int, section: str, response: int, what: str, limit: int, otherwise: str) -> Iterator[str]:
     if prompt + response > limit:
-        yield (
-            f"data.max_prompt_tokens={prompt} and {section}.max_new_tokens={response} make {prompt + response} tokens, "
-            f"more than {what}={limit}; lower them{otherwise}"
-        )
+        both = f"data.max_prompt_tokens={prompt} and {section}.max_new_tokens={response} make {prompt + response}"
+        yield f"{both} tokens, more than {what}={limit}; lower them{otherwise}"

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from slime_like.checks.layout import layout_problems
 from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig, read_adapter
-from slime_like.config.roles import CRITIC, POLICY, REFERENCE, Roles
+from slime_like.config.roles import CRITIC, POLICY, REFERENCE
 from slime_like.config.run import RunConfig
-from slime_like.config.sections import ModelConfig
 from slime_like.errors import ConfigError, field_of
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import (
@@ -50,13 +49,13 @@ def _missing(path: Path, field: str) -> list[str]:
     return [f"{field}={path} {problem}; give a Hugging Face checkpoint directory{download}"]
 
 
-def weight_problems(path: Path, field: str, dimensions: ModelDimensions) -> list[str]:
-    return [f"{field}: {problem}" for problem in weight_file_problems(path, dimensions)]
+def weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
+    return [f"model.path: {problem}" for problem in weight_file_problems(config.model.path, dimensions)]
 
 
-def lora_problems(model: ModelConfig) -> Iterator[str]:
+def lora_problems(config: RunConfig) -> Iterator[str]:
     """Check the adapter to continue from, and that every target is a matrix of the model."""
-    lora = model.lora
+    lora = config.model.lora
     if lora.path is not None:
         found, problems = read_adapter(lora.path)
         yield from (f"model.lora.{problem}" for problem in problems)
@@ -64,16 +63,16 @@ def lora_problems(model: ModelConfig) -> Iterator[str]:
             if (ours := sorted(lora.targets) if isinstance(value, list) else getattr(lora, name)) != value:
                 yield f"model.lora.{name}={ours}: the adapter in model.lora.path has {value}; set it to that"
     with suppress(WeightFilesError):  # another check reports it
-        yield from target_problems(lora, header_shapes(model.path) if lora.is_set else {})
+        yield from target_problems(lora, header_shapes(config.model.path) if lora.is_set else {})
 
 
-def factor_problems(model: ModelConfig) -> Iterator[str]:
+def factor_problems(config: RunConfig, dimensions: ModelDimensions | None = None) -> Iterator[str]:
     """Check that the adapter to continue from has the factors of this model."""
-    lora = model.lora
-    if lora.path is None or not lora.is_set or any(lora_problems(model)):
+    lora = config.model.lora
+    if lora.path is None or not lora.is_set or any(lora_problems(config)):
         return
     with suppress(WeightFilesError):  # another check reports it
-        expected = factor_shapes(lora, model_shapes(model.path))
+        expected = factor_shapes(lora, model_shapes(config.model.path))
         try:
             found = {without_tower(name): shape for name, shape in header_shapes(lora.path).items()}
         except WeightFilesError as error:
@@ -81,10 +80,8 @@ def factor_problems(model: ModelConfig) -> Iterator[str]:
             return
         expected = stored_factors(expected, found)
         if odd := sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)):
-            yield (
-                f"model.lora.path={lora.path}: its tensors are not the factors of model.path, first {odd[0]} "
-                f"({len(odd)} in all); give the adapter's base as model.path, or another adapter"
-            )
+            problem = f"{len(odd)} of its tensors are not factors of model.path, first {odd[0]}"
+            yield f"model.lora.path={lora.path}: {problem}; give its base as model.path, or another adapter"
 
 
 def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
@@ -102,10 +99,7 @@ def target_problems(lora: LoraConfig, tensors: Mapping[str, tuple[int, ...]]) ->
         if owner.endswith(".experts") and is_target(lora, name, shape):
             kinds[owner].add(kind)
     if any(found != each for found in kinds.values() for each in kinds.values()):
-        yield (
-            "model.lora.targets: experts of some layers have factors in other matrices than those of other layers, "
-            "which PEFT cannot load; name the same matrices in each layer"
-        )
+        yield "model.lora.targets: PEFT needs the same matrices in each layer's experts; name the same in each layer"
 
 
 def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]:
@@ -120,19 +114,15 @@ def frozen_problems(config: RunConfig, policy: ModelDimensions) -> Iterator[str]
         if model is None or role.name == POLICY:
             continue
         if model.vocab_size != policy.vocab_size:
-            yield (
-                f"{role.setting}={role.path} has {model.vocab_size} tokens and model.path {policy.vocab_size}, but "
-                "both read the same tokens; use a model with the policy's tokenizer"
-            )
+            sizes = f"has {model.vocab_size} tokens and model.path {policy.vocab_size}"
+            yield f"{role.setting}={role.path} {sizes}; use a model with the policy's tokenizer"
         elif role.path is not None:
             yield from _token_problems(role.setting, role.path, config.model.path)
         copied = role.name == REFERENCE and config.reference.update_interval > 0
         if (copied or role.placement == "trainer") and model != replace(policy, vocab_size=model.vocab_size):
             other = "reference.update_interval=0" if copied else f"{role.section}.placement=workers"
-            yield (
-                f"{role.setting}={role.path} has other sizes or settings than model.path={config.model.path}; use a "
-                f"model with the same ones, or {other}"
-            )
+            problem = f"has other sizes or settings than model.path={config.model.path}"
+            yield f"{role.setting}={role.path} {problem}; use a model with the same ones, or {other}"
         given = config.critic.parallel if role.name == CRITIC else role.parallel
         if given is None or role.placement == "trainer":
             continue
@@ -153,20 +143,19 @@ def _token_problems(setting: str, path: Path, model: Path) -> Iterator[str]:
         return
     found, own = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
     if other := sorted(token for token, index in found.items() if own.get(token, index) != index):
-        yield (
-            f"{setting}={path}: {len(other)} of its tokens have other ids than in model.path={model}, e.g. "
-            f"{other[0]!r}; use a model with the policy's tokenizer"
-        )
+        problem = f"{len(other)} of its tokens have other ids than in model.path={model}, e.g. {other[0]!r}"
+        yield f"{setting}={path}: {problem}; use a model with the policy's tokenizer"
 
 
-def frozen_weight_problems(roles: Roles) -> Iterator[str]:
+def frozen_weight_problems(config: RunConfig) -> Iterator[str]:
     """Check the weight files of the reference and the teacher, if they are not the policy's, and a critic's head."""
-    if (critic := roles.get(CRITIC)) is not None and critic.path is not None:
+    if (critic := config.roles.get(CRITIC)) is not None and critic.path is not None:
         with suppress(WeightFilesError):  # reading reports it
             shapes = header_shapes(critic.path)
             if (name := value_head_of(shapes)) is not None and shapes[name][0] != 1:
                 yield f"critic.path={critic.path}: its head has {shapes[name][0]} labels; use a model with one"
-    for role in roles.values():
+    for role in config.roles.values():
         if role.path is not None and not role.trained:
             model = find_dimensions(role.path, role.setting)[0]
-            yield from [] if model is None else weight_problems(role.path, role.setting, model)
+            found = [] if model is None else weight_file_problems(role.path, model)
+            yield from (f"{role.setting}: {problem}" for problem in found)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from slime_like.checks.engine_install import interpreter_problem, is_installed
 from slime_like.checks.rows import first_row
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Part
@@ -17,20 +16,18 @@ from slime_like.config.rollout import (
     AGENT,
     ENVIRONMENT,
     NODE,
-    AgentConfig,
     EnvironmentConfig,
     RewardConfig,
-    RolloutConfig,
 )
-from slime_like.config.sections import ClusterConfig, DataConfig, EvaluationConfig
+from slime_like.config.run import RunConfig
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from slime_like.plugins.resolve import (
     BACKEND_GROUP,
     CUSTOM,
-    ENGINE_GROUP,
     import_path_problem,
     installed_names,
     resolve_callable,
+    unknown,
 )
 from slime_like.sandbox.agent_worker import PLACES
 from slime_like.sandbox.environment_worker import REGISTERED as ENVIRONMENTS
@@ -45,26 +42,8 @@ _PREFIX = "rollout.agent"
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 
 
-def backend_name_problems(backend: str) -> Iterator[str]:
-    return _unknown("trainer.backend", backend, installed_names(BACKEND_GROUP))
-
-
-def engine_name_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Check the engine's name. Engines of another environment are found when they start."""
-    if rollout.python is None:
-        yield from _unknown("rollout.engine", rollout.engine, installed_names(ENGINE_GROUP))
-
-
-def engine_installation_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """Check that the interpreter exists, or that this environment has the engine's package."""
-    engine, python = rollout.engine, rollout.python
-    if python is None and not is_installed(engine):
-        yield (
-            f"rollout.engine={engine} is not installed; install this distribution with the extra [{engine}], or set "
-            "rollout.python to a Python that has it"
-        )
-    elif python is not None and (problem := interpreter_problem(python)):
-        yield f"rollout.python={python} {problem}"
+def backend_name_problems(config: RunConfig) -> Iterator[str]:
+    return unknown("trainer.backend", config.trainer.backend, installed_names(BACKEND_GROUP))
 
 
 def algorithm_name_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -136,35 +115,33 @@ def _too_patient(reward: RewardConfig, index: int) -> Iterator[str]:
         default = inspect.signature(resolve_reward(function.name)).parameters["timeout_s"].default
         seconds = function.options.get("timeout_s", default)
         if seconds >= bound:
-            yield (
-                f"reward.timeout_s={bound:g} ends a call of {function.name} before reward.functions.{index}'s option "
-                f"timeout_s={seconds:g} does; set reward.timeout_s above it"
-            )
+            limit = f"timeout_s={seconds:g} of reward.functions.{index} ({function.name})"
+            yield f"reward.timeout_s={bound:g} is not above the option {limit}; raise it above that"
 
 
-def custom_code_problems(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[str]:
+def custom_code_problems(config: RunConfig) -> Iterator[str]:
     """Check that modules of custom rewards, environments and agents are on this machine."""
-    named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(reward.functions)}
-    named["rollout.environment.name"] = rollout.environment.name or ""
+    named = {f"reward.functions.{index}.name": one.name for index, one in enumerate(config.reward.functions)}
+    named["rollout.environment.name"] = config.rollout.environment.name or ""
     found = {field: name for field, name in named.items() if ":" in name}
-    if (agent := rollout.agent.name) is not None:
+    if (agent := config.rollout.agent.name) is not None:
         found["rollout.agent.name"] = agent
     for field, name in found.items():
         if problem := import_path_problem(name):
             yield f"{field}={name} {problem}"
 
 
-def custom_reward_problems(reward: RewardConfig, data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
+def custom_reward_problems(config: RunConfig) -> Iterator[str]:
     """Have a reward worker, with its limits, import and call each custom function whose module is found.
 
     Registered functions that need answers of a certain form are called, too.
     """
-    names = enumerate(function.name for function in reward.functions)
+    names = enumerate(function.name for function in config.reward.functions)
     found = [index for index, name in names if name in OF_ROWS or (":" in name and not import_path_problem(name))]
-    first = first_row(data, evaluation) if found else None
+    first = first_row(config) if found else None
     sample = first and RewardItem(first[0].prompt, first[0].answer, first[0].answer, first[1])
     for index in found:
-        yield from start_problems(reward, index, sample)
+        yield from start_problems(config.reward, index, sample)
 
 
 def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:
@@ -183,31 +160,25 @@ def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:
         yield f"{prefix}.template={environment.template!r} must contain {PLACE} once, for the observation; correct it"
 
 
-def custom_environment_problems(
-    environment: EnvironmentConfig, data: DataConfig, evaluation: EvaluationConfig
-) -> list[str]:
+def custom_environment_problems(config: RunConfig) -> list[str]:
     """Have a worker create a custom environment with its options and reset it for the first row, if it is found."""
+    environment = config.rollout.environment
     if environment.name is None or ":" not in environment.name or import_path_problem(environment.name):
         return []
-    first = first_row(data, evaluation)
+    first = first_row(config)
     return environment_start_problems(environment, first and first[0])
 
 
 def _unknown_or_not_importable(field: str, name: str, known: Sequence[str]) -> Iterator[str]:
     if ":" not in name:
-        yield from _unknown(field, name, known, f", or {CUSTOM}")
+        yield from unknown(field, name, known, f", or {CUSTOM}")
     elif problem := import_path_problem(name):
         yield f"{field}={name} {problem}"
 
 
-def _unknown(field: str, name: str, known: Sequence[str], otherwise: str = "") -> Iterator[str]:
-    if name not in known:
-        use = f"{', '.join(known) or '(none is installed)'}{otherwise}"
-        yield f"{field}={name} is unknown; use one of: {use}"
-
-
-def agent_problems(agent: AgentConfig, reward: RewardConfig, cluster: ClusterConfig) -> Iterator[str]:
+def agent_problems(config: RunConfig) -> Iterator[str]:
     """Check what judges the agent, the placeholders in its command, and that each node can have its address."""
+    agent, reward, cluster = config.rollout.agent, config.reward, config.cluster
     judge = reward.functions[0].name
     if agent.is_set and "functions" not in reward.model_fields_set:
         yield f"reward.functions is not set, so {judge} would judge, not the agent; set it, e.g. to [{{name: agent}}]"
@@ -220,8 +191,9 @@ def agent_problems(agent: AgentConfig, reward: RewardConfig, cluster: ClusterCon
         yield f"{host} is the address of one node, but cluster.nodes={nodes}; use {NODE}"
 
 
-def custom_agent_problems(agent: AgentConfig, cluster: ClusterConfig) -> list[str]:
+def custom_agent_problems(config: RunConfig) -> list[str]:
     """Check that this host has the endpoint's address and a command's program. Have a worker import a function."""
+    agent, cluster = config.rollout.agent, config.cluster
     if agent.host != NODE and (cluster.nodes or 1) == 1 and interface_of(agent.host) is None:
         return [f"{_PREFIX}.host={agent.host} is not an address of this machine; use one of its addresses"]
     if agent.command and shutil.which(agent.command[0]) is None:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from slime_like.config.sections import LoggingConfig, ModelConfig
+from slime_like.config.run import RunConfig
+from slime_like.config.sections import ModelConfig
 from slime_like.config.trainer import FSDP, TrainerConfig
 from slime_like.system.gpus import local_gpus
 
@@ -44,15 +45,9 @@ def attention_problems(trainer: TrainerConfig, model: ModelConfig) -> Iterator[s
     if attention in _PACKAGES:
         package, remedy = _PACKAGES[attention]
         if not (has_transformer_engine() if attention == "transformer_engine" else find_spec(package)):
-            yield (
-                f"trainer.attention={attention} needs the package {package}, which is not installed; {remedy}, or use "
-                "trainer.attention=auto, which uses the best available attention"
-            )
+            yield f"trainer.attention={attention} needs the package {package}; {remedy}, or use trainer.attention=auto"
     if attention == "transformer_engine" and model.dtype == "float32":
-        yield (
-            "trainer.attention=transformer_engine computes in bfloat16, but model.dtype=float32; set "
-            "model.dtype=bfloat16, or use another attention on a CPU"
-        )
+        yield "trainer.attention=transformer_engine computes in bfloat16; set model.dtype=bfloat16, or use auto"
 
 
 def has_flash_attention_2() -> bool:
@@ -64,10 +59,8 @@ def missing_flash_attention(trainer: TrainerConfig, on_cuda: bool) -> Iterator[s
     """Check on a rank's machine for flash-attn 2, which ring-flash-attn calls on CUDA."""
     if trainer.attention == "ring_flash_attn" and on_cuda and not has_flash_attention_2():
         others = "allgather" if trainer.backend == FSDP else "ring or allgather"
-        yield (
-            "trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA, which is not installed; "
-            f"pip install flash-attn, or use trainer.attention={others}"
-        )
+        remedy = f"pip install flash-attn, or use trainer.attention={others}"
+        yield f"trainer.attention=ring_flash_attn needs flash-attn 2 on CUDA; {remedy}"
 
 
 def missing_compiler(on_cuda: bool) -> Iterator[str]:
@@ -88,11 +81,11 @@ def rejected_on_cuda(model: ModelConfig) -> Iterator[str]:
         yield "model.dtype=float32 does not run on CUDA, whose attention kernels are bfloat16; set bfloat16"
 
 
-def logging_problems(logging: LoggingConfig) -> Iterator[str]:
+def logging_problems(config: RunConfig) -> Iterator[str]:
     if find_spec("torch") is None:  # most others are missing, too; the first import says how to install all of them
         return
     for package in ("wandb", "tensorboard"):
-        if getattr(logging, package) and find_spec(package) is None:
+        if getattr(config.logging, package) and find_spec(package) is None:
             yield f"logging.{package}=true needs its package; pip install {package}, or set it to false"
 
 
@@ -113,6 +106,6 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def device_problems() -> Iterator[str]:
+def device_problems(config: RunConfig) -> Iterator[str]:
     if local_gpus() and (problem := visible_device_problem(os.environ)):
         yield problem

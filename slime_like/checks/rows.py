@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slime_like.config.sections import DataConfig, DebugConfig, EvaluationConfig
+from slime_like.config.run import RunConfig
 from slime_like.data.encoding import answer_text
 from slime_like.data.formats import in_format
 from slime_like.data.messages import read_messages, spells_messages
@@ -15,12 +15,17 @@ from slime_like.interfaces.environment import Task
 from slime_like.system.words import from_here
 
 
-def training_file_problems(data: DataConfig, debug: DebugConfig) -> Iterator[str]:
-    if not data.training_files and not debug.load_rollouts:
+def training_file_problems(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if not data.training_files and not config.debug.load_rollouts:
         yield "data.train=[] is empty; give at least one .jsonl or .parquet file, or sources in data.mixture"
     yield from file_problems("data.train", data.train)
     for number, source in enumerate(data.mixture):
         yield from file_problems(f"data.mixture.{number}.files", source.files)
+
+
+def held_out_file_problems(config: RunConfig) -> Iterator[str]:
+    return file_problems("evaluation.files", config.evaluation.files)
 
 
 def file_problems(field: str, paths: Sequence[Path]) -> Iterator[str]:
@@ -34,16 +39,14 @@ def file_problems(field: str, paths: Sequence[Path]) -> Iterator[str]:
             if not file.is_file():
                 yield f"{field}={file} does not exist{from_here(file)}; give an existing file, directory or pattern"
             elif file.suffix not in SUFFIXES:
-                yield (
-                    f"{field}={file} has an unknown type; give {' or '.join(SUFFIXES)} files "
-                    "(`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one)"
-                )
+                how = "`datasets.load_dataset(...)[split].to_json('train.jsonl')` writes one"
+                yield f"{field}={file} has an unknown type; give {' or '.join(SUFFIXES)} files ({how})"
 
 
-def first_row(config: DataConfig, evaluation: EvaluationConfig) -> tuple[Task, str] | None:
+def first_row(config: RunConfig) -> tuple[Task, str] | None:
     """Return the first row with an answer, with messages joined to a text, and as JSON; ``None`` without any."""
-    for data in config.parts:
-        for file in data.train or evaluation.files:
+    for data in config.data.parts:
+        for file in data.train or config.evaluation.files:
             with suppress(DataError, TypeError, ValueError):
                 for whole in read_rows(file):
                     row = in_format(whole, data)

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slime_like.config.rollout import SyncConfig
 from slime_like.config.run import RunConfig
 from slime_like.config.sections import ModelConfig
-from slime_like.config.trainer import TrainerConfig
 from slime_like.models.converted import DESCRIPTION, MODEL, WEIGHTS, converted_problem, is_converted
 from slime_like.weights.adapter import ADAPTER, adapter_facts, facts_problem
 
@@ -49,21 +47,19 @@ def _written(checkpoint: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def start_weight_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
+def start_weight_problems(config: RunConfig) -> Iterator[str]:
     """Check that ``model.weights`` is a checkpoint of this backend and of such factors."""
-    weights = model.weights
+    model, weights, backend = config.model, config.model.weights, config.trainer.backend
     if weights is not None and not (weights / WEIGHTS).is_dir():
-        yield (
-            f"model.weights={weights} is not a checkpoint (it has no trainer/); give the output of `slime-like convert "
-            "to-megatron`, or a run's checkpoints/step-N"
-        )
-    elif weights is not None and (problem := checkpoint_problem(weights, model, trainer.backend, "model.weights")):
+        remedy = "give the output of `slime-like convert to-megatron`, or a run's checkpoints/step-N"
+        yield f"model.weights={weights} is not a checkpoint (it has no trainer/); {remedy}"
+    elif weights is not None and (problem := checkpoint_problem(weights, model, backend, "model.weights")):
         yield problem
 
 
-def converted_problems(model: ModelConfig) -> Iterator[str]:
+def converted_problems(config: RunConfig) -> Iterator[str]:
     """Check the small files of a converted checkpoint, whether its weights are used or not."""
-    path, weights = model.path, model.weights
+    path, weights = config.model.path, config.model.weights
     named: dict[Path, str] = {}
     if weights is not None and is_converted(weights):
         named[weights.resolve()] = f"model.weights={weights}"
@@ -80,21 +76,18 @@ def kept_rollout_problems(config: RunConfig) -> Iterator[str]:
     if directory is None:
         return
     if config.evaluation.files:
-        yield (
-            f"debug.load_rollouts={directory} starts no engine, so evaluation.files cannot be sampled; set "
-            "evaluation.files: none and evaluation.every: 0 (and use slime-like eval on the exported model)"
-        )
+        remedy = "set evaluation.files: none and evaluation.every: 0, and run slime-like eval on the export"
+        yield f"debug.load_rollouts={directory} starts no engine for evaluation.files; {remedy}"
     from slime_like.data.dump import dump_path  # it imports torch
 
     if not (last := dump_path(directory, config.steps)).is_file():
-        yield (
-            f"debug.load_rollouts={directory} has no {last.name}, the last of steps={config.steps}; "
-            "give a directory that debug.save_rollouts filled, or train for fewer steps"
-        )
+        remedy = "give a directory that debug.save_rollouts filled, or train for fewer steps"
+        yield f"debug.load_rollouts={directory} has no {last.name}, the last of steps={config.steps}; {remedy}"
 
 
-def run_directory_problems(run_dir: Path) -> Iterator[str]:
+def run_directory_problems(config: RunConfig) -> Iterator[str]:
     """Check that the run directory is writable and holds one run. A later run may rename it."""
+    run_dir = config.run_dir
     place = os.path.realpath(run_dir)  # unlike Path.resolve, it accepts a link to itself
     shared = {os.path.realpath(os.environ.get("HOME", "/")): "your home directory", "/": "the root of the file system"}
     if place in shared:
@@ -103,8 +96,13 @@ def run_directory_problems(run_dir: Path) -> Iterator[str]:
         yield from writable_problems("run_dir", run_dir)
 
 
-def sync_directory_problems(sync: SyncConfig) -> Iterator[str]:
-    return writable_problems("sync.directory", sync.directory if sync.transport == "directory" else None)
+def sync_directory_problems(config: RunConfig) -> Iterator[str]:
+    used = config.sync.transport == "directory"
+    return writable_problems("sync.directory", config.sync.directory if used else None)
+
+
+def saved_rollout_problems(config: RunConfig) -> Iterator[str]:
+    return writable_problems("debug.save_rollouts", config.debug.save_rollouts)
 
 
 def writable_problems(field: str, directory: Path | None) -> Iterator[str]:

@@ -11,7 +11,7 @@ from slime_like.commands.command import Command, has_flag, option
 from slime_like.config import RunConfig
 from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, Problem
 from slime_like.system.gpus import local_gpus
 from slime_like.system.network import expand_node_list
 from slime_like.system.words import counted
@@ -92,7 +92,12 @@ def _sized(options: LaunchOptions, gpus_per_node: int | None) -> tuple[LaunchOpt
     size = ["--cluster.nodes", str(options.nodes)]
     if devices := gpus_per_node or local_gpus():
         size += ["--cluster.gpus_per_node", str(devices)]
-    config = load_config(options.config, [*options.flags, *size])
+    from slime_like.checks.check import check
+
+    def problems(config: RunConfig) -> list[Problem]:
+        return [one for one in check(config) if devices or one.code != "cluster.gpus-idle"]  # slots are not hardware
+
+    config = load_config(options.config, [*options.flags, *size], more=problems)
     if not devices and "gpus_per_node" in config.cluster.model_fields_set:
         size += ["--cluster.gpus_per_node", str(config.cluster.gpus_per_node)]
     elif not devices:

@@ -12,9 +12,9 @@ from typing import Any
 
 from slime_like.checks.run_files import directory_problem
 from slime_like.commands.command import Command, at_least_one, given_path, option, temporary_run_dir
-from slime_like.config import DataConfig, RolloutConfig
+from slime_like.config import DataConfig, RolloutConfig, RunConfig
 from slime_like.config.reading.load import load_config
-from slime_like.errors import ConfigError
+from slime_like.errors import ConfigError, Problem
 from slime_like.system.words import counted
 
 _DOES_NOT_FIT, _FOUND = 1, 1
@@ -30,7 +30,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
             raise ConfigError(f"--output {output} {problem}", code="output-unusable")
     if options.search and options.preflight:
         raise ConfigError("--preflight checks one layout; remove it, or --search", code="options-conflict")
-    config = load_config(options.config, flags, None if options.config else temporary_run_dir("plan"))
+    config = load_config(options.config, flags, None if options.config else temporary_run_dir("plan"), _problems)
     _require_possible(options, config.data, config.rollout, config.max_model_len)
     # Megatron warns about every missing package that speeds up training; nothing is trained here.
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -55,6 +55,14 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         raise ConfigError(plan.problems, code="plan-rejected")
     print_plan(plan)
     return _DOES_NOT_FIT if plan.problems else 0
+
+
+def _problems(config: RunConfig) -> list[Problem]:
+    """Return the problems that do not depend on this machine."""
+    from slime_like.checks.check import check
+    from slime_like.checks.definition import training_needs
+
+    return check(config, training_needs(config) - {"files", "code"})
 
 
 def _require_possible(options: argparse.Namespace, data: DataConfig, rollout: RolloutConfig, longest: int) -> None:
@@ -115,7 +123,7 @@ def _rehearse(options: argparse.Namespace, flags: list[str]) -> int:
             f"--small_steps={options.small_steps} must be at least {_LEAST_STEPS}: before and after the kill",
             code="argument-value",
         )
-    config = load_config(options.config, flags)
+    config = load_config(options.config, flags, more=_problems)
     from slime_like.verification.rehearsal import rehearse
 
     found, directory = 0, _make_directory(options.directory)

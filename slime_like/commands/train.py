@@ -73,7 +73,7 @@ def _evaluate(arguments: argparse.Namespace, flags: list[str]) -> int:
         if problem := output_problem(arguments.output, read):
             raise ConfigError(problem, code="file-unusable")
     require_valid(config, EVALUATION)
-    from slime_like.checks.engine_install import version_warning
+    from slime_like.checks.engines import version_warning
     from slime_like.evaluate import evaluate, write_responses
 
     if warning := version_warning(config.rollout.python, config.rollout.engine):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from slime_like.config.base import Part, Section, absolute_code
-from slime_like.plugins.objective import ALIASES, GROUP_ADVANTAGES, SEQUENCE_LOSSES, STEP_LOSSES
+from slime_like.plugins.objective import ALIASES, DEMONSTRATION_LOSSES, GROUP_ADVANTAGES, SEQUENCE_LOSSES, STEP_LOSSES
 
 _OF_SAMPLES = ("advantage", "whiten", "importance", "rejection", "off_policy_mask", "overlong", "old_logprobs")
 """Settings that training on demonstrations does not read."""
@@ -141,7 +141,7 @@ class AlgorithmConfig(Section):
     @property
     def supervised(self) -> bool:
         """Whether the loss is of demonstrations."""
-        return self.loss.name == "sft"
+        return self.loss.name in DEMONSTRATION_LOSSES
 
     @property
     def needs_reference(self) -> bool:
@@ -200,10 +200,10 @@ class AlgorithmConfig(Section):
     def unread(self) -> Iterator[str]:
         """Yield changed settings that training on demonstrations does not read."""
         if self.needs_reference:
-            yield "algorithm.loss=sft has no reference; set algorithm.kl.coef and algorithm.kl_reward.coef to 0"
+            yield f"algorithm.loss={self.loss} has no reference; set coef of algorithm.kl and of kl_reward to 0"
         for name in self.all_changed:
             if name in _OF_SAMPLES:
-                yield f"algorithm.{name} is set, but algorithm.loss=sft has no sampled responses; remove it"
+                yield f"algorithm.{name} is set, but algorithm.loss={self.loss} has no sampled responses; remove it"
 
     def conflicts(self) -> Iterator[str]:
         if self.rejection.shrinks and self.reduction.name == "groups":
@@ -214,4 +214,4 @@ class AlgorithmConfig(Section):
                 "minibatches=1 make only one; use none or rollout"
             )
         if self.routing_replay != "none" and self.supervised:
-            yield f"routing_replay={self.routing_replay} needs sampled responses, but loss=sft has none; set it to none"
+            yield f"routing_replay={self.routing_replay} needs samples, but loss={self.loss} has none; set it to none"

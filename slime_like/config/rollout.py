@@ -14,9 +14,6 @@ from slime_like.config.base import Section, absolute_code
 LARGEST_SUPPORT = 512
 """Largest ``top_k`` in training: the number of ids per token that the trainer reads."""
 
-VLLM_MAX_TEMPERATURE = 2.0
-"""Highest temperature that vLLM accepts (``SamplingParams._verify_args``, vllm/sampling_params.py, from 0.32.0)."""
-
 MIN_TEMPERATURE = 0.01
 """Lowest temperature above 0 that engines apply exactly."""
 

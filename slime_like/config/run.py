@@ -11,7 +11,7 @@ from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section, known
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE, ModelRole, Roles
-from slime_like.config.rollout import AGENT, ENVIRONMENT, VLLM_MAX_TEMPERATURE, RewardConfig, RolloutConfig, SyncConfig
+from slime_like.config.rollout import AGENT, ENVIRONMENT, RewardConfig, RolloutConfig, SyncConfig
 from slime_like.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -25,7 +25,7 @@ from slime_like.config.sections import (
     ReferenceConfig,
 )
 from slime_like.config.trainer import FSDP, TrainerConfig
-from slime_like.plugins.objective import BATCH_ADVANTAGES
+from slime_like.plugins.objective import BATCH_ADVANTAGES, DEMONSTRATION_LOSSES
 
 MAX_STEPS = 999_999
 """Names of checkpoints and saved rollouts have six digits, so they sort by step."""
@@ -75,6 +75,11 @@ class RunConfig(Section):
     def supervised(self) -> bool:
         """Whether the run trains on demonstrations, without engines and rewards."""
         return self.algorithm.supervised
+
+    @property
+    def samples_per_row(self) -> int:
+        """Trajectories of each row of a step: its samples, or one demonstration."""
+        return 1 if self.supervised else self.rollout.samples_per_prompt
 
     @property
     def starts_engines(self) -> bool:
@@ -204,12 +209,12 @@ class RunConfig(Section):
         if self.algorithm.needs_critic:
             yield from known(lambda: self.critic.conflicts_of_use(self.trainer, self.steps, self.model))
         elif changed := self.critic.changed:
-            use = "algorithm.loss=sft has no critic" if self.supervised else "only algorithm.advantage=gae has a critic"
+            use = "demonstrations need none" if self.supervised else "only algorithm.advantage=gae has a critic"
             yield f"critic.{changed} is set, but {use}; remove it"
         if self.supervised:
             yield from self.algorithm.unread()
             if self.distillation.is_set:
-                yield "algorithm.loss=sft has no sampled responses to distil; set distillation.coef to 0"
+                yield f"algorithm.loss={self.algorithm.loss} has no samples to distil; set distillation.coef to 0"
             return
         yield from self.distillation.conflicts_with_sources([source.name for source in self.data.mixture])
         yield from known(self._sampling_conflicts)
@@ -222,11 +227,8 @@ class RunConfig(Section):
     def _sampling_conflicts(self) -> Iterator[str]:
         rollout, algorithm = self.rollout, self.algorithm
         if self.data.messages_key is not None:
-            yield f"data.messages_key={self.data.messages_key} needs algorithm.loss=sft; set it, or remove the key"
-        held_out = self.evaluation.temperature if self.evaluation.files else 0
-        for field, value in (("rollout", rollout.temperature), ("evaluation", held_out)):
-            if rollout.engine == "vllm" and value > VLLM_MAX_TEMPERATURE:
-                yield f"{field}.temperature={value}: vLLM allows at most {VLLM_MAX_TEMPERATURE}; lower it or use sglang"
+            remedy = f"set it to {' or '.join(DEMONSTRATION_LOSSES)}, or remove the key"
+            yield f"data.messages_key={self.data.messages_key} needs an algorithm.loss of demonstrations; {remedy}"
         compares = algorithm.compares_samples and not self.distillation.is_set
         if rollout.samples_per_prompt == 1 and compares:
             yield (

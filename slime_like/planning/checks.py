@@ -34,7 +34,7 @@ def object_store_notes(cluster: ClusterConfig, largest: int) -> Iterator[str]:
 def largest_batch_bytes(config: RunConfig) -> int:
     """Count the bytes of a step's packs (``PackedTrajectory``) if all sequences have the maximum length."""
     rollout, prompt = config.rollout, config.data.max_prompt_tokens
-    samples = rollout.prompts_per_step * (1 if config.supervised else rollout.samples_per_prompt)
+    samples = rollout.prompts_per_step * config.samples_per_row
     response = config.longest_row - prompt
     scored = sum(role.scores or not role.trained for role in config.roles.values())
     support = 1 + rollout.bounded_top_k if rollout.bounded_top_k > 0 else 0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slime_like.checks.engine_arguments import DEFAULT_SHARES, SHARES, can_keep_weights
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.interfaces.estimate import RankEstimate, RankKind, TrainerMemory
 from slime_like.planning.planned_run import GIB, Hardware, PlannedRun
 from slime_like.weights.transports.registry import use_delta
@@ -31,8 +31,6 @@ _PREFILL_BYTES = GIB // 2
 _FRAGMENTATION = 0.05
 """Share of activations and temporaries that the allocator loses."""
 
-_DEFAULT_SHARE = 0.9
-"""Share of a GPU's memory that a custom engine takes."""
 _MOST_AT_ONCE = 512
 """Sequences that the adapters let an engine decode at the same time."""
 
@@ -76,10 +74,10 @@ def plan_engine(run: PlannedRun) -> EnginePlan:
     states = 0 if linear is None else linear.state_bytes(run.element_bytes) // rollout.tensor * stage // layers
     state_tokens = -(-states // per_token)
     given = rollout.own_engine_args.get("kv_cache_memory_bytes")
-    default = DEFAULT_SHARES.get(rollout.engine, _DEFAULT_SHARE)
-    share = rollout.own_engine_args.get(SHARES.get(rollout.engine, ""), default)
+    limits = engine_limits(rollout.engine)
+    share = rollout.own_engine_args.get(limits.share_argument, limits.default_share)
     if not isinstance(share, int | float):  # a check reports it
-        share = default
+        share = limits.default_share
     taken = int(share * run.hardware.memory_bytes)
     groups = _ENGINE_COMMUNICATORS * (rollout.ranks > 1) + (rollout.tensor > 1 and rollout.pipeline > 1)
     sleeping = run.hardware.process_bytes(groups) + _GRAPHS_BYTES
@@ -266,7 +264,7 @@ def host_memory(
         items["critic or policy, while the other trains"] = gpus * max(moved * (not run.colocated), of_critic)
     if run.colocated and engine is not None:
         items["trainers, while engines sample"] = gpus * moved
-        if can_keep_weights(config, run.dimensions):
+        if engine_limits(config.rollout.engine).keeps_weights(config, run.dimensions):
             items["engine weights, while they sleep"] = gpus * engine.weight_bytes
     if transport == SHARED_MEMORY:
         # One rank of each pipeline stage on the node sends weights.

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_like.checks.check import check, check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.engine_install import chosen_transport
+from slime_like.checks.engines import chosen_transport
 from slime_like.checks.layout import layout_problems
 from slime_like.checks.model_directories import frozen_problems
 from slime_like.checks.packages import rejected_on_cuda

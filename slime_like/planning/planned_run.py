@@ -133,7 +133,7 @@ class Workload:
         """Compute the workload. Lengths that are not given are the longest allowed, which is an upper bound."""
         prompt = config.data.max_prompt_tokens if mean_prompt is None else mean_prompt
         response = config.rollout.max_new_tokens if mean_response is None else mean_response
-        samples = config.rollout.prompts_per_step * (1 if config.supervised else config.rollout.samples_per_prompt)
+        samples = config.rollout.prompts_per_step * config.samples_per_row
         per_update = samples / config.algorithm.minibatches / config.trainer.parallel.data
         budget, sharing, groups = config.trainer.target_tokens_per_batch, 1, samples
         if config.trainer.share_prefixes and not config.supervised and is_worth_sharing(prompt, response):

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_like.checks.check import check_settings
 from slime_like.checks.definition import training_needs
-from slime_like.checks.engine_install import chosen_transport
+from slime_like.checks.engines import chosen_transport
 from slime_like.checks.layout import divisors, layers_per_stage, layout_problems
 from slime_like.config import ClusterConfig, ParallelConfig, RunConfig, TrainerConfig
 from slime_like.config.filling import GpusNeeded, gpus_needed
@@ -183,7 +183,7 @@ def _layouts(run: PlannedRun) -> Iterator[PlannedRun]:
     config, per_node = run.config, run.config.cluster.gpus_per_node
     gpus = trainer_gpus(gpus_needed(config), config.cluster)
     samples = config.rollout.prompts_per_step // config.algorithm.minibatches
-    samples *= 1 if config.supervised else config.rollout.samples_per_prompt
+    samples *= config.samples_per_row
     experts = divisors(run.dimensions.num_experts) if run.dimensions.num_experts else [1]
     for tensor in divisors(per_node):
         for pipeline in divisors(gpus // tensor):

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime_like.checks.engine_arguments import copies_weights
 from slime_like.config.roles import ModelRole
 from slime_like.config.trainer import FSDP
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.interfaces.estimate import RankEstimate, Work
 from slime_like.orchestration.trainer.batcher import packs_per_request
 from slime_like.planning.memory import EnginePlan
@@ -271,5 +271,6 @@ def _moving_seconds(run: PlannedRun, estimates: Sequence[RankEstimate], engine: 
     if engine is None or not run.colocated:
         return 0.0
     largest = max(estimate.memory.parameter_bytes + estimate.memory.optimizer_bytes for estimate in estimates)
-    kept = engine.weight_bytes if copies_weights(run.config, run.dimensions) else 0
+    copies = engine_limits(run.config.rollout.engine).copies_weights(run.config, run.dimensions)
+    kept = engine.weight_bytes if copies else 0
     return run.hardware.host_seconds(2 * (largest + kept))

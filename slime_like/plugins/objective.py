@@ -29,6 +29,9 @@ SEQUENCE_LOSSES = ("gspo", "gmpo")
 STEP_LOSSES = ("clip_cov", "kl_cov")
 """Losses that choose tokens of the whole optimizer step, with old logprobs."""
 
+DEMONSTRATION_LOSSES = ("sft",)
+"""Losses of demonstrations, which no policy sampled. They need neither engines nor rewards."""
+
 ADVANTAGES: Mapping[str, str] = {
     "grpo": f"{_ALGORITHMS}.estimators:grpo",
     "grpo_mean_only": f"{_ALGORITHMS}.estimators:mean_only",

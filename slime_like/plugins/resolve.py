@@ -3,7 +3,7 @@
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -120,15 +120,27 @@ def require_options(
         raise ValueError(f"{subject} cannot be called with its options: {error}; it takes {takes}") from error
 
 
+def unknown(field: str, name: str, known: Sequence[str], otherwise: str = "") -> Iterator[str]:
+    """Yield that ``name`` is not among the ``known`` ones, if so."""
+    if name not in known:
+        use = f"{', '.join(known) or '(none is installed)'}{otherwise}"
+        yield f"{field}={name} is unknown; use one of: {use}"
+
+
 def installed_names(group: str) -> list[str]:
     """Return the sorted names registered in ``group``. Nothing is imported."""
-    return list(_installed(group, tuple(sys.path)))
+    return sorted(installed_places(group))
+
+
+def installed_places(group: str) -> Mapping[str, str]:
+    """Return ``module:attribute`` by name registered in ``group``. Nothing is imported."""
+    return _installed(group, tuple(sys.path))
 
 
 @cache
-def _installed(group: str, path: tuple[str, ...]) -> tuple[str, ...]:
+def _installed(group: str, path: tuple[str, ...]) -> Mapping[str, str]:
     """Read a file of every package on ``path``. There are hundreds, so each group is read once."""
-    return tuple(sorted({point.name for point in entry_points(group=group)}))
+    return {point.name: point.value for point in entry_points(group=group)}
 
 
 def load_installed(group: str, name: str, field: str) -> Any:

@@ -25,6 +25,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.examples.look_alike import make_look_alike
 from slime_like.examples.tiny_model import without_progress_bar
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import loading_options
 from slime_like.models.weight_files import header_shapes
@@ -151,6 +152,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
     raw, algorithm = config.model_dump(mode="json"), config.algorithm
     prompt = config.data.max_prompt_tokens
     new_tokens, length = _lengths(config.rollout, prompt)
+    quantizes = engine_limits(config.rollout.engine).quantization_problem(on_cuda=False) is None
     budget, reduction = max(512, length or prompt + new_tokens), algorithm.reduction.model_dump()
     if "length" in reduction:
         reduction["length"] = min(new_tokens, reduction["length"])
@@ -167,7 +169,7 @@ def small_recipe(config: RunConfig, model: Path, run_dir: Path, steps: int) -> R
         "reward": {"workers": min(2, config.reward.workers)},
         "sync": {
             "transport": "auto" if config.sync.transport in ("nccl", "colocated") else config.sync.transport,
-            "quantization": config.sync.quantization if config.rollout.engine == "transformers" else "none",
+            "quantization": config.sync.quantization if quantizes else "none",
         },
         "evaluation": {
             "every": steps if config.evaluation.files else 0,

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from rollout.transformers.engine import TransformersEngine
-from slime_like.checks.engine_install import chosen_transport
+from slime_like.checks.engines import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.interfaces import (
     BucketMetadata,

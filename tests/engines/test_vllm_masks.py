@@ -18,7 +18,7 @@ from rollout.sglang.engine import SglangEngine
 from rollout.stand_ins import SGLANG, VLLM
 from rollout.transformers.engine import TransformersEngine
 from rollout.vllm.engine import VllmEngine
-from slime_like.checks.engine_arguments import _vllm_arguments
+from rollout.vllm.limits import LIMITS
 from slime_like.errors import CheckpointError, ConfigError, EngineError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import GenerationRequest, PromptInput, RolloutEngine, SamplingParams
@@ -260,4 +260,4 @@ def test_request_timeout(models: list[Path], tmp_path: Path) -> None:
 def test_vllms_arguments_are_read_from_its_source() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert _vllm_arguments() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert LIMITS.known_arguments() == {field.name for field in dataclasses.fields(AsyncEngineArgs)}

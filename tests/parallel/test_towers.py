@@ -160,7 +160,8 @@ def test_an_adapter_is_of_the_whole_model(layout: str, trained: Any, tmp_path: P
         "q_proj",
         "down_proj",
     }
-    again = config.model.model_copy(update={"lora": LoraConfig(path=tmp_path / "adapter")})
+    lora = LoraConfig(path=tmp_path / "adapter")
+    again = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
     assert not [*lora_problems(again), *factor_problems(again)]
 
 

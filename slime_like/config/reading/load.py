@@ -88,9 +88,9 @@ def _others(
     except ValidationError:  # an unknown key of the root may be meant for any field
         return
     rest = config.without(*unknown, *(one.field for one in problems if one.field and one.code != CONFLICT))
-    texts = (text for text in rest.all_conflicts() if text not in map(str, problems))
-    yield from (Problem(CONFLICT, text, field_of(text)) for text in texts)
-    yield from known(more, rest)
+    conflicts = [Problem(CONFLICT, text, field_of(text)) for text in rest.all_conflicts()]
+    shown = set(map(str, problems))
+    yield from (one for one in [*conflicts, *known(more, rest)] if str(one) not in shown)
 
 
 def _take_auto(data: Any, keys: Sequence[str]) -> bool:

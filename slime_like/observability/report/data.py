@@ -22,6 +22,7 @@ from slime_like.observability.metrics import (
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE, Row
+from slime_like.plugins.objective import DEMONSTRATION_LOSSES
 from slime_like.system.disk import end_of_file
 from slime_like.system.words import counted
 
@@ -126,8 +127,8 @@ def _setup(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     layout = _join(trainer.get("backend"), f"{layout}{expert} ({counted(prod(axes.values()), 'rank')})")
     entries = [("model", _join(model.get("path"), model.get("dtype"))), ("trainer", layout)]
     loss, advantage, kl = (algorithm.get(part, {}) for part in ("loss", "advantage", "kl"))
-    if loss.get("name") == "sft":
-        return [*entries, ("objective", "sft (supervised: no engine, no reward)")]
+    if loss.get("name") in DEMONSTRATION_LOSSES:
+        return [*entries, ("objective", f"{loss['name']} (supervised: no engine, no reward)")]
     objective = _join(loss.get("name"), advantage.get("name"), f"KL {kl.get('coef', 0)}")
     sampling = f"{rollout.get('prompts_per_step')} prompts x {rollout.get('samples_per_prompt')} samples a step"
     engines = f"{counted(rollout.get('num_engines', 1), 'engine')} of TP{rollout.get('tensor', 1)}"

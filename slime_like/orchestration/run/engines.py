@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import starmap
 
-from slime_like.checks.engine_install import version_warning
+from slime_like.checks.engines import version_warning
 from slime_like.config import ModelConfig, RunConfig, SyncConfig
 from slime_like.config.roles import POLICY
-from slime_like.config.rollout import ENGINES
 from slime_like.errors import ConfigError, EngineError
 from slime_like.interfaces.engine import load_engine
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
@@ -53,12 +53,8 @@ def require_quantizable(sync: SyncConfig, engine: str, model: ModelConfig, on_cu
     """
     if sync.quantization == "none":
         return
-    reason = None
-    if engine not in ENGINES:
-        reason = f"rollout.engine={engine} does not load 8-bit weights; use {', '.join(ENGINES)}"
-    elif engine != "transformers" and not on_cuda:
-        reason = f"{engine} has no 8-bit products on a CPU; use rollout.engine=transformers"
-    elif not any(starmap(load_option("is-quantized"), expected_tensors(model.path).items())):
+    reason = engine_limits(engine).quantization_problem(on_cuda)
+    if reason is None and not any(starmap(load_option("is-quantized"), expected_tensors(model.path).items())):
         reason = f"{model.path} has no matrix with a known name; use another model"
     if reason is not None:
         problem = f"sync.quantization={sync.quantization}: {reason}, or quantization: none"

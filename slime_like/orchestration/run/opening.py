@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.agents.responses import require_calls
-from slime_like.checks.engine_install import chosen_transport
+from slime_like.checks.engines import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC, POLICY
 from slime_like.data.ledger import FILE_NAME as LEDGER

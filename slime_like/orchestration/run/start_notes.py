@@ -56,7 +56,7 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             "set checkpoint.every (0 if this is intended)"
         )
     if config.supervised and config.evaluation.files:
-        yield "evaluation.files is not evaluated, because algorithm.loss=sft starts no engines; run `slime-like eval`"
+        yield "evaluation.files is not evaluated, because demonstrations start no engines; run `slime-like eval`"
 
 
 def critic_note(checkpoint: Checkpoint | None, needs_critic: bool) -> str:

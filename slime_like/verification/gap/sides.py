@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from slime_like.checks.engine_install import chosen_transport
+from slime_like.checks.engines import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.config.sections import DebugConfig, DistillationConfig, ReferenceConfig

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import CONFIG_MAPPING
 
-from slime_like.checks import names
+from slime_like.checks import engines
 from slime_like.checks.check import check, require_valid
 from slime_like.checks.definition import CONVERSION
 from slime_like.checks.layout import layers_per_stage
-from slime_like.checks.lengths import engine_node_problems, length_problems
+from slime_like.checks.lengths import length_problems
 from slime_like.checks.packages import missing_flash_attention
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config, save_config
@@ -297,9 +297,8 @@ fields-conflict reference.parallel.context --trainer.share_prefixes tree --train
 )
 def test_engines_that_span_nodes_are_checked(sections: dict[str, Any], expected: str | None, tmp_path: Path) -> None:
     model = {"path": tmp_path, **sections.get("model", {})}
-    run = RunConfig.model_validate({"run_dir": tmp_path, **sections, "model": model})
-    replay = run.algorithm.routing_replay
-    found = list(engine_node_problems(run.rollout, 8, run.model.lora.sends_factors, replay))
+    fixed = {"run_dir": tmp_path, "model": model, "cluster": {"gpus_per_node": 8}}
+    found = list(engines.node_problems(RunConfig.model_validate(sections | fixed)))
     assert len(found) == (expected is not None) and all(expected in problem for problem in found if expected)
 
 
@@ -362,7 +361,7 @@ def test_the_highest_temperature_is_vllms(flags: list[str], rejected: Rejected) 
     for field, more in (("rollout", []), ("evaluation", held_out)):
         name = f"--{field}.temperature"
         assert check(load_config(None, [*flags, *more, name, bound])) == []
-        rejected([*flags, *more, name, above], "fields-conflict")
+        rejected([*flags, *more, name, above], "rollout.temperature")
         assert check(load_config(None, [*flags, *more, name, above, "--rollout.engine", "sglang"])) == []
     assert check(load_config(None, [*flags, "--evaluation.temperature", above])) == []
 
@@ -370,7 +369,7 @@ def test_the_highest_temperature_is_vllms(flags: list[str], rejected: Rejected) 
 def test_an_engine_that_is_not_installed_is_named(
     flags: list[str], rejected: Rejected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "is_installed", lambda engine: False)
+    monkeypatch.setattr(engines, "is_installed", lambda engine: False)
     rejected([*flags, "--rollout.engine", "sglang"], "rollout.engine-installed")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime_like import checks
-from slime_like.checks import engine_install, packages
+from slime_like.checks import engines, packages
 from slime_like.checks.check import CHECKS, check
 from slime_like.checks.definition import RANKS
 from slime_like.checks.names import reward_problems
@@ -31,10 +31,10 @@ def test_no_credential_of_options_is_printed(tmp_path: Path) -> None:
 def test_an_engine_is_installed_if_its_package_is(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], expected: bool
 ) -> None:
-    monkeypatch.setattr(engine_install, "_versions", lambda _, __: installed)
-    monkeypatch.setattr(engine_install, "find_spec", lambda _: None)
-    assert engine_install.is_installed("vllm") is expected
-    assert engine_install.is_installed("my.module:engine")  # another check looks for its module
+    monkeypatch.setattr(engines, "_versions", lambda _, __: installed)
+    monkeypatch.setattr(engines, "find_spec", lambda _: None)
+    assert engines.is_installed("vllm") is expected
+    assert engines.is_installed("my.module:engine")  # another check looks for its module
 
 
 def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_path: Path) -> None:
@@ -43,11 +43,11 @@ def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_pa
         place = tmp_path / "lib" / "python3.12" / "site-packages" / f"{name}-{version}.dist-info"
         place.mkdir(parents=True)
         (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
-    assert engine_install.engine_libraries(python) == Libraries("2.14.1", "2.30.7")
+    assert engines.engine_libraries(python) == Libraries("2.14.1", "2.30.7")
     warning = "vllm 0.33.1 has not been tested with rollout.engine=vllm; tested: 0.32"
-    assert engine_install.version_warning(python, "vllm") == warning
-    assert engine_install.version_warning(python, "sglang") is None
-    assert engine_install.engine_libraries(tmp_path / "none" / "bin" / "python") == Libraries("")
+    assert engines.version_warning(python, "vllm") == warning
+    assert engines.version_warning(python, "sglang") is None
+    assert engines.engine_libraries(tmp_path / "none" / "bin" / "python") == Libraries("")
 
 
 def test_codes_are_unique() -> None:
@@ -116,6 +116,8 @@ def test_triton_needs_a_compiler_and_pythons_headers(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
 def test_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tracker: str) -> None:
     monkeypatch.setitem(sys.modules, tracker, None)  # marks a module that cannot be imported
-    (problem,) = logging_problems(LoggingConfig(**{"tensorboard": False, tracker: True}))
+    settings = {"tensorboard": False, tracker: True}
+    config = RunConfig.model_validate({"run_dir": "run", "model": {"path": "model"}, "logging": settings})
+    (problem,) = logging_problems(config)
     assert problem.startswith(f"logging.{tracker}=true needs its package")
-    assert not list(logging_problems(LoggingConfig(tensorboard=False)))
+    assert not list(logging_problems(config.model_copy(update={"logging": LoggingConfig(tensorboard=False)})))

@@ -46,7 +46,7 @@ def test_attention_that_a_layout_names_must_be_installed(tmp_path: Path, monkeyp
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
     monkeypatch.setattr("slime_like.checks.packages.find_spec", lambda name: None)
     reason = setting_misfit(parse_layout("cp2-ring_flash_attn").applied_to(config))
-    assert reason is not None and "needs the package ring_flash_attn, which is not installed" in reason
+    assert reason is not None and "needs the package ring_flash_attn" in reason
     assert setting_misfit(parse_layout("cp2-allgather").applied_to(config)) is None
 
 

@@ -11,9 +11,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from slime_like.checks.rows import first_row
-from slime_like.config import DataConfig
+from slime_like.config import DataConfig, RunConfig
 from slime_like.config.rollout import RewardConfig, RewardFunction
-from slime_like.config.sections import EvaluationConfig
 from slime_like.data.encoding import EncodedRow, RowEncoder, answer_text
 from slime_like.data.prompts import PromptSource
 from slime_like.data.rows import Row, read_rows
@@ -368,5 +367,6 @@ def test_a_response_needs_an_end_that_the_model_stops_at(rejects: Rejects) -> No
 def test_custom_code_is_tried_with_the_first_row(tmp_path: Path, prompt: Any) -> None:
     path, row = tmp_path / "rows.jsonl", {"prompt": prompt, "answer": [2], "level": 3}
     path.write_text(json.dumps({"prompt": "no answer"}) + "\n" + json.dumps(row))
-    task, whole = first_row(DataConfig(train=(path,)), EvaluationConfig()) or (None, "")
+    config = RunConfig.model_validate({"run_dir": "run", "model": {"path": "model"}, "data": {"train": [path]}})
+    task, whole = first_row(config) or (None, "")
     assert task == Task("go", '["2"]') and json.loads(whole) == row

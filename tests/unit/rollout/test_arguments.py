@@ -14,16 +14,19 @@ import yaml
 from pydantic import ValidationError
 
 from rollout.arguments import check_arguments
+from rollout.limits import CHANGES
 from rollout.ranks import StoreQueue, results
 from rollout.sglang import arguments as sglang
 from rollout.sglang.engine import SglangEngine
 from rollout.vllm import arguments
-from slime_like.checks.engine_arguments import CHANGES, OWNED, _vllm_arguments, engine_problems
+from rollout.vllm.limits import LIMITS as VLLM
+from slime_like.checks.engines import argument_problems
 from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.transports.broadcast_group import serve_store
 from tests.support.rejections import Rejects
@@ -195,7 +198,7 @@ def test_engines_serve_only_text_of_a_model_with_a_tower(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_with_every_engine(recipe: Path, engine: str) -> None:
     config = load_config(recipe, ["--rollout.engine", engine, "--rollout.tensor", "1"])
-    assert list(engine_problems(config.rollout)) == []
+    assert list(argument_problems(config)) == []
 
 
 def _cases(text: str, engines: str = "vllm sglang") -> list[tuple[str, str]]:
@@ -252,15 +255,15 @@ UNCHANGED = [
 def test_arguments_that_change_the_model(engine: str, argument: str, rejects: Rejects) -> None:
     given = yaml.safe_load(argument)
     rollout = RolloutConfig(engine=engine, engine_args=given)
-    (problem,) = engine_problems(rollout)
+    (problem,) = engine_limits(engine).argument_problems(rollout, is_here=True)
     assert problem.startswith(f"rollout.engine_args.{next(iter(given))}") and " is not supported: " in problem
     with rejects(EngineError, "engine-arguments"):
-        check_arguments(engine, rollout)
+        check_arguments(engine_limits(engine), rollout)
 
 
 @pytest.mark.parametrize(("engine", "argument"), UNCHANGED)
 def test_arguments_that_leave_the_model_the_same(engine: str, argument: str) -> None:
-    check_arguments(engine, RolloutConfig(engine=engine, engine_args=yaml.safe_load(argument)))
+    check_arguments(engine_limits(engine), RolloutConfig(engine=engine, engine_args=yaml.safe_load(argument)))
 
 
 NAMED_LIKE_CHANGES = re.compile(
@@ -279,17 +282,18 @@ HARMLESS = {
 def test_installed_arguments_are_covered() -> None:
     """Every pattern matches an argument of an installed engine. Every argument named like one that changes the model
     is rejected."""
-    names = {"vllm": _vllm_arguments() or (), "sglang": _sglang_arguments()}
+    names = {"vllm": VLLM.known_arguments() or (), "sglang": _sglang_arguments()}
     if not all(names.values()):
         pytest.skip("needs vLLM and SGLang")
     patterns = [pattern for group in CHANGES.values() for pattern in group.split()]
     everything = {name for each in names.values() for name in each}
     assert [pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in everything)] == []
-    assert [name for engine, owned in OWNED.items() for name in owned if name not in names[engine]] == []
+    assert [name for engine, known in names.items() for name in engine_limits(engine).owned if name not in known] == []
     for engine, known in names.items():
         alike = {name for name in known if NAMED_LIKE_CHANGES.search(name) and not name.startswith(("_", "mm_"))}
         rollout = RolloutConfig(engine=engine, engine_args=dict.fromkeys(alike, "other"))
-        rejected = {problem.split("=")[0].split(" ")[0].rpartition(".")[2] for problem in engine_problems(rollout)}
+        problems = engine_limits(engine).argument_problems(rollout, is_here=True)
+        rejected = {problem.split("=")[0].split(" ")[0].rpartition(".")[2] for problem in problems}
         assert alike - rejected - HARMLESS == set()
 
 

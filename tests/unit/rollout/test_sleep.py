@@ -17,10 +17,10 @@ from rollout.sglang import arguments as sglang
 from rollout.vllm import arguments as vllm
 from rollout.vllm.arguments import sleep_level
 from rollout.weight_update import WeightUpdateState, take_factors
-from slime_like.checks.engine_arguments import can_keep_weights, copies_weights
 from slime_like.config import ModelConfig, RunConfig
 from slime_like.errors import CheckpointError, EngineError, WeightSyncError
 from slime_like.interfaces import BucketMetadata, Manifest, PauseMode, TensorEntry
+from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import Attention, ForeignAttention, ModelDimensions
 from slime_like.orchestration.rollout.colocation import Turns
@@ -80,10 +80,10 @@ def test_sglang_keeps_a_copy_if_sampling_follows_a_checkpoint(
 def test_copies_in_the_plan(tmp_path: Path, dimensions: ModelDimensions) -> None:
     foreign = replace(dimensions, attention=ForeignAttention("x is BloomForCausalLM"))
     found = {
-        (engine, every): (can_keep_weights(run, dimensions), copies_weights(run, dimensions))
+        (engine, every): (limits.keeps_weights(run, dimensions), limits.copies_weights(run, dimensions))
         for engine in ("vllm", "sglang", "transformers")
         for every in (0, 2)
-        for run in [_config(tmp_path, engine, every)]
+        for run, limits in [(_config(tmp_path, engine, every), engine_limits(engine))]
     }
     assert found == {
         ("vllm", 0): (False, False),
@@ -94,7 +94,8 @@ def test_copies_in_the_plan(tmp_path: Path, dimensions: ModelDimensions) -> None
         ("transformers", 2): (True, True),
     }
     run = _config(tmp_path, "vllm", 0)
-    assert can_keep_weights(run, foreign) and copies_weights(run, foreign)
+    limits = engine_limits("vllm")
+    assert limits.keeps_weights(run, foreign) and limits.copies_weights(run, foreign)
 
 
 def test_engines_keep_weights_before_sampling_without_a_sync() -> None:
@@ -184,8 +185,9 @@ def test_sleeping_engines_keep_a_base_that_no_sync_brings(model: Path, engine: s
     dimensions = ModelDimensions.from_checkpoint(model)
     for sync in ("adapter", "merged"):
         config = given(model, engine, sync=sync).model_copy(update={"steps": 1})
-        assert copies_weights(config, dimensions) is (sync == "adapter")
-        assert engine == "vllm" or can_keep_weights(config, dimensions) is (sync == "adapter")
+        limits = engine_limits(engine)
+        assert limits.copies_weights(config, dimensions) is (sync == "adapter")
+        assert engine == "vllm" or limits.keeps_weights(config, dimensions) is (sync == "adapter")
 
 
 def test_the_first_factors(model: Path, tmp_path: Path, rejects: Rejects) -> None:

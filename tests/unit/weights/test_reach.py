@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
-from slime_like.checks.engine_install import engine_libraries
+from slime_like.checks.engines import engine_libraries
 from slime_like.config import RunConfig
 from slime_like.errors import ConfigError, WeightSyncError
 from slime_like.weights.transports.colocated import DevicePlace, rank_on

@@ -118,7 +118,7 @@ def test_a_file_of_another_data_set_than_the_training_data(tmp_path: Path) -> No
     assert {name: [prompt.answer for prompt in found] for name, found in datasets.items()} == {
         "train": ["2"], "math": ["3"], "plain": ["4"],
     }  # fmt: skip
-    assert (first_row(config.data, config.evaluation) or [None])[0] == Task("1+1?", "2")
+    assert (first_row(config) or [None])[0] == Task("1+1?", "2")
 
 
 def test_tools_of_rows_need_a_form_that_reads_calls(tmp_path: Path, rejects: Rejects) -> None:

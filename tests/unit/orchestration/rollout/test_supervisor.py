@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from slime_like.checks.engine_install import chosen_transport
+from slime_like.checks.engines import chosen_transport
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import BucketMetadata, Manifest, UpdateReceipt
