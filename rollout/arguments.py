@@ -34,8 +34,5 @@ def sleep_mode(rollout: RolloutConfig, cluster: ClusterConfig, argument: str) ->
 
 def require_sleep_mode(rollout: RolloutConfig, cluster: ClusterConfig, argument: str, engine: str) -> None:
     if not sleep_mode(rollout, cluster, argument):
-        raise EngineError(
-            f"{engine} cannot release its memory",
-            code="engine-keeps-memory",
-            remedy=f"set cluster.placement=colocated, or rollout.engine_args.{argument}=true",
-        )
+        remedy = f"set cluster.placement=colocated, or rollout.engine_args.{argument}=true"
+        raise EngineError(f"{engine} cannot release its memory", code="engine-keeps-memory", remedy=remedy)

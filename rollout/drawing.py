@@ -45,14 +45,12 @@ def draw(
             within = logprobs[part] - probabilities.sum(dim=-1, keepdim=True).log().float()
             within.masked_fill_(probabilities == 0, float("-inf"))
             logprobs[part] = torch.where(supported[part, None], within, logprobs[part])
-        tokens[part] = _invert(probabilities.cumsum_(dim=-1), uniform[part])
+        cumulative = probabilities.cumsum_(dim=-1)
+        total = cumulative[:, -1:]
+        below = torch.nextafter(total, torch.zeros_like(total))  # because the product may be rounded up to the total
+        drawn = torch.minimum(uniform[part, None] * total, below)
+        tokens[part] = torch.searchsorted(cumulative, drawn, right=True)[:, 0]
     return tokens
-
-
-def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    total = cumulative[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))  # because the product may be rounded up to the total
-    return torch.searchsorted(cumulative, torch.minimum(uniform[:, None] * total, below_total), right=True)[:, 0]
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:

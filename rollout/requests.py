@@ -49,10 +49,8 @@ def check_request(
     if request.num_samples < 1 or new_tokens < 1:
         raise rejection(f"num_samples={request.num_samples}, max_new_tokens={new_tokens}", "ask for at least 1 each")
     if len(prompt) + new_tokens > max_model_len:
-        raise rejection(
-            f"{len(prompt)} prompt tokens and max_new_tokens={new_tokens} exceed the engine's {max_model_len}",
-            "raise rollout.max_model_len or shorten one of them",
-        )
+        problem = f"{len(prompt)} prompt tokens and max_new_tokens={new_tokens} exceed the engine's {max_model_len}"
+        raise rejection(problem, "raise rollout.max_model_len or shorten one of them")
     if sampling.temperature < 0 or 0 < sampling.temperature < MIN_TEMPERATURE:
         raise rejection(f"temperature={sampling.temperature}", f"use 0 (greedy) or at least {MIN_TEMPERATURE}")
     if not 0 < sampling.top_p <= 1:
@@ -60,12 +58,10 @@ def check_request(
     if not 0 <= sampling.min_p <= 1:
         raise rejection(f"min_p={sampling.min_p}", "use a value in [0, 1]")
     if sampling.wants_supports and not (returns_supports and 0 < sampling.top_k <= LARGEST_SUPPORT):
-        raise rejection(
-            f"top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p} change the sampled "
-            "distribution, so its logprobs could not be trained on",
-            f"use top_p=1, top_k=-1 and min_p=0 for training, or top_k up to {LARGEST_SUPPORT} with an engine that "
-            "returns supports",
-        )
+        cut = f"top_p={sampling.top_p}, top_k={sampling.top_k} and min_p={sampling.min_p}"
+        remedy = f"top_k up to {LARGEST_SUPPORT} with an engine that returns supports"
+        problem = f"{cut} change the sampled distribution, so its logprobs could not be trained on"
+        raise rejection(problem, f"use top_p=1, top_k=-1 and min_p=0 for training, or {remedy}")
 
 
 def stop_ids(sampling: SamplingParams, dimensions: ModelDimensions) -> tuple[int, ...]:
@@ -110,13 +106,10 @@ def supports_of(token_ids: np.ndarray, logprobs: np.ndarray, engine: str) -> Sup
     """
     is_kept, mass = logprobs > _NO_LOGPROB, np.exp(logprobs.astype(np.float64)).sum(1)
     if len(mass) and abs(mass - 1.0).max() > _MASS_ROUNDING:
-        raise EngineError(
-            f"{engine} drew a token from more than the {token_ids.shape[1]} likeliest ones (their probability is "
-            f"{mass.min():.4f}), because many logits are equal",
-            code="support-incomplete",
-            remedy="use another rollout.top_k, or, if the engine's head computes in bfloat16, let it compute in "
-            "float32 (vLLM: rollout.engine_args.hf_overrides.head_dtype)",
-        )
+        likeliest = f"the {token_ids.shape[1]} likeliest ones (their probability is {mass.min():.4f})"
+        problem = f"{engine} drew a token from more than {likeliest}, because many logits are equal"
+        head = "a head in float32 (vLLM: rollout.engine_args.hf_overrides.head_dtype)"
+        raise EngineError(problem, code="support-incomplete", remedy=f"use another rollout.top_k, or {head}")
     return Supports(token_ids[is_kept].astype(np.int32), is_kept.sum(1).astype(np.int32))
 
 

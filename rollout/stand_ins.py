@@ -42,10 +42,9 @@ class _MissingName(type):
         return _missing(f"{cls.__qualname__}.{name}", name)
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(
-            f"{cls.__qualname__}: the engine needs {cls.__qualname__.partition('.')[0]} on this machine, but it is not "
-            "installed; install it, or use another engine"
-        )
+        package = cls.__qualname__.partition(".")[0]
+        remedy = "install it, or use another engine"
+        raise NotImplementedError(f"{cls.__qualname__}: the engine needs {package} on this machine; {remedy}")
 
 
 class _MissingModule(ModuleType):

@@ -123,11 +123,8 @@ class WeightUpdateState:
     def require_serving(self) -> None:
         """Raise ``EngineError`` unless all weights have the same version."""
         if self._failure is not None:
-            raise EngineError(
-                f"{self._engine} {self._failure}",
-                code="mixed-weights",
-                remedy="finish a complete weight update before sampling",
-            )
+            problem, remedy = f"{self._engine} {self._failure}", "finish a complete weight update before sampling"
+            raise EngineError(problem, code="mixed-weights", remedy=remedy)
 
     @property
     def is_whole(self) -> bool:
@@ -222,8 +219,6 @@ def require_complete(received: Collection[str], expected: Collection[str], engin
         if names
     ]
     if problems:
-        raise WeightSyncError(
-            f"weight update of {engine} is incomplete: {' and '.join(problems)}",
-            code="incomplete-update",
-            remedy="send all buckets, with Hugging Face names, before the update is finished",
-        )
+        problem = f"weight update of {engine} is incomplete: {' and '.join(problems)}"
+        remedy = "send all buckets, with Hugging Face names, before the update is finished"
+        raise WeightSyncError(problem, code="incomplete-update", remedy=remedy)

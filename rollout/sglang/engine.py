@@ -117,12 +117,9 @@ class SglangEngine(EngineBase[ChildProcess]):
     async def _give_memory_back(self, parts: Sequence[MemoryPart], keep_weights: bool) -> None:
         require_sleep_mode(self._config.rollout, self._config.cluster, SLEEP_ARGUMENT, self._name)
         if keep_weights and not LIMITS.keeps_weights(self._config, self._dimensions):
-            raise EngineError(
-                "SGLang was started without a copy of its weights, so it cannot keep them while asleep",
-                code="engine-keeps-no-weights",
-                who=self._name,
-                remedy=f"set rollout.engine_args.{WEIGHTS_BACKUP}=true",
-            )
+            problem = "SGLang was started without a copy of its weights, so it cannot keep them while asleep"
+            remedy = f"set rollout.engine_args.{WEIGHTS_BACKUP}=true"
+            raise EngineError(problem, code="engine-keeps-no-weights", who=self._name, remedy=remedy)
         await self._call("release_memory", tuple(reversed(parts)), during="sleep")
 
     async def _take_memory(self, parts: Sequence[MemoryPart]) -> None:

@@ -86,10 +86,12 @@ class Host:
             for running in self._running.values():
                 self._abort(running)
             await asyncio.gather(*(ended.wait() for ended in self._sampling.values()))
-        await self._freeze()
+        # Running requests move back to the queue without their caches.
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        await self._flush()
 
     async def resume(self) -> None:
-        await self._thaw()
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         self._open.set()
 
     # ---------------------------------------------------------------------------------------------------------- weights
@@ -163,14 +165,6 @@ class Host:
         running.aborted.set()
         for index in range(running.request.num_samples):
             self._manager.abort_request(f"{running.prefix}{index}.")
-
-    async def _thaw(self) -> None:
-        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
-
-    async def _freeze(self) -> None:
-        """Move running requests back to the queue without their caches, and wait until that is done."""
-        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
-        await self._flush()
 
     async def _flush(self) -> None:
         answer = await self._manager.flush_cache()

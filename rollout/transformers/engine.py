@@ -157,12 +157,9 @@ class TransformersEngine(EngineBase["DecodeScheduler"]):
         others = set(getattr(model.config, "layer_types", None) or ()) - _LAYER_TYPES - recurrent
         if others:
             known = " and ".join(sorted(_LAYER_TYPES))
-            raise EngineError(
-                f"layers of type {', '.join(sorted(others))}",
-                code="model-not-served",
-                who=str(self._config.model.path),
-                remedy=f"use rollout.engine=vllm, because the transformers engine supports only {known}",
-            )
+            problem, who = f"layers of type {', '.join(sorted(others))}", str(self._config.model.path)
+            remedy = f"use rollout.engine=vllm, because the transformers engine supports only {known}"
+            raise EngineError(problem, code="model-not-served", who=who, remedy=remedy)
         self.model = model.eval().requires_grad_(False)
         self._move(_device())
         routers = Routers(model, self._dimensions.expert_layers) if self._records_routes else None

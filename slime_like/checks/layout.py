@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime_like.config.run import RunConfig
 from slime_like.config.trainer import ParallelConfig, TrainerConfig
-from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
+from slime_like.models.dimensions import FAMILIES, ModelDimensions
 
 
 def layout_problems(parallel: ParallelConfig, dimensions: ModelDimensions) -> list[str]:
@@ -122,7 +122,7 @@ def family_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[
     rate = config.trainer.router_bias_rate
     if coefficient > 0 and dimensions.num_experts == 0:
         yield f"algorithm.moe_aux_loss_coef={coefficient:g}, but the model has no experts to balance; set it to 0"
-    if replay != "none" and (dimensions.num_experts == 0 or dimensions.family == OTHER):
+    if replay != "none" and (dimensions.num_experts == 0 or dimensions.attention.unsupported):
         yield f"algorithm.routing_replay={replay}, but {config.model.path} has no experts of a known family; use none"
     if rate > 0 and not dimensions.moe_sigmoid:
         yield f"trainer.router_bias_rate={rate:g}, but the model has no sigmoid routers of a known family; use 0"

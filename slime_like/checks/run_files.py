@@ -27,7 +27,10 @@ def checkpoint_problem(checkpoint: Path, model: ModelConfig, backend: str, field
         backend: ``trainer.backend``.
         field: name of the checkpoint's setting.
     """
-    state = _written(checkpoint)
+    state: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        state = read if isinstance(read, dict) else {}
     wrote = "megatron" if (checkpoint / DESCRIPTION).is_file() else state.get(BACKEND)
     if wrote in (None, backend):
         problem = facts_problem(state.get(ADAPTER, {}), adapter_facts(model))
@@ -36,15 +39,6 @@ def checkpoint_problem(checkpoint: Path, model: ModelConfig, backend: str, field
         f"{field}={checkpoint} was written by {wrote}, and trainer.backend={backend} cannot read it; set "
         f"trainer.backend={wrote}, or use its Hugging Face export (`slime-like convert to-hf`)"
     )
-
-
-def _written(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of the checkpoint's ``state.json``, or nothing if there is none."""
-    try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return state if isinstance(state, dict) else {}
 
 
 def start_weight_problems(config: RunConfig) -> Iterator[str]:

@@ -152,9 +152,7 @@ def find_weights(checkpoint: Path, flags: Sequence[str]) -> tuple[Sequence[str],
             model += ["--model.lora.targets", *lora.targets]
         return (*model, "--trainer.backend", config.trainer.backend), weights.resolve()
     if not named:
-        raise ConfigError(
-            f"CHECKPOINT={checkpoint}: a training checkpoint does not contain its model's dimensions, and {run_config} "
-            "does not exist; give --model.path, the Hugging Face directory that the run started from",
-            code="model-unknown",
-        )
+        problem = f"it does not contain its model's dimensions, and {run_config} does not exist"
+        remedy = "give --model.path, the Hugging Face directory that the run started from"
+        raise ConfigError(f"CHECKPOINT={checkpoint}: {problem}; {remedy}", code="model-unknown")
     return (), weights.resolve()

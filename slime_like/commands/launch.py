@@ -69,11 +69,8 @@ def _options(given: argparse.Namespace, names: list[str], flags: tuple[str, ...]
         problem = f"--nodes={given.nodes}, but --slurm_nodes names {len(names)} nodes; give one of the two"
         raise ConfigError(problem, code="options-conflict")
     if given.silence_s < SHORTEST_SILENCE_S:
-        raise ConfigError(
-            f"--silence_s={given.silence_s:g} (SILENCE_S) is too short: Ray checks the health of a node "
-            f"three times within it; give at least {SHORTEST_SILENCE_S:g}",
-            code="option-range",
-        )
+        problem = f"--silence_s={given.silence_s:g} (SILENCE_S) is too short for Ray's health checks"
+        raise ConfigError(f"{problem}; give at least {SHORTEST_SILENCE_S:g}", code="option-range")
     own = vars(given) | {
         "nodes": given.nodes if given.nodes is not None else max(1, len(names)),
         "head": given.head or (names[0] if names else ""),
@@ -125,12 +122,10 @@ def _dry_run(options: LaunchOptions, config: RunConfig, names: Sequence[str]) ->
     idle = options.nodes * devices - needed
     amiss = " (TOO FEW)" if idle < 0 else f" ({idle} IDLE)" if idle else ""
     fits = idle >= 0 and max(pieces.ranks) <= devices
-    yield (
-        f"devices:  {needed} needed, {options.nodes} x {devices} there{amiss}; "
-        f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')}"
-        f"{' (each stays on one node)' if fits else ''}, trainer.parallel.data {parallel.data}, {engines}, placement "
-        f"{config.cluster.placement}"
-    )
+    stays = " (each stays on one node)" if fits else ""
+    ranks = f"{counted(parallel.world_size, 'trainer rank')} in {counted(len(pieces.ranks), 'group')}{stays}"
+    layout = f"trainer.parallel.data {parallel.data}, {engines}, placement {config.cluster.placement}"
+    yield f"devices:  {needed} needed, {options.nodes} x {devices} there{amiss}; {ranks}, {layout}"
     if options.nodes > 1:
         head = f"{options.head}:{options.port}"
         yield f"key:      {options.token_path(config.run_dir)} (made by node 0; mode 600)"

@@ -119,10 +119,8 @@ PLAN = Command(
 
 def _rehearse(options: argparse.Namespace, flags: list[str]) -> int:
     if options.small_steps < _LEAST_STEPS:
-        raise ConfigError(
-            f"--small_steps={options.small_steps} must be at least {_LEAST_STEPS}: before and after the kill",
-            code="argument-value",
-        )
+        problem = f"must be at least {_LEAST_STEPS}: before and after the kill"
+        raise ConfigError(f"--small_steps={options.small_steps} {problem}", code="argument-value")
     config = load_config(options.config, flags, more=_problems)
     from slime_like.verification.rehearsal import rehearse
 

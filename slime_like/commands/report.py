@@ -33,10 +33,9 @@ def _audit(run_dir: Path) -> int:
     audit = audit_run(run_dir)
     dropped = sum(audit.dropped.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(audit.dropped.items()))
-    print(
-        f"audit: {counted(audit.issued, 'group')} issued = {audit.trained} trained + {dropped} dropped"
-        f"{f' ({reasons})' if reasons else ''} + {len(audit.in_flight)} in flight"
-    )
+    lost = f"{dropped} dropped" + (f" ({reasons})" if reasons else "")
+    sums = f"{audit.trained} trained + {lost} + {len(audit.in_flight)} in flight"
+    print(f"audit: {counted(audit.issued, 'group')} issued = {sums}")
     if audit.failed:
         outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(audit.failed.items()))
         print(f"audit: {counted(sum(audit.failed.values()), 'rollout')} failed ({outcomes})")

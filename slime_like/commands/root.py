@@ -6,17 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from slime_like import __version__
-from slime_like.commands import (
-    convert,
-    launch,
-    make,
-    plan,
-    report,
-    train,
-    verify,
-    verify_engine,
-    verify_objective,
-)
+from slime_like.commands import convert, launch, make, plan, report, train, verify
 from slime_like.commands.command import Command
 from slime_like.errors import REFUSED
 from slime_like.system.interrupts import InterruptHandler
@@ -28,9 +18,9 @@ COMMANDS: Sequence[Command] = (
     plan.PLAN,
     plan.REHEARSE,
     train.SCORE,
-    verify.COMMAND,
-    verify_engine.COMMAND,
-    verify_objective.COMMAND,
+    verify.LAYOUTS,
+    verify.ENGINE,
+    verify.OBJECTIVE,
     report.EXPLAIN_GAP,
     *convert.COMMANDS,
     make.TINY_MODEL,

@@ -45,10 +45,8 @@ def _train(arguments: argparse.Namespace, flags: list[str]) -> int:
         before = f"{summary.accuracy_before:.3f} before, " if summary.accuracy_before is not None else ""
         print(f"held-out accuracy: {before}{summary.accuracy_after:.3f} after")
         if until:
-            print(
-                f"accuracies until step {until} were measured with other settings (config.until-step-{until:06d}.yaml) "
-                "and cannot be compared"
-            )
+            settings = f"config.until-step-{until:06d}.yaml"
+            print(f"accuracies until step {until} were measured with other settings ({settings}): not comparable")
     print(f"throughput: {summary.tokens_per_second:.0f} tokens/s")
     print(f"wall time: {summary.wall_s:.1f} s")
     for name, path in summary.files.items():

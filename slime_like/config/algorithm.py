@@ -27,10 +27,8 @@ class KLConfig(Section):
         if self.straight_through and self.importance_weighted:
             yield "straight_through and algorithm.kl.importance_weighted are both unbiased gradients; use one of them"
         if self.coef > 0 and self.estimator == "k1" and not (self.importance_weighted or self.straight_through):
-            yield (
-                f"estimator=k1 has zero expected gradient in a loss (algorithm.kl.coef={self.coef:g}); use k2 or k3, "
-                "or set algorithm.kl.straight_through: true"
-            )
+            remedy = "use k2 or k3, or set algorithm.kl.straight_through: true"
+            yield f"estimator=k1 has no expected gradient in a loss (algorithm.kl.coef={self.coef:g}); {remedy}"
 
 
 class KLRewardConfig(Section):
@@ -69,10 +67,7 @@ class ImportanceConfig(Section):
     def conflicts(self) -> Iterator[str]:
         for name, value in (("veto", self.veto), ("normalize", self.normalize or None)):
             if not self.is_set and value is not None:
-                yield (
-                    f"{name}={str(value).lower()} needs importance weights, but algorithm.importance.correction=none; "
-                    "set it, e.g. to truncate"
-                )
+                yield f"{name}={str(value).lower()} needs algorithm.importance.correction; set it, e.g. to truncate"
         if self.low > self.high:
             yield f"low={self.low} is above algorithm.importance.high={self.high}; swap them"
 
@@ -192,10 +187,8 @@ class AlgorithmConfig(Section):
         """Yield settings that rollouts of several rows exclude, because rows are trained separately."""
         remedies = {"loss": "use one per token, e.g. ppo_clip or cispo", "importance.level": "use token"}
         for setting in self.per_sequence:
-            yield (
-                f"algorithm.{setting} needs all tokens of a sequence together, but rollouts of several rows are "
-                f"trained row by row; {remedies.get(setting.partition('=')[0], 'set it to none')}"
-            )
+            remedy = remedies.get(setting.partition("=")[0], "set it to none")
+            yield f"algorithm.{setting} needs whole sequences, but a rollout's rows are trained separately; {remedy}"
 
     def unread(self) -> Iterator[str]:
         """Yield changed settings that training on demonstrations does not read."""
@@ -209,9 +202,6 @@ class AlgorithmConfig(Section):
         if self.rejection.shrinks and self.reduction.name == "groups":
             yield "rejection.in_denominator=false does not support algorithm.reduction=groups; use tokens or samples"
         if self.routing_replay == "old" and self.epochs * self.minibatches == 1:
-            yield (
-                "routing_replay=old repeats the routes of the step's start in later updates, but epochs=1 and "
-                "minibatches=1 make only one; use none or rollout"
-            )
+            yield "routing_replay=old needs later updates, but epochs=1 and minibatches=1; use none or rollout"
         if self.routing_replay != "none" and self.supervised:
             yield f"routing_replay={self.routing_replay} needs samples, but loss={self.loss} has none; set it to none"

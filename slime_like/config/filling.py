@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from slime_like.config.roles import CRITIC
 from slime_like.config.run import RunConfig
-from slime_like.config.sections import ClusterConfig
 from slime_like.errors import ConfigError
 from slime_like.system.words import counted
 
@@ -54,8 +53,14 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     Raises:
         ConfigError: the cluster's size is not given, or both separate engines and replicas are ``auto``.
     """
-    _require_determined(config.cluster, names, config.has_own_engines)
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
+    given = " and ".join(f"{name}={AUTO}" for name in FILLING if name in names)
+    if cluster.nodes is None or "gpus_per_node" not in cluster.model_fields_set:
+        problem = "needs cluster.nodes and cluster.gpus_per_node (without GPUs: ranks per node)"
+        raise ConfigError(f"{given} {problem}; give both, or give a number", code="auto-without-size")
+    if set(FILLING) <= set(names) and config.has_own_engines:
+        problem = f"{given}: each depends on the other; give one of them, or set cluster.placement=colocated"
+        raise ConfigError(problem, code="auto-ambiguous")
     if REPLICAS in names:
         needed, parallel = gpus_needed(config), trainer.parallel
         # A critic on its own devices has by default the policy's number of replicas, so its size grows with it.
@@ -72,19 +77,3 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
         rollout = rollout.model_copy(update={"num_engines": max(1, gpus // rollout.ranks)})
         config = config.model_copy(update={"rollout": rollout})
     return config
-
-
-def _require_determined(cluster: ClusterConfig, names: Collection[str], own_engines: bool) -> None:
-    given = " and ".join(f"{name}={AUTO}" for name in FILLING if name in names)
-    if cluster.nodes is None or "gpus_per_node" not in cluster.model_fields_set:
-        raise ConfigError(
-            f"{given}: cluster.nodes and cluster.gpus_per_node are not both given; give both (without GPUs: trainer "
-            "ranks and engine ranks per node), or give a number",
-            code="auto-without-size",
-        )
-    if set(FILLING) <= set(names) and own_engines:
-        raise ConfigError(
-            f"{given}: with cluster.placement=separate, each depends on the other; give a number for one of them, or "
-            "set cluster.placement=colocated",
-            code="auto-ambiguous",
-        )

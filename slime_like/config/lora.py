@@ -4,9 +4,9 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from slime_like.config.base import Section
 
@@ -22,11 +22,6 @@ _SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussi
 _OFF: tuple[Any, ...] = (None, False, "none", [], {})  # values with which any other setting has no effect
 
 
-def _names(value: Any) -> Any:
-    """Turn one name into a tuple. Otherwise each of its characters would be a name."""
-    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-
-
 class LoraConfig(Section):
     """Low-rank factors that are trained instead of the weights: y = W x + (alpha / rank) B (A x).
 
@@ -37,7 +32,7 @@ class LoraConfig(Section):
     rank: int | None = Field(None, ge=1, description="Rank of every factor; none: train the weights.")
     alpha: float = Field(32.0, gt=0, description="Factor of the product, divided by the rank.")
     dropout: float = Field(0.0, ge=0, lt=1, description="Share of a factor's inputs that training sets to 0.")
-    targets: Annotated[tuple[str, ...], BeforeValidator(_names)] = (ALL_LINEAR,)
+    targets: tuple[str, ...] = (ALL_LINEAR,)
     """Modules with factors, by Hugging Face name or its end, such as q_proj. all-linear: all matrices of the layers,
     except routers, gates and gpt-oss's experts. The experts of a layer share names, such as experts.up_proj."""
     sync: Literal["merged", "adapter"] = "merged"
@@ -69,10 +64,12 @@ class LoraConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, data: Any) -> Any:
-        """Take what is not given from the adapter. Checks compare what is given."""
-        if not isinstance(data, dict) or not isinstance(path := data.get("path"), str | Path):
-            return data
-        return read_adapter(Path(path).expanduser())[0] | {key: one for key, one in data.items() if one is not None}
+        """Take what is not given from the adapter. Checks compare what is given. One text may have several targets."""
+        if isinstance(data, dict) and isinstance(path := data.get("path"), str | Path):
+            data = read_adapter(Path(path).expanduser())[0] | {key: one for key, one in data.items() if one is not None}
+        if isinstance(data, dict) and isinstance(names := data.get("targets"), str):
+            data = data | {"targets": [name.strip() for name in names.split(",")]}
+        return data
 
     def conflicts(self) -> Iterator[str]:
         if not self.is_set and (changed := self.changed):

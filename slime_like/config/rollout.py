@@ -184,10 +184,8 @@ class RolloutConfig(Section):
         if self.agent.is_set and self.environment.name is not None:
             yield "agent and rollout.environment are both set; remove one of them"
         if self.oversample > 1 and self.max_staleness > 0:
-            yield (
-                f"oversample={self.oversample:g} aborts late groups, but with rollout.max_staleness="
-                f"{self.max_staleness} they are trained later; use oversample: 1, or max_staleness: 0"
-            )
+            problem = f"aborts late groups, which rollout.max_staleness={self.max_staleness} trains later"
+            yield f"oversample={self.oversample:g} {problem}; use oversample: 1, or max_staleness: 0"
         if self.drop_zero_spread and self.samples_per_prompt == 1:
             yield "drop_zero_spread=true drops every group of 1; use at least 2 rollout.samples_per_prompt, or false"
 

@@ -221,8 +221,10 @@ class RunConfig(Section):
         yield from known(self._placement_conflicts)
         if self.rollout.stream:
             yield from self._streaming_conflicts()
-        if self.rollout.agent.is_set:
-            yield from self._agent_conflicts()
+        if self.rollout.agent.is_set:  # a rewritten history gives several rows, on different ranks
+            yield from self.algorithm.row_conflicts()
+            if (buffer := self.algorithm.overlong.buffer) is not None:
+                yield f"algorithm.overlong.buffer={buffer} does not apply to rollout.agent; remove it"
 
     def _sampling_conflicts(self) -> Iterator[str]:
         rollout, algorithm = self.rollout, self.algorithm
@@ -231,47 +233,33 @@ class RunConfig(Section):
             yield f"data.messages_key={self.data.messages_key} needs an algorithm.loss of demonstrations; {remedy}"
         compares = algorithm.compares_samples and not self.distillation.is_set
         if rollout.samples_per_prompt == 1 and compares:
-            yield (
-                f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares a prompt's samples, "
-                "so every advantage would be 0; use at least 2, or advantage: reinforce_pp"
-            )
+            problem = f"algorithm.advantage={algorithm.advantage} compares samples, so every advantage would be 0"
+            yield f"rollout.samples_per_prompt=1: {problem}; use at least 2, or advantage: reinforce_pp"
         if rollout.drop_zero_spread and algorithm.advantage.name == "remax":
-            yield (
-                "rollout.drop_zero_spread=true drops groups whose samples agree, but algorithm.advantage=remax "
-                "compares them with the greedy response; use false"
-            )
+            yield "rollout.drop_zero_spread=true drops groups that remax compares with the greedy response; use false"
         buffer, most = algorithm.overlong.buffer, rollout.max_new_tokens
         if buffer is not None and buffer > most:
             yield f"algorithm.overlong.buffer={buffer} exceeds rollout.max_new_tokens={most}; use at most that"
         if rollout.max_staleness > 0 and self.cluster.placement == "colocated":
             yield f"rollout.max_staleness={rollout.max_staleness} needs cluster.placement=separate; use it, or set 0"
-        if rollout.max_staleness > 0 and "correction" not in algorithm.importance.model_fields_set:
-            yield (
-                f"rollout.max_staleness={rollout.max_staleness} biases the gradient by samples of older weights; set "
-                "algorithm.importance.correction to truncate or mask, or to none to accept the bias"
-            )
-        if (quantization := self.sync.quantization) != "none":
-            if "correction" not in algorithm.importance.model_fields_set:
-                yield (
-                    f"sync.quantization={quantization} biases the gradient, because engines sample with rounded "
-                    "weights; set algorithm.importance.correction to truncate or mask, or to none to accept the bias"
-                )
-            if self.model.lora.sends_factors:
-                yield (
-                    f"sync.quantization={quantization} rounds whole matrices, but model.lora.sync=adapter sends only "
-                    "factors; use model.lora.sync=merged, or quantization: none"
-                )
+        accepted = "correction" in algorithm.importance.model_fields_set
+        remedy = "set algorithm.importance.correction to truncate or mask, or to none to accept the bias"
+        if rollout.max_staleness > 0 and not accepted:
+            yield f"rollout.max_staleness={rollout.max_staleness} biases the gradient by older samples; {remedy}"
+        quantization = self.sync.quantization
+        if quantization != "none" and not accepted:
+            yield f"sync.quantization={quantization} biases the gradient by rounded weights; {remedy}"
+        if quantization != "none" and self.model.lora.sends_factors:
+            problem = "rounds matrices, but model.lora.sync=adapter sends factors"
+            yield f"sync.quantization={quantization} {problem}; use model.lora.sync=merged, or quantization: none"
+        whole = "top_p: 1, top_k: -1 and min_p: 0"
         unknown = self.trainer.backend not in ("megatron", FSDP)
         if rollout.bounded_top_k != -1 and unknown:
-            yield (
-                f"trainer.backend={self.trainer.backend} cannot train on truncated sampling (top_p, top_k and min_p of "
-                "rollout); use megatron or fsdp, or top_p: 1, top_k: -1 and min_p: 0"
-            )
+            problem = f"trainer.backend={self.trainer.backend} cannot train on truncated sampling"
+            yield f"{problem}; use megatron or fsdp, or {whole} of rollout"
         if self.distillation.exact_coef > 0 and (unknown or rollout.bounded_top_k != -1):
-            yield (
-                "distillation.mode=exact needs trainer.backend=megatron or fsdp, and samples from the whole vocabulary "
-                "(top_p: 1, top_k: -1 and min_p: 0 of rollout); use these, or distillation.mode: sampled"
-            )
+            problem = f"needs trainer.backend=megatron or fsdp, and {whole} of rollout"
+            yield f"distillation.mode=exact {problem}; use these, or distillation.mode: sampled"
         if not any(function.weight for function in self.reward.functions) and not self.distillation.is_set:
             yield "reward.functions: every weight is 0, so every reward is 0; give a function a weight"
         rewards = {function.name for function in self.reward.functions}
@@ -287,10 +275,7 @@ class RunConfig(Section):
         if sync.transport == "colocated" and not colocated:
             yield "sync.transport=colocated needs cluster.placement=colocated; use auto"
         if self.reference.placement == "workers" and not self.algorithm.needs_reference:
-            yield (
-                "reference.placement=workers needs algorithm.kl.coef or algorithm.kl_reward.coef above 0; set one of "
-                "them, or remove it"
-            )
+            yield "reference.placement=workers needs algorithm.kl.coef or kl_reward.coef above 0; set one, or remove it"
         for section in {role.section for role in self.roles.with_workers if self.debug.load_rollouts is not None}:
             yield f"{section}.placement=workers scores during sampling, which debug.load_rollouts skips; use trainer"
 
@@ -298,63 +283,45 @@ class RunConfig(Section):
         trainer, optimizer = self.trainer, self.trainer.optimizer
         other = self.model.lora.is_set and self.reference.placement == "workers" and self.reference.path is not None
         if other and self.reference.update_interval:
-            yield (
-                f"reference.update_interval={self.reference.update_interval} copies factors (model.lora), which "
-                "workers with reference.path do not have; use reference.placement: trainer, no path, or 0"
-            )
+            problem = "copies factors (model.lora), which workers with reference.path lack"
+            remedy = "use reference.placement: trainer, no path, or 0"
+            yield f"reference.update_interval={self.reference.update_interval} {problem}; {remedy}"
         if self.model.lora.is_set and trainer.router_bias_rate > 0:
-            yield (
-                f"trainer.router_bias_rate={trainer.router_bias_rate:g} changes routers' biases, but low-rank factors "
-                "(model.lora) leave their base as it is; set it to 0"
-            )
+            problem = "changes the base of low-rank factors (model.lora); set it to 0"
+            yield f"trainer.router_bias_rate={trainer.router_bias_rate:g} {problem}"
         for section, layout in {role.section: role.parallel for role in self.roles.with_workers}.items():
             yield from (f"{section}.{text}" for text in trainer.layout_conflicts(layout))
         if optimizer.offload and trainer.backend == "megatron" and self.model.dtype == "float32":
             yield "trainer.optimizer.offload=true does not support model.dtype=float32 in Megatron; use bfloat16"
         updates = self.total_updates
         if optimizer.decay != "constant" and optimizer.warmup_steps >= updates:
-            yield (
-                f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} leaves none of the run's {updates} optimizer "
-                f"steps for decay={optimizer.decay}; use at most {updates - 1}, or trainer.optimizer.decay: constant"
-            )
+            problem = f"leaves none of {updates} optimizer steps for decay={optimizer.decay}"
+            remedy = f"use at most {updates - 1}, or trainer.optimizer.decay: constant"
+            yield f"trainer.optimizer.warmup_steps={optimizer.warmup_steps} {problem}; {remedy}"
 
     def _streaming_conflicts(self) -> Iterator[str]:
         """Yield settings that need the whole batch before a gradient can be summed."""
         algorithm = self.algorithm
-        updates = algorithm.epochs * algorithm.minibatches
-        needing = {
-            "cluster.placement=colocated": (self.cluster.placement == "colocated", "use placement: separate"),
-            f"algorithm.epochs * minibatches={updates}": (updates > 1, "set both to 1"),
-            f"algorithm.advantage={algorithm.advantage}": (
-                algorithm.advantage.name in BATCH_ADVANTAGES or algorithm.needs_critic,
-                "use one that compares within groups",
-            ),
-            f"algorithm.kl_reward.coef={algorithm.kl_reward.coef:g}": (
-                algorithm.kl_reward.coef > 0,
-                "use algorithm.kl",
-            ),
-            f"distillation.mode={self.distillation.mode}": (self.distillation.sampled_coef > 0, "use exact"),
-            "distillation.teachers": (bool(self.distillation.teachers), "use one teacher"),
-            f"algorithm.loss={algorithm.loss}": (algorithm.chooses_tokens, "use ppo_clip"),
-            "algorithm.whiten=true": (algorithm.whiten, "set it to false"),
-            "algorithm.importance.normalize=true": (algorithm.importance.normalize, "set it to false"),
-            "algorithm.rejection.in_denominator=false": (algorithm.rejection.shrinks, "set it to true"),
-            f"algorithm.moe_aux_loss_coef={algorithm.moe_aux_loss_coef:g}": (
-                algorithm.moe_aux_loss_coef > 0,
-                "set it to 0",
-            ),
-            "debug.shuffle_advantages=true": (self.debug.shuffle_advantages, "set it to false"),
-        }
-        for setting, (is_set, remedy) in needing.items():
+        updates, kl, experts = (
+            algorithm.epochs * algorithm.minibatches,
+            algorithm.kl_reward,
+            algorithm.moe_aux_loss_coef,
+        )
+        of_batch = algorithm.advantage.name in BATCH_ADVANTAGES or algorithm.needs_critic
+        for setting, is_set, remedy in (
+            ("cluster.placement=colocated", self.cluster.placement == "colocated", "use placement: separate"),
+            (f"algorithm.epochs * minibatches={updates}", updates > 1, "set both to 1"),
+            (f"algorithm.advantage={algorithm.advantage}", of_batch, "use one that compares within groups"),
+            (f"algorithm.kl_reward.coef={kl.coef:g}", kl.coef > 0, "use algorithm.kl"),
+            (f"distillation.mode={self.distillation.mode}", self.distillation.sampled_coef > 0, "use exact"),
+            ("distillation.teachers", self.distillation.teachers, "use one teacher"),
+            (f"algorithm.loss={algorithm.loss}", algorithm.chooses_tokens, "use ppo_clip"),
+            ("algorithm.whiten=true", algorithm.whiten, "set it to false"),
+            ("algorithm.importance.normalize=true", algorithm.importance.normalize, "set it to false"),
+            ("algorithm.rejection.in_denominator=false", algorithm.rejection.shrinks, "set it to true"),
+            (f"algorithm.moe_aux_loss_coef={experts:g}", experts > 0, "set it to 0"),
+            ("debug.shuffle_advantages=true", self.debug.shuffle_advantages, "set it to false"),
+        ):
             if is_set:
-                yield (
-                    f"rollout.stream=true trains before the batch is complete, which {setting} does not allow; "
-                    f"{remedy}, or use rollout.stream: false"
-                )
-
-    def _agent_conflicts(self) -> Iterator[str]:
-        """Yield settings that agents exclude. A rewritten history gives several rows, on different ranks."""
-        algorithm = self.algorithm
-        yield from algorithm.row_conflicts()
-        if algorithm.overlong.buffer is not None:
-            yield f"algorithm.overlong.buffer={algorithm.overlong.buffer} does not apply to rollout.agent; remove it"
+                problem = f"trains before the batch is complete, which {setting} does not allow"
+                yield f"rollout.stream=true {problem}; {remedy}, or use rollout.stream: false"

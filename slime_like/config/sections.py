@@ -154,10 +154,8 @@ class CriticConfig(Section):
                     yield f"critic.{text}"
             ranks, policy = layout.world_size, trainer.parallel.world_size
             if self.placement == "shared" and ranks > policy:
-                yield (
-                    f"critic.placement=shared: critic.parallel has {ranks} ranks, and trainer.parallel {policy}; use "
-                    "at most as many, or placement: separate"
-                )
+                problem = f"critic.parallel has {ranks} ranks, but trainer.parallel {policy}"
+                yield f"critic.placement=shared: {problem}; use at most as many, or placement: separate"
         if self.warmup_steps >= steps:
             yield f"critic.warmup_steps={self.warmup_steps} leaves no step to train the policy; use fewer than steps"
         if self.optimizer.offload and trainer.backend == "megatron" and model.dtype == "float32":
@@ -250,10 +248,8 @@ class EvaluationConfig(Section):
         if 0 < self.temperature < MIN_TEMPERATURE:
             yield f"temperature={self.temperature} is too low for engines; use 0 (greedy) or at least {MIN_TEMPERATURE}"
         if self.temperature == 0 and self.samples_per_prompt > 1:
-            yield (
-                f"samples_per_prompt={self.samples_per_prompt} repeats the same response with "
-                "evaluation.temperature=0; use 1, or a temperature above 0"
-            )
+            remedy = "use 1, or a temperature above 0"
+            yield f"samples_per_prompt={self.samples_per_prompt} repeats evaluation.temperature=0's response; {remedy}"
 
 
 class CheckpointConfig(Section):
@@ -319,8 +315,6 @@ class ClusterConfig(Section):
     def _reject_client(cls, address: str | None) -> str | None:
         """Reject Ray clients. They have no session directory, and the run needs its node's."""
         if address is not None and address.startswith("ray://"):
-            raise ValueError(
-                "is the address of a Ray client, which is not supported; start the run on a node of the cluster, and "
-                "give auto or the HOST:PORT that `ray start --head` printed"
-            )
+            remedy = "start the run on a node of the cluster, with auto or the HOST:PORT of `ray start --head`"
+            raise ValueError(f"is the address of a Ray client, which is not supported; {remedy}")
         return address

@@ -56,10 +56,8 @@ class OptimizerConfig(Section):
             yield f"min_lr={self.min_lr:g} is above lr={self.lr:g}; use at most that"
         final = self.final_weight_decay
         if final is not None and final < self.weight_decay:
-            yield (
-                f"final_weight_decay={final:g} is below weight_decay={self.weight_decay:g}, but weight decay can only "
-                "grow; use at least that"
-            )
+            problem = f"is below weight_decay={self.weight_decay:g}, but weight decay can only grow"
+            yield f"final_weight_decay={final:g} {problem}; use at least that"
 
 
 class FsdpConfig(Section):
@@ -130,33 +128,23 @@ class TrainerConfig(Section):
         """Yield conflicts with a layout: the trainer's, or the reference workers'."""
         ring = self.attention in ("ring", "ring_flash_attn")
         if self.share_prefixes and parallel.context > 1 and ring:
-            yield (
-                f"parallel.context={parallel.context} with trainer.share_prefixes={self.share_prefixes} is not "
-                f"supported by trainer.attention={self.attention}; use auto (allgather)"
-            )
+            problem = f"with trainer.share_prefixes={self.share_prefixes} does not support {self.attention} attention"
+            yield f"parallel.context={parallel.context} {problem}; use trainer.attention=auto (allgather)"
         for axis in ("tensor", "pipeline", "expert", "virtual_pipeline"):
             if self.backend == FSDP and (size := getattr(parallel, axis)) > 1:
-                yield (
-                    f"parallel.{axis}={size}: trainer.backend=fsdp has only data and context ranks, and shards the "
-                    f"model over all of them; set {axis} to 1 and raise data, or use trainer.backend=megatron"
-                )
+                remedy = f"set {axis} to 1 and raise data, or use trainer.backend=megatron"
+                yield f"parallel.{axis}={size}: trainer.backend=fsdp has only data and context ranks; {remedy}"
         if self.backend == FSDP and parallel.sequence:
             yield "parallel.sequence=true needs tensor parallelism, which trainer.backend=fsdp lacks; set it to false"
 
     def _fsdp_conflicts(self) -> Iterator[str]:
-        unsupported = {
-            f"attention={self.attention}": (
-                self.attention in ("ring", "transformer_engine"),
-                "use auto (allgather), or ring_flash_attn",
-            ),
-            "optimizer.distributed=false": (not self.optimizer.distributed, "use true"),
-            f"optimizer.overlap_bucket_params={self.optimizer.overlap_bucket_params}": (
-                self.optimizer.overlap_bucket_params is not None,
-                "remove it, because every layer is a message",
-            ),
-            "activation_offload=true": (self.activation_offload, "use trainer.recompute=full"),
-        }
-        for setting, (is_set, remedy) in unsupported.items():
+        attention, bucket = self.attention, self.optimizer.overlap_bucket_params
+        for setting, is_set, remedy in (
+            (f"attention={attention}", attention in ("ring", "transformer_engine"), "use auto, or ring_flash_attn"),
+            ("optimizer.distributed=false", not self.optimizer.distributed, "use true"),
+            (f"optimizer.overlap_bucket_params={bucket}", bucket is not None, "remove it: every layer is a message"),
+            ("activation_offload=true", self.activation_offload, "use trainer.recompute=full"),
+        ):
             if is_set:
                 yield f"{setting} is not supported by trainer.backend=fsdp; {remedy}"
 

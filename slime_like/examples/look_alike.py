@@ -11,7 +11,7 @@ import transformers
 
 from slime_like.errors import ConfigError
 from slime_like.examples.tiny_model import write_random_weights
-from slime_like.models.dimensions import FAMILIES, OTHER, ModelDimensions
+from slime_like.models.dimensions import FAMILIES, ModelDimensions
 from slime_like.models.tokenization import tokenizer_files
 from slime_like.models.tower import transformers_config
 
@@ -41,12 +41,9 @@ def make_look_alike(
     Raises ``ConfigError`` if the family of ``model`` is not supported.
     """
     dimensions = ModelDimensions.from_checkpoint(model)
-    if dimensions.family == OTHER:
-        raise ConfigError(
-            f"model.path={model}: {dimensions.attention.unsupported}; use a model of a supported family to make a "
-            "small one like it",
-            code="look-alike-family",
-        )
+    if (reason := dimensions.attention.unsupported) is not None:
+        problem = f"model.path={model}: {reason}; use a model of a supported family to make a small one like it"
+        raise ConfigError(problem, code="look-alike-family")
     config = transformers_config(model)
     small = FAMILIES[dimensions.family].small
     small = {name: value for name, value in small.items() if getattr(config, name, None) is not None}

@@ -56,10 +56,8 @@ def as_result(value: Any) -> RewardResult:
     if isinstance(value, tuple) and len(value) == 2:  # a list holds the rewards of several responses
         return RewardResult(*value)
     if isinstance(value, str | bytes | list | tuple | Mapping) or value is None:
-        raise TypeError(
-            f"it returned {str(value)[:40]!r}, a {type(value).__name__}; return a number, (reward, success), a mapping "
-            "with reward or score, or a RewardResult"
-        )
+        remedy = "return a number, (reward, success), a mapping with reward or score, or a RewardResult"
+        raise TypeError(f"it returned {str(value)[:40]!r}, a {type(value).__name__}; {remedy}")
     return RewardResult(value, _is_positive(value))
 
 

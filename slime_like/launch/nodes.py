@@ -34,7 +34,6 @@ from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTok
 from slime_like.orchestration.cluster.place import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
 from slime_like.orchestration.cluster.ray_session import await_token, create_token
-from slime_like.orchestration.cluster.token import await_token, create_token
 from slime_like.plugins.resolve import ENGINE_GROUP, installed_names
 from slime_like.system.interrupts import polls, raise_if_interrupted, take_interrupt
 from slime_like.system.network import host_and_port, listen
@@ -124,11 +123,9 @@ def _require_free(address: str, port: int) -> None:
     try:
         listen(address, port).close()
     except OSError as error:
-        raise LaunchError(
-            f"cannot listen on port {port} of {address} ({error.strerror})",
-            code="port-taken",
-            remedy="end the process that uses it, or give another PORT to every node",
-        ) from error
+        problem = f"cannot listen on port {port} of {address} ({error.strerror})"
+        remedy = "end the process that uses it, or give another PORT to every node"
+        raise LaunchError(problem, code="port-taken", remedy=remedy) from error
 
 
 def _name_place(place: Place, verdict: RunVerdict) -> RunVerdict:
@@ -252,18 +249,12 @@ def _find_head(where: str, token: str, place: Place, timeout_s: float, notes: Ex
         except UnreachableError as error:
             why = str(error)
         except WrongTokenError as error:
-            raise LaunchError(
-                f"{where} answers, but does not accept this node's key",
-                code="wrong-token",
-                who=str(place),
-                remedy="give every node the same TOKEN_FILE, or another PORT if another cluster uses this one",
-            ) from error
+            problem = f"{where} answers, but does not accept this node's key"
+            remedy = "give every node the same TOKEN_FILE, or another PORT if another cluster uses this one"
+            raise LaunchError(problem, code="wrong-token", who=str(place), remedy=remedy) from error
         notes.require_none_ended()
-    raise LaunchError(
-        f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why})",
-        code="head-silent",
-        remedy="check HEAD_ADDR, and whether node 0 was started there",
-    )
+    problem = f"node 0 did not answer at {where} within {timeout_s:.0f} s ({why})"
+    raise LaunchError(problem, code="head-silent", remedy="check HEAD_ADDR, and whether node 0 was started there")
 
 
 def facts(config: RunConfig) -> dict[str, str]:
@@ -285,9 +276,8 @@ def require_equal(found: Mapping[str, str], head: str, expected: Mapping[str, st
         here, there = found.get(name, "(none)"), expected.get(name, "(none)")
         if here != there:
             remedy = "use one environment or image" if name in _DISTRIBUTIONS else "give the same settings"
-            raise LaunchError(
-                f"{head} has {there}", code="nodes-differ", who=f"{name}={here}", remedy=f"{remedy} on all nodes"
-            )
+            who, remedy = f"{name}={here}", f"{remedy} on all nodes"
+            raise LaunchError(f"{head} has {there}", code="nodes-differ", who=who, remedy=remedy)
 
 
 class _Head:

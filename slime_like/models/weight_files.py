@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from slime_like.models.dimensions import OTHER, VALUE_HEAD, ModelDimensions
+from slime_like.models.dimensions import VALUE_HEAD, ModelDimensions
 from slime_like.models.tower import language_names
 
 INDEX = "model.safetensors.index.json"
@@ -109,7 +109,7 @@ def stack_parts(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[
                     for expert in range(experts):
                         matrix = f"{match['experts']}.{expert}.{kind}_proj.weight"
                         found[matrix] = StackPart(stack, expert, start, count)
-    return found if found and ModelDimensions.from_checkpoint(directory).family != OTHER else {}
+    return {} if not found or ModelDimensions.from_checkpoint(directory).attention.unsupported else found
 
 
 def keeps_type(name: str) -> bool:

@@ -274,12 +274,8 @@ def _read_object(line: bytes, where: str) -> dict[str, Any] | None:
     if record is not None and isinstance(record.get("step"), int):
         return record
     if line.endswith(b"\n"):
-        raise DataError(
-            "the line is not a JSON object with a step",
-            code="damaged-line",
-            who=where,
-            remedy="restore or remove the file",
-        )
+        problem, remedy = "the line is not a JSON object with a step", "restore or remove the file"
+        raise DataError(problem, code="damaged-line", who=where, remedy=remedy)
     return None
 
 

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slime_like.checks.layout import divisors
+from slime_like.checks.layout import divisors, either
 from slime_like.config import CheckpointConfig, ClusterConfig, RunConfig
 from slime_like.config.filling import gpus_needed
 from slime_like.models.tower import language_names
@@ -24,11 +24,8 @@ _SHOWN = 5
 def object_store_notes(cluster: ClusterConfig, largest: int) -> Iterator[str]:
     """Warn if node 0's object store does not hold a step's packs, so Ray writes them to disk."""
     if cluster.address is None and largest > cluster.object_store_mb * 2**20:
-        yield (
-            f"cluster.object_store_mb={cluster.object_store_mb}: a step's packs take up to "
-            f"{memory_text(largest)}, and Ray writes what exceeds the store to disk; set at least "
-            f"{-(-largest // 2**20)}"
-        )
+        problem = f"a step's packs take up to {memory_text(largest)}, and Ray writes what exceeds the store to disk"
+        yield f"cluster.object_store_mb={cluster.object_store_mb}: {problem}; set at least {-(-largest // 2**20)}"
 
 
 def largest_batch_bytes(config: RunConfig) -> int:
@@ -46,10 +43,8 @@ def idle_engine_notes(config: RunConfig) -> Iterator[str]:
     """Warn if colocated engines leave GPUs of the trainer without an engine."""
     number, size, gpus = config.rollout.num_engines, config.rollout.ranks, config.trainer.parallel.world_size
     if config.cluster.placement == "colocated" and config.starts_engines and number < gpus // size:
-        yield (
-            f"rollout.num_engines={number}: {gpus - number * size} of the trainer's {gpus} GPUs are idle during "
-            f"generation; set {gpus // size}, or auto"
-        )
+        idle = f"{gpus - number * size} of the trainer's {gpus} GPUs are idle during generation"
+        yield f"rollout.num_engines={number}: {idle}; set {gpus // size}, or auto"
 
 
 def placement_problems(config: RunConfig) -> Iterator[str]:
@@ -57,10 +52,9 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     needed = gpus_needed(config)
     per_node, nodes = config.cluster.gpus_per_node, config.cluster.nodes
     if nodes is not None and needed.total > nodes * per_node:
-        yield (
-            f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node}: needs {needed}, has {nodes * per_node}; "
-            f"use {needed.nodes(per_node)} nodes, or a smaller trainer.parallel (data=auto takes what fits)"
-        )
+        there = f"cluster.nodes={nodes} times cluster.gpus_per_node={per_node}"
+        remedy = f"use {needed.nodes(per_node)} nodes, or a smaller trainer.parallel (data=auto takes what fits)"
+        yield f"{there}: needs {needed}, has {nodes * per_node}; {remedy}"
     sizes = [("trainer.parallel.tensor", config.trainer.parallel.tensor)]
     if config.starts_engines and config.cluster.nodes_for(config.rollout.ranks) == 1:
         field = "rollout.tensor" + " * rollout.pipeline" * (config.rollout.pipeline > 1)
@@ -68,10 +62,8 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     sizes += [(f"{role.section}.parallel.tensor", role.parallel.tensor) for role in config.roles.with_workers]
     for field, size in dict(sizes).items():
         if per_node % size:
-            yield (
-                f"{field}={size} does not divide cluster.gpus_per_node={per_node}, so a group of ranks would "
-                f"cross nodes; use {', '.join(map(str, divisors(per_node)))}"
-            )
+            problem = f"does not divide cluster.gpus_per_node={per_node}, so a group of ranks would cross nodes"
+            yield f"{field}={size} {problem}; use {either(divisors(per_node))}"
 
 
 def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
@@ -93,10 +85,8 @@ def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterato
     for what, names in (("missing", missing), ("not of this architecture", unexpected), ("of another shape", other)):
         if names:
             some = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-            yield (
-                f"model.path={path}: {len(names)} tensors are {what} ({some}); use the config.json and the weights of "
-                "the same model"
-            )
+            problem = f"{len(names)} tensors are {what} ({some})"
+            yield f"model.path={path}: {problem}; use the config.json and the weights of the same model"
 
 
 def disk_bytes(checkpoint: CheckpointConfig, dtype: str, trained: int) -> int:
@@ -114,9 +104,7 @@ def preflight_problems(run_dir: Path, needed: int, port: int | None) -> Iterator
     nearest = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     free = shutil.disk_usage(nearest).free
     if free < needed:
-        yield (
-            f"run_dir={run_dir}: its disk has {traffic_text(free)} free, and checkpoints take up to "
-            f"{traffic_text(needed)}; free some, use another directory, or lower checkpoint.keep"
-        )
+        problem = f"its disk has {traffic_text(free)} free, and checkpoints take up to {traffic_text(needed)}"
+        yield f"run_dir={run_dir}: {problem}; free some, use another directory, or lower checkpoint.keep"
     if port is not None and not is_free("", port):
         yield f"trainer.rendezvous_port={port} is in use on this machine; give another one, or none for a free one"

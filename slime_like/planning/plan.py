@@ -102,20 +102,14 @@ class Plan:
         for phase in self.phases:
             if not phase.fits:
                 needed, missing = memory_text(phase.total), memory_text(-phase.margin)
-                yield (
-                    f"GPU memory, {phase.place}: {needed} are needed, {missing} more than the GPU's "
-                    f"{memory_text(phase.capacity)}; {_largest(phase.items)}; {_CURE}"
-                )
+                more = f"{missing} more than the GPU's {memory_text(phase.capacity)}"
+                yield f"GPU memory, {phase.place}: {needed} are needed, {more}; {_largest(phase.items)}; {_CURE}"
         if self.engine is not None and self.engine.longest_sequences < 1:
-            yield (
-                f"rollout.max_model_len={config.max_model_len}: an engine's KV cache holds {self.engine.kv_tokens:,} "
-                f"tokens, less than one sequence; {_CURE}"
-            )
+            holds = f"an engine's KV cache holds {self.engine.kv_tokens:,} tokens, less than one sequence"
+            yield f"rollout.max_model_len={config.max_model_len}: {holds}; {_CURE}"
         if self.host is not None and not self.host.fits:
-            yield (
-                f"cluster.host_memory_gib={config.cluster.host_memory_gib:g}: a node needs "
-                f"{memory_text(self.host.total)} of host memory; {_largest(self.host.items)}; {_CURE}"
-            )
+            needed = f"a node needs {memory_text(self.host.total)} of host memory; {_largest(self.host.items)}"
+            yield f"cluster.host_memory_gib={config.cluster.host_memory_gib:g}: {needed}; {_CURE}"
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON values, with sums and verdicts."""

@@ -144,11 +144,9 @@ def search(run: PlannedRun, wanted: int, note: Note = lambda _: None) -> list[Ca
         ConfigError: problems of the run that no layout solves.
     """
     if run.config.trainer.backend == FSDP:
-        raise ConfigError(
-            "trainer.backend=fsdp: --search varies tensor, pipeline and expert ranks, which fsdp does not have; plan "
-            "single values of trainer.parallel.context and data instead",
-            code="backend-not-searched",
-        )
+        problem = "trainer.backend=fsdp: --search varies tensor, pipeline and expert ranks, which fsdp lacks"
+        remedy = "plan single values of trainer.parallel.context and data"
+        raise ConfigError(f"{problem}; {remedy}", code="backend-not-searched")
     backend = plannable_backend(run.config.trainer.backend)
     room = run.hardware.memory_bytes - CONTEXT_BYTES
     possible = [layout for layout in _layouts(run) if sum(least_bytes(layout)[::2]) < room]
@@ -197,14 +195,10 @@ def _layouts(run: PlannedRun) -> Iterator[PlannedRun]:
                     )
                     if not layout_problems(parallel, run.dimensions):
                         for tokens in {config.trainer.target_tokens_per_batch, config.longest_row}:
-                            yield _with(run, parallel, tokens)
-
-
-def _with(run: PlannedRun, parallel: ParallelConfig, tokens: int) -> PlannedRun:
-    trainer = run.config.trainer.model_copy(update={"parallel": parallel, "target_tokens_per_batch": tokens})
-    config = run.config.model_copy(update={"trainer": trainer})
-    workload = Workload.of(config, run.workload.mean_prompt, run.workload.mean_response)
-    return replace(run, config=config, workload=workload)
+                            update = {"parallel": parallel, "target_tokens_per_batch": tokens}
+                            changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
+                            workload = Workload.of(changed, run.workload.mean_prompt, run.workload.mean_response)
+                            yield replace(run, config=changed, workload=workload)
 
 
 def least_bytes(run: PlannedRun) -> tuple[float, float, float]:

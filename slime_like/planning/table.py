@@ -100,14 +100,11 @@ def _subject(plan: Plan) -> str:
     config, hardware = plan.run.config, plan.run.hardware
     nodes, gpus = counted(plan.nodes, "node"), counted(hardware.gpus_per_node, "GPU")
     chosen = " (the number needed: cluster.nodes is not set)" if config.cluster.nodes is None else ""
-    shared = (
-        "trainers and engines share them" if config.cluster.placement == "colocated" else "engines on separate GPUs"
-    )
-    placement = "" if config.supervised else f", {shared}"
-    return (
-        f"{config.model.path.name} on {nodes} of {gpus}{chosen}, {config.cluster.gpu} with "
-        f"{memory_text(hardware.memory_bytes)}; {counted(plan.gpus_in_use, 'GPU')} needed{placement}."
-    )
+    colocated = config.cluster.placement == "colocated"
+    shared = "trainers and engines share them" if colocated else "engines on separate GPUs"
+    needed = f"{counted(plan.gpus_in_use, 'GPU')} needed" + ("" if config.supervised else f", {shared}")
+    gpu = f"{config.cluster.gpu} with {memory_text(hardware.memory_bytes)}"
+    return f"{config.model.path.name} on {nodes} of {gpus}{chosen}, {gpu}; {needed}."
 
 
 def verdict(plan: Plan) -> str:
@@ -136,10 +133,8 @@ def step_lines(plan: Plan) -> Iterator[str]:
     if step is None:
         return
     if step.total < _SHORT_S:
-        yield (
-            f"Predicted step: {seconds_text(step.total)}. In such a small run, kernel launches and calls between "
-            "processes take longer; they are not predicted."
-        )
+        small = "Kernel launches and calls between processes, which take longer in such a small run, are not predicted"
+        yield f"Predicted step: {seconds_text(step.total)}. {small}."
     else:
         speed = significant(work.samples * work.mean_length / step.total / plan.gpus_in_use)
         yield f"Predicted step: {seconds_text(step.total)}, {speed} tokens/s per GPU."
@@ -153,10 +148,9 @@ def step_lines(plan: Plan) -> Iterator[str]:
     if found is not None and found.waves > 1 and plan.engine is not None:
         fitting = int(plan.engine.kv_tokens / (work.mean_length + plan.engine.state_tokens))
         limit = "more do not fit its KV cache" if found.at_once >= fitting else "its limit of concurrent requests"
-        yield (
-            f"{counted(plan.run.config.rollout.num_engines, 'engine')}: each decodes {found.at_once:,} of its "
-            f"{found.sequences:,} sequences at the same time ({limit}), so generation takes {found.waves} waves."
-        )
+        engines = counted(plan.run.config.rollout.num_engines, "engine")
+        decodes = f"each decodes {found.at_once:,} of its {found.sequences:,} sequences at the same time ({limit})"
+        yield f"{engines}: {decodes}, so generation takes {found.waves} waves."
 
 
 def _print_memory(console: Console, plan: Plan) -> None:
@@ -186,19 +180,16 @@ def _workings(plan: Plan) -> Iterator[str]:
     config, engine, work = plan.run.config, plan.engine, plan.run.workload
     if engine is not None:
         states = f", each with states of {engine.state_tokens:,} tokens' size" if engine.state_tokens else ""
-        yield (
-            f"engines: {counted(config.rollout.num_engines, 'engine')} of {counted(engine.gpus, 'GPU')}; KV cache of "
-            f"one: {engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU, "
-            f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens{states}"
-        )
+        engines = f"{counted(config.rollout.num_engines, 'engine')} of {counted(engine.gpus, 'GPU')}"
+        cache = f"{engine.kv_tokens:,} tokens of {memory_text(engine.kv_bytes_per_token)} per GPU"
+        holds = f"{counted(engine.longest_sequences, 'sequence')} of {config.max_model_len:,} tokens{states}"
+        yield f"engines: {engines}; KV cache of one: {cache}, {holds}"
     for role in config.roles.with_workers if plan.references else ():
         size = counted(role.parallel.world_size, "GPU")
         yield f"{role.name}: {counted(role.workers, 'worker')} of {size}, scoring during generation"
     if plan.step is not None:
-        yield (
-            f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, "
-            f"{counted(work.micro_batches, 'micro-batch')} per replica and update"
-        )
+        packs = f"{counted(work.micro_batches, 'micro-batch')} per replica and update"
+        yield f"step: {work.samples:,} sequences of {work.mean_prompt:,g} + {work.mean_response:,g} tokens, {packs}"
         if config.rollout.agent.is_set and not config.supervised:
             yield "one call of each agent; give --mean_prompt and --mean_response for rows of several"
         hardware, gpu = plan.run.hardware, plan.run.hardware.gpu
@@ -210,8 +201,5 @@ def _workings(plan: Plan) -> Iterator[str]:
             f"{gpu.memory_gb_per_s:,g} GB/s memory bandwidth, {hardware.link_efficiency:.0%} of links ({nvlink}network "
             f"{hardware.network_gb_per_s:g}, host {hardware.host_gb_per_s:g} GB/s per GPU){sync}"
         )
-    layers = {kind.estimate.layers for kind in plan.kinds}
-    yield (
-        f"planned layers: {', '.join(sorted(layers))}; Transformer Engine's keep less; "
-        f"recompute: {config.trainer.recompute}"
-    )
+    layers = ", ".join(sorted({kind.estimate.layers for kind in plan.kinds}))
+    yield f"planned layers: {layers}; Transformer Engine's keep less; recompute: {config.trainer.recompute}"

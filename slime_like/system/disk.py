@@ -13,10 +13,13 @@ from typing import TextIO
 
 def refusal(path: Path, reason: str) -> str:
     """Describe a failed write: the path, the reason, the free space and the remedy."""
-    return (
-        f"{path}: could not be written ({reason}; {_room(path)}); free space there, and restart "
-        "to resume from the last checkpoint"
-    )
+    try:
+        usage = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
+        room = f"{usage.free} of {usage.total} bytes are free"
+    except OSError as error:  # the disk is gone
+        room = f"free space is unknown: {error.strerror or error}"
+    remedy = "free space there, and restart to resume from the last checkpoint"
+    return f"{path}: could not be written ({reason}; {room}); {remedy}"
 
 
 def length_fault(found: int, written: int) -> str | None:
@@ -26,14 +29,6 @@ def length_fault(found: int, written: int) -> str | None:
     if found > written:
         return f"has {found} bytes, though {written} were written"
     return f"is {'cut off' if found else 'empty'}: it has {found} of the {written} bytes that were written"
-
-
-def _room(path: Path) -> str:
-    try:
-        usage = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists()))
-    except OSError as error:  # the disk is gone
-        return f"free space is unknown: {error.strerror or error}"
-    return f"{usage.free} of {usage.total} bytes are free"
 
 
 def replace_directory(partial: Path, directory: Path) -> None:

@@ -96,8 +96,13 @@ def start_tracker() -> None:
     The tracker removes shared memory and semaphores after the processes that share them have ended. A Ray worker kills
     its children and its process group when it ends, which would kill a normal tracker before it can clean up.
     """
-    usual = util.spawnv_passfds
-    util.spawnv_passfds = _spawn  # type: ignore[assignment]
+
+    def spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> None:
+        """Start the tracker like multiprocessing does, but detached. Without a process id, nothing waits for it."""
+        command = ["/bin/sh", "-c", '"$@" &', "sh", path, *args[1:]]
+        subprocess.run(command, pass_fds=passfds, start_new_session=True, check=True)
+
+    usual, util.spawnv_passfds = util.spawnv_passfds, spawn  # type: ignore[assignment]
     try:
         resource_tracker.ensure_running()
     finally:
@@ -109,13 +114,6 @@ def is_tracker(process: psutil.Process) -> bool:
         return any(_TRACKER in part for part in process.cmdline())
     except psutil.NoSuchProcess:
         return False
-
-
-def _spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> None:
-    """Start the tracker like multiprocessing does, but detached. Without a process id, nothing waits for it."""
-    subprocess.run(
-        ["/bin/sh", "-c", '"$@" &', "sh", path, *args[1:]], pass_fds=passfds, start_new_session=True, check=True
-    )
 
 
 def keep_freed_memory() -> bool:

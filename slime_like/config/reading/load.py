@@ -164,7 +164,11 @@ def _usable(text: str) -> str:
 
 def _take_clashes(parts: Sequence[DictConfig]) -> Iterator[Problem]:
     """Remove what cannot be merged, a list for a mapping or a mapping for a list, and yield a problem for each."""
-    lower: list[Any] = [_nested(dict.fromkeys(sections()))]
+    empty = OmegaConf.create({})
+    for name in sections():
+        if name:
+            OmegaConf.update(empty, name, {})
+    lower: list[Any] = [OmegaConf.to_container(empty)]
     for part in parts:
         plain: Any = OmegaConf.to_container(part)
         for name in sorted({name for low in lower for name in _clashes(low, plain)}):
@@ -174,15 +178,6 @@ def _take_clashes(parts: Sequence[DictConfig]) -> Iterator[Problem]:
             yield Problem("field-type", f"{name}={holder[key]} must be {kind}", name)
             del holder[key]
         lower.append(OmegaConf.to_container(part))
-
-
-def _nested(names: Iterable[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in names:
-        node = found
-        for key in name.split("."):
-            node = node.setdefault(key, {})
-    return found
 
 
 def _clashes(low: Any, high: Any, name: str = "") -> Iterator[str]:

@@ -96,7 +96,10 @@ def _documentation(node: ast.AST) -> str:
 def _options(module: str, node: ast.AST) -> Iterator[Option]:
     """Yield the keyword arguments of a function, the constructor's arguments with a default, or a dataclass's fields,
     inherited ones first."""
-    meanings = _meanings(_documentation(node))
+    section = re.search(r"^(?:Args|Attributes):\n((?:[ ]{4}.*\n?|\n)*)", _documentation(node), flags=re.MULTILINE)
+    lines = textwrap.dedent(section[1]) if section else ""
+    entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", lines, flags=re.MULTILINE)
+    meanings = {name: " ".join(text.split()) for name, text in entries}
     for name, annotation, default in _arguments(module, node):
         written = ast.unparse(annotation).removesuffix(" | None") if annotation else ""
         shown = None if default is None else value_text(ast.literal_eval(default))
@@ -127,11 +130,3 @@ def _arguments(module: str, node: ast.AST) -> list[_Argument]:
             name = ast.unparse(field.target)
             found[name] = (name, field.annotation, field.value)
     return list(found.values())
-
-
-def _meanings(documentation: str) -> dict[str, str]:
-    """Return the text of each argument or attribute that a docstring describes."""
-    section = re.search(r"^(?:Args|Attributes):\n((?:[ ]{4}.*\n?|\n)*)", documentation, flags=re.MULTILINE)
-    lines = textwrap.dedent(section[1]) if section else ""
-    entries = re.findall(r"^(\w+): (.*(?:\n[ ]+.*)*)", lines, flags=re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from pydantic_core import ErrorDetails
 
@@ -80,9 +79,5 @@ def _fault(name: str, detail: ErrorDetails) -> tuple[str, str]:
         wrong = f"must be of type {word}"
     elif name in sections():
         wrong = "must be a section; write its fields below it"
-    return code, f"{name}={_shown(detail['input'])} {wrong}"
-
-
-def _shown(value: Any) -> str:
-    text = value_text(value) or "''"
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    text = value_text(detail["input"]) or "''"
+    return code, f"{name}={text[:_LONGEST_VALUE]}{'...' * (len(text) > _LONGEST_VALUE)} {wrong}"

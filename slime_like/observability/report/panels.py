@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from slime_like.observability.metrics import current_records, running_mean, smoothing_window
 from slime_like.observability.names import (
     ACCURACY,
-    LOSS,
     REWARD,
     ROLLOUT_SPEED,
     STEP_TIME,
@@ -20,7 +19,6 @@ from slime_like.observability.names import (
 from slime_like.observability.records import PHASES
 from slime_like.observability.report.data import RunData
 
-_TRAINING = "train_actor_training/"
 _COLORS = ("#3f8fc9", "#d55e00", "#0a8a63", "#a5579a", "#b58900", "#8d9299", "#6b7178")
 _CUT_AT_MEDIANS = 3.0
 """Bars are drawn up to this many medians. The first steps, which compile and warm up, would flatten the rest."""
@@ -110,54 +108,38 @@ class PhasePicture:
         return {"data": bars, "layout": {"barmode": "stack", "bargap": 0.1, "yaxis": {"range": [0, top]}}}
 
 
-_REWARD = PanelSpec(
-    "Reward",
-    "Weighted sum of the reward functions, mean over a step's responses.",
-    ((REWARD, "mean reward"),),
-    smooth=True,
-)
+def _training(title: str, caption: str, **labels: str) -> PanelSpec:
+    """Return a panel of the trainer's metrics, given the label of each."""
+    return PanelSpec(title, caption, tuple((f"train_actor_training/{name}", label) for name, label in labels.items()))
+
+
+def _rollout(title: str, caption: str, **labels: str) -> PanelSpec:
+    """Return a panel of metrics of sampling."""
+    return PanelSpec(title, caption, tuple((f"rollout/{name}", label) for name, label in labels.items()))
+
+
+_MEAN_OF_REWARDS = "Weighted sum of the reward functions, mean over a step's responses."
+_REWARD = PanelSpec("Reward", _MEAN_OF_REWARDS, ((REWARD, "mean reward"),), smooth=True)
+_LENGTHS = (("train_actor_training/response_lengths", "mean"), ("rollout/response_length_max", "longest"))
+_SPEEDS = ((ROLLOUT_SPEED, "generation"), ("train_actor_performance/tokens_per_second", "whole step"))
+_FLAT = "Prompts without a gradient, because all samples have the same reward."
+_GAP = "|logprob of the engine - logprob of the trainer|, nats per token."
 _SPECS = (
     PanelSpec("Held-out accuracy", "Fraction of held-out prompts solved.", ((ACCURACY, "accuracy"),), dots=True),
-    PanelSpec(
-        "Loss", "Total, and its policy-gradient part.", ((LOSS, "loss"), (f"{_TRAINING}policy_loss", "policy loss"))
-    ),
-    PanelSpec("Responses cut off", "Fraction that reached a limit.", (("rollout/truncated_fraction", "cut off"),)),
-    PanelSpec(
-        "Out of turns",
-        "Fraction of conversations that used up their turns.",
-        (("rollout/turn_limit_fraction", "out of turns"),),
-    ),
-    PanelSpec("Turns", "The model's turns in a conversation.", (("rollout/turns_mean", "mean"),)),
-    PanelSpec(
-        "Flat groups",
-        "Prompts without a gradient, because all samples have the same reward.",
-        (("rollout/zero_spread_groups", "groups"),),
-    ),
-    PanelSpec("Importance ratio", "Mean of current over old policy; 1 on-policy.", ((f"{_TRAINING}ratios", "ratio"),)),
-    PanelSpec("Clip fraction", "Tokens whose ratio was clipped.", ((f"{_TRAINING}clipfrac", "clip fraction"),)),
-    PanelSpec(
-        "KL to the reference",
-        "Estimates in nats per token.",
-        ((f"{_TRAINING}approx_policy_kls", "approximate KL"), (f"{_TRAINING}kl_loss", "KL loss")),
-    ),
-    PanelSpec("Entropy", "Mean entropy of the policy, nats per token.", ((f"{_TRAINING}entropy", "entropy"),)),
-    PanelSpec("Gradient norm", "Global norm before clipping.", ((f"{_TRAINING}grad_norm", "gradient norm"),)),
-    PanelSpec(
-        "Engine-to-trainer gap",
-        "|logprob of the engine - logprob of the trainer|, nats per token.",
-        ((f"{_TRAINING}engine_gap_mean", "mean"), (f"{_TRAINING}engine_gap_max", "largest")),
-    ),
-    PanelSpec(
-        "Response length",
-        "Sampled tokens per response, without observations.",
-        ((f"{_TRAINING}response_lengths", "mean"), ("rollout/response_length_max", "longest")),
-    ),
-    PanelSpec(
-        "Throughput",
-        "Response tokens per second of generation, and of the whole step.",
-        ((ROLLOUT_SPEED, "generation"), ("train_actor_performance/tokens_per_second", "whole step")),
-    ),
-    PanelSpec("Learning rate", "In the step's last update.", ((f"{_TRAINING}learning_rate", "learning rate"),)),
+    _training("Loss", "Total, and its policy-gradient part.", loss="loss", policy_loss="policy loss"),
+    _rollout("Responses cut off", "Fraction that reached a limit.", truncated_fraction="cut off"),
+    _rollout("Out of turns", "Conversations that used up their turns.", turn_limit_fraction="out of turns"),
+    _rollout("Turns", "The model's turns in a conversation.", turns_mean="mean"),
+    _rollout("Flat groups", _FLAT, zero_spread_groups="groups"),
+    _training("Importance ratio", "Mean of current over old policy; 1 on-policy.", ratios="ratio"),
+    _training("Clip fraction", "Tokens whose ratio was clipped.", clipfrac="clip fraction"),
+    _training("KL to the reference", "In nats per token.", approx_policy_kls="approximate KL", kl_loss="KL loss"),
+    _training("Entropy", "Mean entropy of the policy, nats per token.", entropy="entropy"),
+    _training("Gradient norm", "Global norm before clipping.", grad_norm="gradient norm"),
+    _training("Engine-to-trainer gap", _GAP, engine_gap_mean="mean", engine_gap_max="largest"),
+    PanelSpec("Response length", "Sampled tokens per response, without observations.", _LENGTHS),
+    PanelSpec("Throughput", "Response tokens per second of generation, and of the whole step.", _SPEEDS),
+    _training("Learning rate", "In the step's last update.", learning_rate="learning rate"),
 )
 
 

@@ -32,30 +32,19 @@ SUMMARY_FILE = "summary.json"
 EXPORT, CRITIC_EXPORT = "hf", "critic_hf"
 """Name of the trained model's Hugging Face directory."""
 
-_WRITTEN = (
-    CONFIG_FILE,
-    SUMMARY_FILE,
-    DRIVER_LOG,
-    REPORT_FILE,
-    LEDGER_FILE,
-    REFERENCE,
-    WANDB_ID,
-    "checkpoints",
-    "reward_curve.png",
-    "tables",
-    "tensorboard",
-)
+_WRITTEN: tuple[str, ...] = (CONFIG_FILE, SUMMARY_FILE, DRIVER_LOG, REPORT_FILE, LEDGER_FILE, REFERENCE, WANDB_ID)
+_WRITTEN += ("checkpoints", "reward_curve.png", "tables", "tensorboard")
 """Names of a run's files, except the model. Every run writes ``METRICS_FILE`` at its start, which marks its files."""
 
-_READ = (
+_READ: tuple[str, ...] = (
     "model.path",
     "model.weights",
     "model.lora.path",
     "reference.path",
     "distillation.path",
     "evaluation.files",
-    "debug.load_rollouts",
 )
+_READ += ("debug.load_rollouts",)
 
 
 class RunDirectory:
@@ -157,16 +146,13 @@ class RunDirectory:
         if has_finished and self._lies_here(checkpoint):
             is_fixed = self._config.trainer.optimizer.depends_on_length
             with_override = " with checkpoint.override: [schedule]" if is_fixed else ""
-            raise ConfigError(
-                f"steps={self._config.steps}: the run in {self._path} has finished {counted(checkpoint.step, 'step')}; "
-                f"raise steps{with_override}, set another run_dir, or set resume: never to start over"
-            )
+            problem = f"the run in {self._path} has finished {counted(checkpoint.step, 'step')}"
+            remedy = f"raise steps{with_override}, set another run_dir, or set resume: never to start over"
+            raise ConfigError(f"steps={self._config.steps}: {problem}; {remedy}")
         may_change = "schedule" in self._config.checkpoint.override
         if changed := [] if may_change else self._changed_schedule(checkpoint):
-            raise ConfigError(
-                f"resume: {checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)}); "
-                "use the same settings, or set checkpoint.override: [schedule]"
-            )
+            problem = f"{checkpoint.path} was trained with another learning-rate schedule ({'; '.join(changed)})"
+            raise ConfigError(f"resume: {problem}; keep it, or set checkpoint.override: [schedule]")
 
     def _changed_schedule(self, checkpoint: Checkpoint) -> list[str]:
         """List changes that trainers would reject after their start, or none if the earlier settings cannot be read."""
@@ -182,9 +168,9 @@ class RunDirectory:
         values = {name: attrgetter(name)(self._config) for name in _READ}
         values["data.train"] = self._config.data.training_files
         values["distillation.teachers"] = tuple(self._config.distillation.teachers.values())
+        moved = f"inside run_dir={self._path}, which would be renamed with its earlier run; set another run_dir"
         inside = [
-            f"{name}={path}: inside run_dir={self._path}, which would be renamed with its earlier run; set another "
-            "run_dir"
+            f"{name}={path}: {moved}"
             for name, paths in values.items()
             for path in (paths if isinstance(paths, tuple) else (paths,))
             if path is not None and path.resolve().is_relative_to(place)
@@ -205,11 +191,9 @@ class RunDirectory:
             earlier = resumes_here and not read and wrote
             if not os.path.lexists(export) or earlier or _is_empty_directory(export):
                 continue
-            what = setting if read else "not a model that this run wrote"
-            raise ConfigError(
-                f"run_dir={self._path}: {export} is {what}, but the trained model is exported there; move it away, set "
-                "another run_dir, or set checkpoint.export_hf: false"
-            )
+            problem = f"is {setting if read else 'not a model that this run wrote'}, but the model is exported there"
+            remedy = "move it away, set another run_dir, or set checkpoint.export_hf: false"
+            raise ConfigError(f"run_dir={self._path}: {export} {problem}; {remedy}")
 
     def _keep_config(self, step: int) -> list[str]:
         """Keep the earlier configuration if this one differs, and return the differences."""
@@ -245,10 +229,8 @@ def _require_nothing_overwritten(run_dir: Path) -> None:
     """Reject files with a run's names if there are no metrics: they are the user's, such as a configuration."""
     there = [name for name in _WRITTEN if os.path.lexists(run_dir / name) and not _is_empty_directory(run_dir / name)]
     if there:
-        raise ConfigError(
-            f"run_dir={run_dir}: this run would overwrite files there that no earlier run wrote ({', '.join(there)}); "
-            "set another run_dir, or move them away"
-        )
+        problem = f"this run would overwrite files there that no earlier run wrote ({', '.join(there)})"
+        raise ConfigError(f"run_dir={run_dir}: {problem}; set another run_dir, or move them away")
 
 
 def _is_empty_directory(path: Path) -> bool:
@@ -262,12 +244,9 @@ def _move_aside(run_dir: Path) -> Path:
     try:
         run_dir.rename(aside)
     except OSError as error:
-        raise SlimeLikeError(
-            f"the earlier run there could not be moved to {aside} ({error.strerror})",
-            code="run-dir-not-moved",
-            who=f"run_dir={run_dir}",
-            remedy="set another run_dir, or move the directory yourself",
-        ) from error
+        problem = f"the earlier run there could not be moved to {aside} ({error.strerror})"
+        remedy, who = "set another run_dir, or move the directory yourself", f"run_dir={run_dir}"
+        raise SlimeLikeError(problem, code="run-dir-not-moved", who=who, remedy=remedy) from error
     return aside
 
 

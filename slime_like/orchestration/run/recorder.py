@@ -143,10 +143,9 @@ class StepRecorder:
         has_gradient = any(bool(trajectory.advantages.any()) for trajectory in trajectories)
         self._flat_steps = 0 if has_gradient else self._flat_steps + 1
         if self._flat_steps == _WARN_AFTER:
-            self.note(
-                f"steps {step - _WARN_AFTER + 1} to {step}: for every prompt, all responses got the same reward, so "
-                "there was no policy gradient; use prompts that are sometimes solved, or more samples per prompt"
-            )
+            steps = f"steps {step - _WARN_AFTER + 1} to {step}"
+            problem = "for every prompt, all responses got the same reward, so there was no policy gradient"
+            self.note(f"{steps}: {problem}; use prompts that are sometimes solved, or more samples per prompt")
 
 
 def reward_metrics(
@@ -267,10 +266,8 @@ class ScoringFailures:
         is_power_of_two = self._failed_steps & (self._failed_steps - 1) == 0
         if not (is_power_of_two or new):
             return None
-        return (
-            f"step {step}, reward: scoring failed for {len(failed)} of {counted(len(metadata), 'response')} "
-            f"({failure_text(failed)}); {by_outcome(failed)}"
-        )
+        share = f"{len(failed)} of {counted(len(metadata), 'response')} ({failure_text(failed)})"
+        return f"step {step}, reward: scoring failed for {share}; {by_outcome(failed)}"
 
     def at_end(self) -> str | None:
         """Return a note about all recorded steps if any had a failure."""

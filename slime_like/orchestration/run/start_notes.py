@@ -7,7 +7,7 @@ from pathlib import Path
 from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC
 from slime_like.data.prompts import Prompt, PromptSource
-from slime_like.models.dimensions import OTHER, ModelDimensions
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.weight_files import WeightFilesError, header_shapes, keeps_type
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.system.words import counted
@@ -19,19 +19,14 @@ def data_notes(
     """Yield notes on prompts that are left out, repeated within a step, or also in the held-out ``datasets``."""
     rows, dropped = prompts.num_rows, prompts.dropped_prompts
     if dropped:
-        yield (
-            f"{dropped} of {rows + dropped} prompts ({dropped / (rows + dropped):.0%}) are longer than "
-            f"data.max_prompt_tokens={max_prompt_tokens} and are left out"
-        )
+        share = f"{dropped} of {rows + dropped} prompts ({dropped / (rows + dropped):.0%})"
+        yield f"{share} are longer than data.max_prompt_tokens={max_prompt_tokens} and are left out"
     if rows < wanted:
         yield f"{counted(rows, 'row')} for rollout.prompts_per_step={wanted}: a step uses some rows more than once"
     for name, held_out in (datasets or {}).items():
         if shared := prompts.num_shared(held_out):
             different = len({tuple(prompt.input.token_ids) for prompt in held_out})
-            yield (
-                f"{shared} of {counted(different, 'held-out prompt')} of {name} are also in the training data, so the "
-                "accuracy is not measured on unseen prompts"
-            )
+            yield f"{shared} of {counted(different, 'held-out prompt')} of {name} are also in the training data"
 
 
 def settings_notes(config: RunConfig) -> Iterator[str]:
@@ -46,15 +41,11 @@ def settings_notes(config: RunConfig) -> Iterator[str]:
             yield "this model's experts have no factors (model.lora), so they stay as they are"
     updates, warmup = config.total_updates, config.trainer.optimizer.warmup_steps
     if warmup > updates:
-        yield (
-            f"trainer.optimizer.warmup_steps={warmup} is longer than the run ({counted(updates, 'update')}), so the "
-            "learning rate never reaches trainer.optimizer.lr"
-        )
+        problem = f"is longer than the run ({counted(updates, 'update')}), which never reaches the learning rate"
+        yield f"trainer.optimizer.warmup_steps={warmup} {problem}"
     if config.steps > 1 and "every" not in config.checkpoint.model_fields_set:
-        yield (
-            f"the only checkpoint is written after step {config.steps}, so a run that ends earlier loses all steps; "
-            "set checkpoint.every (0 if this is intended)"
-        )
+        remedy = "set checkpoint.every (0 if this is intended)"
+        yield f"the only checkpoint is written after step {config.steps}, so a failure before loses all steps; {remedy}"
     if config.supervised and config.evaluation.files:
         yield "evaluation.files is not evaluated, because demonstrations start no engines; run `slime-like eval`"
 
@@ -69,7 +60,7 @@ def router_note(model: Path, rate: float) -> str:
     """State whether biases of the model's routers change; empty without such biases."""
     dimensions = ModelDimensions.from_checkpoint(model)
     has_biases = dimensions.moe_sigmoid
-    if dimensions.family == OTHER:
+    if dimensions.attention.unsupported:
         with suppress(WeightFilesError):  # there are none if the run starts with converted weights
             has_biases = any(map(keeps_type, header_shapes(model)))
     if not has_biases:

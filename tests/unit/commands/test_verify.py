@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slime_like.commands.main import main
 from slime_like.commands.reference import page_text
-from slime_like.commands.verify import _config
+from slime_like.commands.verify import _layout_config
 from slime_like.config import RunConfig
 from slime_like.conversion.convert import Difference, compare_sources
 from slime_like.errors import INTERRUPTED, CheckpointError
@@ -31,15 +31,17 @@ def test_a_layout_needs_as_many_devices_as_ranks() -> None:
 
 def test_the_users_flags_take_precedence(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model")
-    config = _config(model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True)
+    config = _layout_config(
+        model, ["--steps", "5", "--algorithm.loss", "gspo", "--model.dtype", "bfloat16"], synthetic=True
+    )
     assert (config.steps, config.algorithm.loss.name, config.model.dtype) == (5, "gspo", "bfloat16")
     assert config.trainer.optimizer.lr == 3e-2 and config.trainer.target_tokens_per_batch == 192
-    float32 = _config(model, ["--trainer.optimizer.lr", "0.5", "--model.dtype", "float32"], synthetic=False)
+    float32 = _layout_config(model, ["--trainer.optimizer.lr", "0.5", "--model.dtype", "float32"], synthetic=False)
     assert (float32.steps, float32.trainer.optimizer.lr) == (2, 0.5)
     assert float32.trainer.target_tokens_per_batch == 8192
     assert float32.algorithm.kl.coef > 0 and float32.algorithm.entropy_coef > 0
     experts = write_checkpoint(tmp_path / "experts", **EXPERTS)
-    assert _config(experts, [], synthetic=True).algorithm.moe_aux_loss_coef > 0
+    assert _layout_config(experts, [], synthetic=True).algorithm.moe_aux_loss_coef > 0
 
 
 def test_attention_that_a_layout_names_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
