@@ -25,10 +25,10 @@ from backends.common.hugging_face.converter import HuggingFaceConverter
 from backends.common.hugging_face.files import Shape
 from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies
-from backends.fsdp.model import LogprobModel, meta_model
+from backends.fsdp.model import FsdpModel, meta_model
 from backends.fsdp.names import TensorRows, pieces
-from backends.fsdp.optimizer import Optimizer
-from backends.fsdp.parallel import Groups
+from backends.fsdp.optimizer import FsdpOptimizer
+from backends.fsdp.parallel import FsdpGroups
 from backends.fsdp.weights import checkpoint_shapes
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.interfaces.conversion import ConversionOptions, ConversionSummary, Report, TensorInfo, TensorSource
@@ -97,7 +97,7 @@ class StoredCheckpoint:
             raise damaged(self._directory, brief(cause_of(error))) from error
 
 
-class CheckpointWriter(RankWriting):
+class FsdpCheckpointWriter(RankWriting):
     """A checkpoint being written: planned on creation, then written, then finished.
 
     Args:
@@ -169,11 +169,11 @@ def _gathered(value: Any) -> list[Any] | None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the state
-def model_state(model: LogprobModel) -> dict[str, Tensor]:
+def model_state(model: FsdpModel) -> dict[str, Tensor]:
     return {MODEL + name: tensor.detach() for name, tensor in model.stored_by_name().items()}
 
 
-def training_state(model: LogprobModel, optimizer: Optimizer) -> dict[str, Tensor]:
+def training_state(model: FsdpModel, optimizer: FsdpOptimizer) -> dict[str, Tensor]:
     """Return the tensors of model and optimizer, not copies, as sharded ones. Saving reads and loading fills them."""
     state, parameters = model_state(model), model.parameters_by_name()
     for name, moments in optimizer.moments.items():
@@ -201,12 +201,12 @@ def set_random_state(state: dict[str, Tensor]) -> None:
             (torch.cuda.set_rng_state if name.endswith(".cuda") else torch.set_rng_state)(value)
 
 
-def plain_values(groups: Groups) -> dict[str, Any]:
+def plain_values(groups: FsdpGroups) -> dict[str, Any]:
     """Return the plain values written next to the model's tensors."""
     return {"backend": "fsdp", "format": FORMAT, "layout": layout(groups)}
 
 
-def layout(groups: Groups) -> dict[str, int]:
+def layout(groups: FsdpGroups) -> dict[str, int]:
     return {"context": groups.context.size(), "data": groups.replicas.size()}
 
 

@@ -17,7 +17,7 @@ from slime_like.errors import ConfigError
 from slime_like.weights.adapter import factor_names, is_target
 
 
-class Factors(nn.Module):
+class FsdpLora(nn.Module):
     """Float32 factors of the parameter ``weight``, which FSDP gathers in ``model.dtype`` like every other parameter.
 
     A linear layer has A, (r, in), and B, (out, r). A stack of E experts with k matrices each has A, (E, k r, in), and
@@ -70,8 +70,8 @@ class Factors(nn.Module):
         return result
 
 
-def add_factors(settings: ModelConfig, model: Any) -> None:
-    """Add factors to a ``LogprobModel`` and freeze everything else, in ``model.dtype``.
+def add_lora(settings: ModelConfig, model: Any) -> None:
+    """Add factors to a ``FsdpModel`` and freeze everything else, in ``model.dtype``.
 
     Raises:
         ConfigError: a target is not a linear layer's or a stack's matrix, or there is none.
@@ -84,16 +84,16 @@ def add_factors(settings: ModelConfig, model: Any) -> None:
             parameter.data = parameter.data.to(getattr(torch, settings.dtype))
             stored = stored_shapes(model.names[name], tuple(parameter.shape))
             if any(is_target(settings.lora, *each) for each in stored.items()):
-                model.factors[model.names[name]] = _attached(settings.lora, model, name, parameter)
-    if not model.factors:
+                model.lora_weights[model.names[name]] = _attached(settings.lora, model, name, parameter)
+    if not model.lora_weights:
         raise ConfigError(f"model.lora.targets={list(settings.lora.targets)}: no matrix of the model; name others")
 
 
-def _attached(settings: LoraConfig, model: Any, name: str, parameter: Tensor) -> Factors:
+def _attached(settings: LoraConfig, model: Any, name: str, parameter: Tensor) -> FsdpLora:
     path, _, leaf = name.rpartition(".")
     module = model.hugging_face.get_submodule(path)
     if isinstance(module, nn.Linear):
-        module.added = Factors(settings, model.names[name], parameter)
+        module.added = FsdpLora(settings, model.names[name], parameter)
         module.register_forward_hook(lambda _, given, result: result + module.added(given[0]))
         return module.added
     if parameter.ndim < 3 or not hasattr(module, "has_gate") or module.is_transposed:
@@ -103,5 +103,5 @@ def _attached(settings: LoraConfig, model: Any, name: str, parameter: Tensor) ->
         )
     if ADDED not in module._modules:
         module.added = nn.ModuleDict()
-    module.added[leaf] = Factors(settings, model.names[name], parameter)
+    module.added[leaf] = FsdpLora(settings, model.names[name], parameter)
     return module.added[leaf]

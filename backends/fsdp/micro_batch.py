@@ -16,7 +16,7 @@ from slime_like.trajectory import PackedTrajectory
 
 
 @dataclass(slots=True)
-class ModelInput(MicroBatch):
+class FsdpInput(MicroBatch):
     """One pack on this rank's device; ``routed`` is set if routers balance or replay."""
 
     mixers: TokenMixers
@@ -32,7 +32,7 @@ def model_input(
     balance: Balance = NO_BALANCE,
     replay: Replay | None = None,
     recurs: bool = False,
-) -> ModelInput:
+) -> FsdpInput:
     """Take this rank's part of ``pack``, which is the same on every rank that shares it.
 
     ``by_package``: several context ranks attend with ring-flash-attn instead of our all-gather. ``recurs``: some layers
@@ -45,4 +45,4 @@ def model_input(
     mixers, responses = TokenMixers(attention, recurrence), ResponseRows.of(pack, shard)
     needed = replace(pack, teacher_hidden=None)  # ``responses`` has this rank's part
     moved, shard, mixers, responses, routed = on_device((needed, shard, mixers, responses, routed), device)
-    return ModelInput(pack, moved, shard, context, mixers, responses, routed)
+    return FsdpInput(pack, moved, shard, context, mixers, responses, routed)

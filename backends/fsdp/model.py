@@ -16,10 +16,10 @@ from backends.common.step.packs import ResponseRows
 from backends.common.trainer.lora import is_added
 from backends.fsdp import attention, experts
 from backends.fsdp.attention import replace_recurrence
-from backends.fsdp.lora import add_factors
+from backends.fsdp.lora import add_lora
 from backends.fsdp.names import TensorRows, checkpoint_names, pieces
 from backends.fsdp.output import Output
-from backends.fsdp.parallel import Groups, parameters_on_meta, recompute_layers, shard_layers, shard_of
+from backends.fsdp.parallel import FsdpGroups, parameters_on_meta, recompute_layers, shard_layers, shard_of
 from slime_like.algorithms.head import fused_logprobs, values_of
 from slime_like.config import ModelConfig, TrainerConfig
 from slime_like.errors import ConfigError
@@ -33,12 +33,12 @@ _SAYS_NOTHING = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformer
 """Configuration settings that change no logprob."""
 
 
-class LogprobModel(nn.Module):
+class FsdpModel(nn.Module):
     """The root module of sharding. Its forward pass returns logprobs and entropies of response tokens.
 
     Attributes:
         names: its parameters' names in checkpoints, by module name.
-        factors: low-rank factors by their parameter's name in checkpoints. If there are any, only they are trained.
+        lora_weights: low-rank factors by their parameter's name in checkpoints; only they are trained, if any.
         routed: what routers need in the next forward pass and its backward pass.
         routed_layers: layers whose routers follow it.
         chunk_tokens: tokens whose logits exist at the same time.
@@ -55,7 +55,7 @@ class LogprobModel(nn.Module):
         super().__init__()
         self.hugging_face = hugging_face
         self.names = names
-        self.factors: dict[str, Any] = {}
+        self.lora_weights: dict[str, Any] = {}
         self.layers_name = _layers_name(hugging_face)
         self.recurs = False
         for layer in self.layers:
@@ -152,7 +152,7 @@ class LogprobModel(nn.Module):
     def stored_by_name(self) -> dict[str, Tensor]:
         """Return the tensors of a training checkpoint, which has no frozen base."""
         every = self.parameters_by_name()
-        if self.factors:
+        if self.lora_weights:
             return {name: each for name, each in every.items() if is_added(name)}
         return every | self.kept_by_name()
 
@@ -220,11 +220,11 @@ class LogprobModel(nn.Module):
 def build(
     settings: ModelConfig,
     trainer: TrainerConfig,
-    groups: Groups,
+    groups: FsdpGroups,
     device: torch.device,
     entropy_gradient: bool = False,
     values: bool = False,
-) -> LogprobModel:
+) -> FsdpModel:
     """Build the model of ``settings.path``, sharded over all ranks, without weights.
 
     No rank ever holds the whole model: it is created without memory, sharded, and then allocated. Master weights and
@@ -253,15 +253,19 @@ def meta_model(
     chunk_tokens: int | None = None,
     entropy_gradient: bool = False,
     values: bool = False,
-) -> LogprobModel:
+) -> FsdpModel:
     """Build the model of ``config.json`` as shapes only."""
     with torch.device("meta"):
         return _model(settings, dtype, chunk_tokens, entropy_gradient, values)
 
 
 def sharded_meta_model(
-    settings: ModelConfig, trainer: TrainerConfig, groups: Groups, entropy_gradient: bool = False, values: bool = False
-) -> LogprobModel:
+    settings: ModelConfig,
+    trainer: TrainerConfig,
+    groups: FsdpGroups,
+    entropy_gradient: bool = False,
+    values: bool = False,
+) -> FsdpModel:
     """Build the model of ``build`` as sharded shapes only. Offloaded state stays with everything else."""
     optimizer = trainer.optimizer.model_copy(update={"offload": False})
     trainer = trainer.model_copy(update={"optimizer": optimizer})
@@ -273,7 +277,7 @@ def sharded_meta_model(
 
 def _model(
     settings: ModelConfig, dtype: torch.dtype, chunk_tokens: int | None, entropy_gradient: bool, values: bool
-) -> LogprobModel:
+) -> FsdpModel:
     """Create the model with transformers from ``config.json``, on the context's device."""
     AttentionInterface.register(attention.NAME, attention.forward)
     ExpertsInterface.register(experts.NAME, experts.forward)
@@ -305,8 +309,8 @@ def _model(
         hugging_face.score = nn.Linear(hugging_face.config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
         hugging_face.set_output_embeddings(nn.Identity())
     names = checkpoint_names(hugging_face, routing_biases(hugging_face), path)
-    model = LogprobModel(hugging_face, names, chunk_tokens, entropy_gradient)
-    add_factors(settings, model)
+    model = FsdpModel(hugging_face, names, chunk_tokens, entropy_gradient)
+    add_lora(settings, model)
     return model
 
 

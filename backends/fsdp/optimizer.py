@@ -7,18 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from backends.fsdp.model import LogprobModel
+from backends.fsdp.model import FsdpModel
 from backends.fsdp.parallel import shard_of
 from slime_like.config import OptimizerConfig
 
 
-class Optimizer:
+class FsdpOptimizer:
     """AdamW with decoupled weight decay (none on norms and biases), global clipping and the run's schedule.
 
     Everything is elementwise and needs only this rank's rows, except the norm, which needs the other ranks.
     """
 
-    def __init__(self, settings: OptimizerConfig, total: int, model: LogprobModel, device: torch.device) -> None:
+    def __init__(self, settings: OptimizerConfig, total: int, model: FsdpModel, device: torch.device) -> None:
         self._settings, self._total = settings, total
         self._device = device
         self._parameters = {name: p for name, p in model.parameters_by_name().items() if p.requires_grad}

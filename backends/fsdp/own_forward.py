@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.fsdp.model import LogprobModel
+from backends.fsdp.model import FsdpModel
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import ModelConfig
 from slime_like.errors import ConfigError
@@ -40,7 +40,7 @@ LEAKS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 def require_own_forward(
     settings: ModelConfig,
     dimensions: ModelDimensions,
-    model: LogprobModel,
+    model: FsdpModel,
     score: Callable[[Sequence[PackedTrajectory]], list[tuple[Tensor, ...]]],
     device: torch.device,
 ) -> None:

@@ -23,7 +23,7 @@ from slime_like.interfaces import RankCoordinates
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class FsdpGroups:
     """The process groups of one rank.
 
     ``mesh`` has all ranks, and everything is sharded over it; ``replicas`` has one rank of every replica.
@@ -40,7 +40,7 @@ class Groups:
         return RankCoordinates(0, 0, context, data, 0, self.replicas.size())
 
 
-def build_groups(trainer: TrainerConfig) -> Groups:
+def build_groups(trainer: TrainerConfig) -> FsdpGroups:
     """Build the layout's groups in an existing world, each with the step's time limit. Collective."""
     parallel, timeout = trainer.parallel, timedelta(seconds=trainer.step_timeout_s)
     context = [[data * parallel.context + index for index in range(parallel.context)] for data in range(parallel.data)]
@@ -48,7 +48,7 @@ def build_groups(trainer: TrainerConfig) -> Groups:
     replica_group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*context, strict=True)], timeout)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (parallel.world_size,), mesh_dim_names=("shard",))
-    return Groups(mesh, context_group, replica_group)
+    return FsdpGroups(mesh, context_group, replica_group)
 
 
 def rows_of_rank(parameter: Tensor) -> range:
@@ -90,7 +90,7 @@ def recompute_layers(model: Any, trainer: TrainerConfig) -> None:
         recompute(layer)
 
 
-def shard_layers(model: Any, dtype: torch.dtype, trainer: TrainerConfig, groups: Groups) -> None:
+def shard_layers(model: Any, dtype: torch.dtype, trainer: TrainerConfig, groups: FsdpGroups) -> None:
     """Shard the model. Each layer is gathered separately; the root gathers embedding, last norm and head together."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_host = trainer.optimizer.offload

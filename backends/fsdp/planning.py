@@ -17,8 +17,8 @@ from backends.common.step.trace import HEAD, Counted, Trace
 from backends.common.step.worst_batch import attention_length, worst_packs
 from backends.fsdp import parallel
 from backends.fsdp.micro_batch import model_input
-from backends.fsdp.model import LogprobModel, sharded_meta_model
-from backends.fsdp.parallel import Groups, shard_of
+from backends.fsdp.model import FsdpModel, sharded_meta_model
+from backends.fsdp.parallel import FsdpGroups, shard_of
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.config.roles import POLICY, ModelRole
 from slime_like.interfaces.estimate import RankEstimate, RankKind, Traffic, TrainerMemory, Work
@@ -35,7 +35,7 @@ class ShardedShapes:
         on_host: gradients move to host memory as soon as they are summed.
     """
 
-    def __init__(self, model: LogprobModel, trace: Trace, on_host: bool) -> None:
+    def __init__(self, model: FsdpModel, trace: Trace, on_host: bool) -> None:
         self.model = model
         self._messages = {GATHERED: Counted(), GRADIENTS: Counted()}
         self._trace = trace
@@ -154,7 +154,7 @@ class _TracedBatch:
 class _Rank:
     """This process acting as one rank, on shapes."""
 
-    def __init__(self, config: RunConfig, groups: Groups, role: ModelRole) -> None:
+    def __init__(self, config: RunConfig, groups: FsdpGroups, role: ModelRole) -> None:
         self._held = config.roles.held if role.name == POLICY else []
         self._config, self._groups = config, groups
         self._trace = Trace()

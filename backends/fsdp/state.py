@@ -15,9 +15,9 @@ from backends.common.trainer.host_memory import HostCopies
 from backends.common.trainer.lora import Initial
 from backends.common.trainer.state import TrainerState
 from backends.fsdp import checkpoint
-from backends.fsdp.model import LogprobModel, computes_alike
-from backends.fsdp.optimizer import Optimizer
-from backends.fsdp.parallel import Groups, shard_of
+from backends.fsdp.model import FsdpModel, computes_alike
+from backends.fsdp.optimizer import FsdpOptimizer
+from backends.fsdp.parallel import FsdpGroups, shard_of
 from backends.fsdp.weights import export_buckets, export_manifest, fill, load_hf_weights, piece_shapes
 from slime_like.config import RunConfig
 from slime_like.interfaces import WeightBucket, WeightExport
@@ -29,9 +29,9 @@ from slime_like.weights.adapter import ADAPTER
 class FsdpState(TrainerState):
     """See ``TrainerState``."""
 
-    optimizer: Optimizer
+    optimizer: FsdpOptimizer
 
-    def __init__(self, config: RunConfig, model: LogprobModel, groups: Groups, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, model: FsdpModel, groups: FsdpGroups, device: torch.device) -> None:
         super().__init__()
         self._config = config
         self._groups = groups
@@ -43,10 +43,10 @@ class FsdpState(TrainerState):
     def weights(self) -> list[Tensor]:
         return _local(self.model.parameters_by_name() | self.model.kept_by_name())
 
-    def factors(self) -> list[Tensor]:
-        return _local(self.model.stored_by_name()) if self.model.factors else []
+    def lora_weights(self) -> list[Tensor]:
+        return _local(self.model.stored_by_name()) if self.model.lora_weights else []
 
-    def fill_factors(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
+    def fill_lora_weights(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
         factors = self.model.stored_by_name()
         fill(self.model, factors, source(piece_shapes(self.model, factors)))
 
@@ -67,7 +67,7 @@ class FsdpState(TrainerState):
     def save_weights(self, directory: Path) -> None:
         self.model.shard_weights()
         common = checkpoint.plain_values(self._groups)
-        checkpoint.CheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
+        checkpoint.FsdpCheckpointWriter(directory, checkpoint.model_state(self.model), common, self._device).write_all()
 
     def load(self, directory: Path) -> None:
         """Restore everything bit for bit on the ranks that wrote it, including random state.
@@ -91,15 +91,15 @@ class FsdpState(TrainerState):
     def _open(self, directory: Path) -> checkpoint.StoredCheckpoint:
         return together(lambda: checkpoint.StoredCheckpoint(directory), f"reading {directory}", self._device)
 
-    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> checkpoint.CheckpointWriter:
+    def plan_save(self, directory: Path, copies: HostCopies | None = None) -> checkpoint.FsdpCheckpointWriter:
         self.model.shard_weights()
         state = checkpoint.training_state(self.model, self.optimizer)
         common = checkpoint.plain_values(self._groups)
         common |= {"schedule": self._config.schedule, "updates": self.optimizer.updates}
-        return checkpoint.CheckpointWriter(directory, state, common, self._device, copies)
+        return checkpoint.FsdpCheckpointWriter(directory, state, common, self._device, copies)
 
     def export_weights(self, bucket_bytes: int) -> WeightExport:
-        is_adapter = bool(self.model.factors) and self._config.model.lora.sync == ADAPTER
+        is_adapter = bool(self.model.lora_weights) and self._config.model.lora.sync == ADAPTER
         return self._export(bucket_bytes, ADAPTER if is_adapter else MODEL)
 
     def _exported(self, updates: str) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ class FsdpState(TrainerState):
 
     def _export(self, bucket_bytes: int, updates: str) -> WeightExport:
         """Export the whole model, or only the factors by PEFT's names."""
-        tensors, kept, factors = self._exported(updates), self.model.kept_by_name(), self.model.factors
+        tensors, kept, factors = self._exported(updates), self.model.kept_by_name(), self.model.lora_weights
 
         def rows(name: str) -> Tensor:
             shard = shard_of(tensors[name]).detach()
@@ -119,23 +119,23 @@ class FsdpState(TrainerState):
 
     def export_gradients(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         model, rows = self.model, self.optimizer.gradients().__getitem__
-        trained = model.stored_by_name() if model.factors else model.own_by_name()
+        trained = model.stored_by_name() if model.lora_weights else model.own_by_name()
         return export_buckets(trained, rows, model.pieces, torch.float32, bucket_bytes, self._device)
 
     def export_hugging_face(self, directory: Path) -> None:
-        model, adapter = self._config.model, self._config.model.lora if self.model.factors else None
+        model, adapter = self._config.model, self._config.model.lora if self.model.lora_weights else None
         updates = MODEL if adapter is None else ADAPTER
         buckets, names = self._export(SHARD_BYTES, updates), piece_shapes(self.model, self._exported(updates))
         write_hf_directory(buckets, names, model.path, directory, 0, self._dtype, self._device, adapter)
 
-    def park(self, keep_weights: bool) -> None:
+    def offload_to_host(self, keep_weights: bool) -> None:
         self.model.shard_weights()
         self.optimizer.zero_gradients()
         if self._lives_on_host:
             return
-        self.parking.park(moment for kinds in self.optimizer.moments.values() for moment in kinds.values())
+        self.offloaded.offload(moment for kinds in self.optimizer.moments.values() for moment in kinds.values())
         if not keep_weights:
-            self.parking.park(self.weights())
+            self.offloaded.offload(self.weights())
 
 
 def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:

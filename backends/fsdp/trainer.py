@@ -11,11 +11,11 @@ from backends.common.step.packs import require_computable
 from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
 from backends.fsdp import parallel
-from backends.fsdp.micro_batch import ModelInput, model_input
-from backends.fsdp.model import LogprobModel, build
-from backends.fsdp.optimizer import Optimizer
+from backends.fsdp.micro_batch import FsdpInput, model_input
+from backends.fsdp.model import FsdpModel, build
+from backends.fsdp.optimizer import FsdpOptimizer
 from backends.fsdp.own_forward import narrow_windows, require_own_forward
-from backends.fsdp.parallel import Groups
+from backends.fsdp.parallel import FsdpGroups
 from backends.fsdp.state import FsdpState
 from slime_like.checks.packages import attention_problems, missing_flash_attention
 from slime_like.config import ModelConfig, RunConfig, TrainerConfig
@@ -30,9 +30,9 @@ class FsdpTrainer(TrainerBase):
     """One rank of an FSDP2 trainer. See ``TrainerBackend`` for the meaning of every method."""
 
     state: FsdpState
-    optimizer: Optimizer
-    model: LogprobModel
-    groups: Groups
+    optimizer: FsdpOptimizer
+    model: FsdpModel
+    groups: FsdpGroups
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
         super().__init__(config, placement)
@@ -73,9 +73,9 @@ class FsdpTrainer(TrainerBase):
             )
         self.state = FsdpState(self.config, self.model, self.groups, self.device)
 
-    def _prepare_training(self) -> Optimizer:
+    def _prepare_training(self) -> FsdpOptimizer:
         self._require_own_forward()
-        optimizer = self.state.optimizer = Optimizer(
+        optimizer = self.state.optimizer = FsdpOptimizer(
             self.config.trainer.optimizer, self.config.total_updates, self.model, self.device
         )
         return optimizer
@@ -86,7 +86,7 @@ class FsdpTrainer(TrainerBase):
 
     def _require_own_forward(self) -> None:
         windows = narrow_windows(self.model.hugging_face)
-        with self.state.without_factors(), self.model.even_head(), windows:  # transformers' experts have no factors
+        with self.state.without_lora(), self.model.even_head(), windows:  # transformers' experts have no factors
             require_own_forward(self.config.model, self.dimensions, self.model, self._score, self.device)
 
     # --------------------------------------------------------------------------------------------------------- training
@@ -102,7 +102,7 @@ class FsdpTrainer(TrainerBase):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
                 self._loss(self._batch(pack, self._step.balance, self._step.replay)).backward()
 
-    def _batch(self, pack: PackedTrajectory, balance: Balance = NO_BALANCE, replay: Replay | None = None) -> ModelInput:
+    def _batch(self, pack: PackedTrajectory, balance: Balance = NO_BALANCE, replay: Replay | None = None) -> FsdpInput:
         """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
         reach = self.dimensions.attention.reach
         if reach is not None and pack.max_seqlen > reach:
@@ -116,14 +116,14 @@ class FsdpTrainer(TrainerBase):
         context, recurs = self.groups.context, self.model.recurs
         return model_input(pack, self.device, context, self._by_package, balance, replay, recurs)
 
-    def _loss(self, batch: ModelInput) -> Tensor:
+    def _loss(self, batch: FsdpInput) -> Tensor:
         """Return the pack's weighted sum plus its share of the routers' loss."""
         loss = self._objective.add(self._step, batch.given, batch.pack, *self._forward(batch))
         if batch.routed is None or batch.routed.balance.loss is None:
             return loss
         return loss + balance_loss(self.dimensions, batch.routed, self.groups.context)
 
-    def _forward(self, batch: ModelInput) -> tuple[Tensor, ...]:
+    def _forward(self, batch: FsdpInput) -> tuple[Tensor, ...]:
         shard, self.model.routed = batch.shard, batch.routed
         return batch.whole(self.model(shard.tokens, shard.position_ids, batch.mixers, batch.responses))
 

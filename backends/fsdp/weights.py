@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from backends.common.hugging_face.files import HfCheckpoint, Shape, ValueModel
 from backends.common.process.agreement import together
 from backends.common.trainer.lora import Initial
-from backends.fsdp.model import LogprobModel
+from backends.fsdp.model import FsdpModel
 from backends.fsdp.names import TensorRows
 from backends.fsdp.parallel import joined, rows_of_rank, shard_of
 from slime_like.interfaces import Manifest, WeightBucket
@@ -20,19 +20,19 @@ from slime_like.interfaces.weights import MODEL, dtype_name
 from slime_like.models.dimensions import EMBEDDING, HEADS
 
 
-def checkpoint_shapes(model: LogprobModel) -> dict[str, Shape]:
+def checkpoint_shapes(model: FsdpModel) -> dict[str, Shape]:
     """Return names and shapes of a whole checkpoint of this model."""
     return piece_shapes(model, model.own_by_name() | model.kept_by_name())
 
 
-def piece_shapes(model: LogprobModel, tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+def piece_shapes(model: FsdpModel, tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Return names and shapes of the stored tensors that make up ``tensors``, whose names are the model's."""
     whole = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     stored = (piece for each in whole.items() for piece in model.pieces(*each))
     return {piece.name: tuple(piece.view.shape) for piece in stored}
 
 
-def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device, adapter: Path | None = None) -> None:
+def load_hf_weights(model: FsdpModel, directory: Path, device: torch.device, adapter: Path | None = None) -> None:
     """Fill every parameter and router bias from a Hugging Face checkpoint. Collective over the world.
 
     Each rank reads only its rows. An adapter is merged into a value model.
@@ -46,7 +46,7 @@ def load_hf_weights(model: LogprobModel, directory: Path, device: torch.device, 
         together(lambda: _fill_all(model, checkpoint), what, device)
 
 
-def _open_checked(model: LogprobModel, directory: Path, adapter: Path | None) -> HfCheckpoint:
+def _open_checked(model: FsdpModel, directory: Path, adapter: Path | None) -> HfCheckpoint:
     checkpoint = ValueModel(directory, adapter) if model.values else HfCheckpoint(directory)
     expected = checkpoint_shapes(model)
     tied = model.tied_names()
@@ -56,14 +56,14 @@ def _open_checked(model: LogprobModel, directory: Path, adapter: Path | None) ->
     return checkpoint
 
 
-def _fill_all(model: LogprobModel, checkpoint: HfCheckpoint) -> None:
+def _fill_all(model: FsdpModel, checkpoint: HfCheckpoint) -> None:
     fill(model, model.own_by_name(), checkpoint)
     for name, bias in model.kept_by_name().items():
         bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
 
 
 @torch.no_grad()
-def fill(model: LogprobModel, parameters: Mapping[str, Tensor], source: HfCheckpoint | Initial) -> None:
+def fill(model: FsdpModel, parameters: Mapping[str, Tensor], source: HfCheckpoint | Initial) -> None:
     """Fill this rank's rows of ``parameters``, given by name. Rows that no stored tensor has become 0."""
     for name, parameter in parameters.items():
         shard = shard_of(parameter).zero_()

@@ -44,7 +44,7 @@ def uses_transformer_engine(trainer: TrainerConfig, dimensions: ModelDimensions,
     return on_cuda and not dimensions.attention.special and has_transformer_engine()
 
 
-def for_factors(config: RunConfig) -> RunConfig:
+def for_lora(config: RunConfig) -> RunConfig:
     """Avoid Transformer Engine's layers in ``auto`` if there are low-rank factors: a layer that contains the norm does
     not return the factors' input."""
     if not config.model.lora.is_set or config.trainer.attention != "auto":

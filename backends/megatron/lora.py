@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from backends.common.step.grouped_product import grouped_linear
 from backends.common.trainer.lora import ADDED, block_diagonal, is_added, merged
-from backends.megatron.conversion.placement import FACTORS, Placement, place_parameters
+from backends.megatron.conversion.placement import LORA_WEIGHTS, PlacedParameter, place_parameters
 from backends.megatron.experts import GroupedLinear
 from backends.megatron.families.rules import HfTensor, Rule
 from backends.megatron.families.transforms import Rows, Sources, Stacked, Transform
@@ -45,7 +45,7 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import factor_names, is_target
 
 
-class Factors(torch.nn.Module):
+class LoraWeights(torch.nn.Module):
     """Factors of one weight.
 
     Attributes:
@@ -59,7 +59,9 @@ class Factors(torch.nn.Module):
     b: Tensor
     owner: Tensor
 
-    def __init__(self, settings: LoraConfig, placed: Placement, chosen: Sequence[int], sequence_parallel: bool) -> None:
+    def __init__(
+        self, settings: LoraConfig, placed: PlacedParameter, chosen: Sequence[int], sequence_parallel: bool
+    ) -> None:
         """Create the factors of the matrices ``chosen`` among the weight's sources."""
         super().__init__()
         self.scale, self._dropout = settings.scale, settings.dropout
@@ -96,7 +98,7 @@ class Factors(torch.nn.Module):
             return F.dropout(x, self._dropout)
 
 
-def _rules(placed: Placement, chosen: Sequence[int], rank: int) -> tuple[Rule, Rule]:
+def _rules(placed: PlacedParameter, chosen: Sequence[int], rank: int) -> tuple[Rule, Rule]:
     rule = placed.rule
     sources = [(*factor_names(rule.sources[index].name), rule.sources[index].sizes) for index in chosen]
     a_sources = tuple(HfTensor(name, (rank, sizes[1])) for name, _, sizes in sources)
@@ -108,7 +110,7 @@ def _rules(placed: Placement, chosen: Sequence[int], rank: int) -> tuple[Rule, R
     return Rule(f"{stem}.a", layouts[0], a_sources), Rule(f"{stem}.b", layouts[1], b_sources)
 
 
-def _owner(placed: Placement, chosen: Sequence[int]) -> Tensor:
+def _owner(placed: PlacedParameter, chosen: Sequence[int]) -> Tensor:
     weight = placed.parameter
     if placed.rule.transform.axis == 1:
         return weight.new_ones(len(weight), 1)
@@ -146,7 +148,7 @@ def _add_grouped(layer: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
-def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
+def add_lora(settings: ModelConfig, model: LogprobModel) -> None:
     """Add factors to every layer of a model chunk that holds targeted matrices, and freeze everything else.
 
     Raises:
@@ -158,7 +160,7 @@ def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
     for placed in place_parameters([model], dimensions):
         named = enumerate(zip(placed.source_names(), placed.shapes, strict=True))
         if chosen := [index for index, (name, shape) in named if is_target(settings.lora, name, shape)]:
-            factors = Factors(settings.lora, placed, chosen, model.config.sequence_parallel)
+            factors = LoraWeights(settings.lora, placed, chosen, model.config.sequence_parallel)
             _attach(layers[placed.parameter], factors, placed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_added(name))
@@ -172,7 +174,7 @@ def add_factors(settings: ModelConfig, model: LogprobModel) -> None:
         model.embedding.register_forward_hook(_require_gradient)
 
 
-def _attach(layer: Any, factors: Factors, placed: Placement) -> None:
+def _attach(layer: Any, factors: LoraWeights, placed: PlacedParameter) -> None:
     is_grouped = isinstance(layer, GroupedLinear)
     if not (is_grouped or isinstance(layer, ColumnParallelLinear | RowParallelLinear)):
         raise ConfigError(
@@ -180,7 +182,7 @@ def _attach(layer: Any, factors: Factors, placed: Placement) -> None:
             "factors; name other modules",
             code="layer-cannot-have-factors",
         )
-    setattr(placed.parameter, FACTORS, factors)
+    setattr(placed.parameter, LORA_WEIGHTS, factors)
     if is_grouped and hasattr(layer, ADDED):
         layer.added.append(factors)
         return
@@ -198,7 +200,7 @@ _FACTOR = re.compile(rf"(?P<layer>.+)\.{ADDED}\.?(?P<expert>\d*)\.(?P<letter>[ab
 """Name of a factor. ``GroupedLinear`` numbers its experts' factors."""
 
 
-def factor_entries(chunk: nn.Module, state: Mapping[str, Any]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+def lora_entries(chunk: nn.Module, state: Mapping[str, Any]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Describe the factors in a model chunk by name.
 
     Factors are cut like their weights, so any layout reads them. Every layer and expert has its own tensors on disk,

@@ -12,7 +12,7 @@ from backends.common.trainer.state import TrainerState
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.load import fill
-from backends.megatron.conversion.placement import named_weights, place_factors
+from backends.megatron.conversion.placement import named_weights, place_lora_weights
 from backends.megatron.families.transforms import Shape
 from backends.megatron.head import LogprobModel
 from backends.megatron.optimizer import Optimizer
@@ -46,11 +46,11 @@ class MegatronState(TrainerState):
     def weights(self) -> list[Tensor]:
         return [weight for chunk in self.chunks for _, weight in named_weights(chunk)]
 
-    def factors(self) -> list[Tensor]:
+    def lora_weights(self) -> list[Tensor]:
         return [each for chunk in self.chunks for name, each in chunk.named_parameters() if is_added(name)]
 
-    def fill_factors(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
-        placements = place_factors(self.chunks, self._dimensions)
+    def fill_lora_weights(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
+        placements = place_lora_weights(self.chunks, self._dimensions)
         named = (zip(each.source_names(), each.shapes, strict=True) for each in placements)
         fill(placements, source({name: shape for pairs in named for name, shape in pairs}))
 
@@ -84,19 +84,19 @@ class MegatronState(TrainerState):
         lora = self._model.lora if self._model.lora.is_set else None
         conversion.save_hf(self.chunks, self._dimensions, self._model.path, directory, lora=lora)
 
-    def park(self, keep_weights: bool) -> None:
+    def offload_to_host(self, keep_weights: bool) -> None:
         buffers = [each for chunk in self.wrapped for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        self.parking.discard(buffer.grad_data for buffer in buffers)
+        self.offloaded.discard(buffer.grad_data for buffer in buffers)
         weights = self.weights()
         of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
         # In float32, main weights are the weights. With trainer.optimizer.offload, they and moments are elsewhere.
-        self.parking.park(
+        self.offloaded.offload(
             tensor
             for tensor in self._optimizer_tensors()
             if tensor.device == weights[0].device and tensor.untyped_storage().data_ptr() not in of_weights
         )
         if not keep_weights:
-            self.parking.park(weights)
+            self.offloaded.offload(weights)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         for part in self.optimizer.parts:

@@ -13,7 +13,7 @@ from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
 from backends.megatron import parallel
 from backends.megatron.activations import ActivationOffload
-from backends.megatron.attention import for_factors, machine_problems
+from backends.megatron.attention import for_lora, machine_problems
 from backends.megatron.conversion.placement import EXPERT_BIAS, set_dropout
 from backends.megatron.head import LogprobModel
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
@@ -41,7 +41,7 @@ class MegatronTrainer(TrainerBase):
     wrapped: list[DistributedDataParallel]
 
     def __init__(self, config: RunConfig, placement: RankPlacement) -> None:
-        super().__init__(for_factors(config), placement)
+        super().__init__(for_lora(config), placement)
         self._communication = Communication([])
 
     @property

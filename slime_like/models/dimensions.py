@@ -55,15 +55,14 @@ class Family:
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Families(UserDict[str, Family]):
+class Families(UserDict[str, Any]):
     """Families by name. One given as text, ``module:attribute``, is imported when it is first read."""
 
     def __getitem__(self, name: str) -> Family:
-        found: Any = self.data[name]
-        if isinstance(found, str):
+        if isinstance(found := self.data[name], str):
             found = self.data[name] = pkgutil.resolve_name(found)
-        family: Family = found
-        return family
+        assert isinstance(found, Family)
+        return found
 
 
 FAMILIES = Families()

@@ -18,8 +18,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "agent": f"{_ROLLOUT}.agents:AgentRollouts",
         "environment": f"{_ROLLOUT}.conversations:Conversations",
         # model.lora
-        "megatron-lora": "backends.megatron.lora:add_factors",
-        "megatron-lora-checkpoint": "backends.megatron.lora:factor_entries",
+        "megatron-lora": "backends.megatron.lora:add_lora",
+        "megatron-lora-checkpoint": "backends.megatron.lora:lora_entries",
         # distillation
         "teacher-heads": "backends.common.step.teacher:hold_teachers",
         # trainer.attention, trainer.share_prefixes, windows and sinks

@@ -39,7 +39,7 @@ def sequences_begin_where_the_rank_begins(patch: Patch) -> None:
 def positions_begin_anew_on_every_rank(patch: Patch) -> None:
     correct = trainer.FsdpTrainer._forward
 
-    def forward(self: trainer.FsdpTrainer, batch: micro_batch.ModelInput) -> tuple[Tensor, ...]:
+    def forward(self: trainer.FsdpTrainer, batch: micro_batch.FsdpInput) -> tuple[Tensor, ...]:
         batch.shard.position_ids = torch.arange(batch.shard.tokens.numel(), dtype=torch.int32)
         return correct(self, batch)
 
@@ -62,9 +62,9 @@ def the_denominator_is_multiplied_by_the_replicas(patch: Patch) -> None:
 
 def only_the_last_micro_batch_is_summed(patch: Patch) -> None:
     """Leaves out the gradients of earlier ones, as if every window started anew."""
-    correct = fsdp_model.LogprobModel.sum_gradients
+    correct = fsdp_model.FsdpModel.sum_gradients
 
-    def sum_gradients(self: fsdp_model.LogprobModel, now: bool) -> None:
+    def sum_gradients(self: fsdp_model.FsdpModel, now: bool) -> None:
         correct(self, now)
         for module in self.modules():
             if now and isinstance(module, FSDPModule):
@@ -74,7 +74,7 @@ def only_the_last_micro_batch_is_summed(patch: Patch) -> None:
                         if hasattr(parameter, "_unsharded_param"):
                             parameter._unsharded_param.grad = None
 
-    patch.setattr(fsdp_model.LogprobModel, "sum_gradients", sum_gradients)
+    patch.setattr(fsdp_model.FsdpModel, "sum_gradients", sum_gradients)
 
 
 def gradients_are_not_synchronised(patch: Patch) -> None:
@@ -100,10 +100,10 @@ def gradients_are_not_synchronised(patch: Patch) -> None:
 def the_norm_is_the_ranks_own(patch: Patch) -> None:
     """Ranks clip differently, so the shards of one update are scaled differently."""
 
-    def norm(self: optimizer.Optimizer) -> float:
+    def norm(self: optimizer.FsdpOptimizer) -> float:
         return float(torch.stack([g.norm() for g in self.gradients().values() if g.numel()]).norm())
 
-    patch.setattr(optimizer.Optimizer, "gradient_norm", norm)
+    patch.setattr(optimizer.FsdpOptimizer, "gradient_norm", norm)
 
 
 def sinks_are_left_out(patch: Patch) -> None:

@@ -24,22 +24,22 @@ def alpha_is_forgotten_in_the_export(patch: Patch) -> None:
 
 def the_merged_base_is_merged_again(patch: Patch) -> None:
     """As if the export had changed the weights in place."""
-    correct = lora.Factors.merge
+    correct = lora.FsdpLora.merge
 
-    def merge(self: lora.Factors, rows: Tensor) -> Tensor:
+    def merge(self: lora.FsdpLora, rows: Tensor) -> Tensor:
         return rows.copy_(correct(self, rows))
 
-    patch.setattr(lora.Factors, "merge", merge)
+    patch.setattr(lora.FsdpLora, "merge", merge)
 
 
 def gate_and_up_are_swapped(patch: Patch) -> None:
-    correct = lora.Factors.forward
+    correct = lora.FsdpLora.forward
 
-    def forward(self: lora.Factors, x: Tensor, ends: Tensor | None = None) -> Tensor:
+    def forward(self: lora.FsdpLora, x: Tensor, ends: Tensor | None = None) -> Tensor:
         found = correct(self, x, ends)
         return found if self._matrices == 1 else torch.cat(found.chunk(2, dim=-1)[::-1], dim=-1)
 
-    patch.setattr(lora.Factors, "forward", forward)
+    patch.setattr(lora.FsdpLora, "forward", forward)
 
 
 COMPARISONS = (check_reference, check_scores, check_factor_gradients, check_merged)

@@ -11,7 +11,7 @@ from torch import Tensor
 from backends.common.trainer.state import TrainerState
 from backends.megatron import lora
 from backends.megatron.conversion import export
-from backends.megatron.conversion.placement import Placement
+from backends.megatron.conversion.placement import PlacedParameter
 from tests.mutation.planted import Patch, no_bug, require_caught, run_planted
 from tests.mutation.test_trainer import Mutation
 from tests.parallel.lora import (
@@ -36,14 +36,14 @@ def gradients_of_a_are_not_summed(patch: Patch) -> None:
 
 
 def replicated_factors_are_not_marked(patch: Patch) -> None:
-    correct = lora.Factors.__init__
+    correct = lora.LoraWeights.__init__
 
-    def without_mark(self: lora.Factors, *arguments: Any) -> None:
+    def without_mark(self: lora.LoraWeights, *arguments: Any) -> None:
         correct(self, *arguments)
         for factor in self.parameters():
             factor.sequence_parallel = False  # type: ignore[attr-defined]
 
-    patch.setattr(lora.Factors, "__init__", without_mark)
+    patch.setattr(lora.LoraWeights, "__init__", without_mark)
 
 
 def replicated_factors_count_on_every_rank(patch: Patch) -> None:
@@ -61,15 +61,15 @@ def experts_count_only_on_the_first_rank(patch: Patch) -> None:
 
 
 def keys_and_values_are_swapped_in_the_export(patch: Patch) -> None:
-    correct = export.place_factors
+    correct = export.place_lora_weights
 
-    def swapped(*arguments: Any) -> list[Placement]:
+    def swapped(*arguments: Any) -> list[PlacedParameter]:
         return [_without_order(placed) for placed in correct(*arguments)]
 
-    patch.setattr(export, "place_factors", swapped)
+    patch.setattr(export, "place_lora_weights", swapped)
 
 
-def _without_order(placed: Placement) -> Placement:
+def _without_order(placed: PlacedParameter) -> PlacedParameter:
     sources = placed.rule.sources
     if len(sources) != 3:
         return placed

@@ -160,7 +160,7 @@ class Given(Initial):
 
 def fill(trainer: Any, factors: Factors) -> None:
     """Set the factors of a trainer that is ready to train."""
-    trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+    trainer.state.fill_lora_weights(lambda shapes: Given(factors, shapes))
     trainer.optimizer.megatron.reload_model_params()
 
 

@@ -221,7 +221,7 @@ def _leave(trainer: Trainer, keep_weights: bool) -> None:
     if torch.cuda.is_available():
         trainer.offload(keep_weights)
     else:
-        trainer.state.park(keep_weights)
+        trainer.state.offload_to_host(keep_weights)
 
 
 def _device_bytes(trainer: Trainer) -> int:

@@ -96,7 +96,7 @@ def fsdp_lora_rank(
         place = trainer.coordinates
         indices, mine, filled = packs_of_rank(place, packs)
         base, frozen = exported_from(trainer), base_of(trainer)
-        trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+        trainer.state.fill_lora_weights(lambda shapes: Given(factors, shapes))
         scored, reference = trainer.score(filled)[: len(mine)], trainer.score(filled, "reference")[: len(mine)]
         train_windows(trainer, filled, denominator)
         exported = exported_gradients(trainer, denominator)
@@ -158,7 +158,7 @@ def test_factors_compute_the_reference(name: str, lora_cases: Any, results: Any)
 def _dropped(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], factors: Factors) -> Any:
     """Return scores, and the gradients of a step with seeded dropout."""
     with running(placement, config) as trainer:
-        trainer.state.fill_factors(lambda shapes: Given(factors, shapes))
+        trainer.state.fill_lora_weights(lambda shapes: Given(factors, shapes))
         torch.manual_seed(5)
         trainer.begin_step(1.0, real_tokens(packs))
         trainer.accumulate(packs, last=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.megatron.attention import for_factors, machine_problems
+from backends.megatron.attention import for_lora, machine_problems
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.parallel import alone_as
 from slime_like.config import RunConfig
@@ -148,8 +148,8 @@ def test_factors_need_layers_that_return_their_inputs(lora_cases: Any, tmp_path:
     """Transformer Engine's layers contain the norm before them."""
     case = lora_cases("qwen3")
     auto = case.config(tmp_path, {})
-    assert for_factors(auto).trainer.attention == "ring"
-    assert for_factors(case.config(tmp_path, {"share_prefixes": "tree"})).trainer.attention == "allgather"
-    assert for_factors(case.config(tmp_path, {}, rank=None, alpha=32.0)).trainer.attention == "auto"
+    assert for_lora(auto).trainer.attention == "ring"
+    assert for_lora(case.config(tmp_path, {"share_prefixes": "tree"})).trainer.attention == "allgather"
+    assert for_lora(case.config(tmp_path, {}, rank=None, alpha=32.0)).trainer.attention == "auto"
     asked = auto.trainer.model_copy(update={"attention": "transformer_engine"})
     assert any("does not support model.lora" in problem for problem in machine_problems(asked, auto.model, True))

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from backends.fsdp import attention, micro_batch
-from backends.fsdp.model import LogprobModel
+from backends.fsdp.model import FsdpModel
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.algorithms.packing.prefixes import Sharing
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
@@ -45,7 +45,7 @@ class SmallModel:
         hugging_face = transformers.AutoModelForCausalLM.from_config(
             transformers.PhiConfig(**_SIZES), dtype=torch.float64, attn_implementation=attention.NAME
         )
-        self._model = LogprobModel(hugging_face, {}, None, entropy_gradient=True)
+        self._model = FsdpModel(hugging_face, {}, None, entropy_gradient=True)
 
     def compute(self, pack: PackedTrajectory) -> Computed:
         batch = micro_batch.model_input(pack, torch.device("cpu"), _ALONE)

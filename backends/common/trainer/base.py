@@ -140,7 +140,7 @@ class TrainerBase(TrainerBackend):
             self._open()
             self._load_start()
             for role in self.config.roles.held if self._role.name == POLICY else ():
-                self._freeze(role)
+                self._add_frozen(role)
             if self._role.name == POLICY and self.config.distillation.exact_coef > 0:
                 given = self.config.distillation, self.config.model, self.device
                 self.state.constants = load_option("teacher-heads")(self.models, *given)
@@ -180,33 +180,33 @@ class TrainerBase(TrainerBackend):
         elif model.lora.is_set and model.lora.path is not None:
             self.state.load_adapter(model, model.lora.path, self.device)
         elif model.lora.is_set:
-            self.state.fill_factors(Initial)
+            self.state.fill_lora_weights(Initial)
 
-    def _freeze(self, role: ModelRole) -> None:
+    def _add_frozen(self, role: ModelRole) -> None:
         """Keep the weights of ``role`` for the same modules. Only the initial policy has factors.
 
         Raises:
             ConfigError: it is a different model.
         """
         if role.path is None or self.config.has_same_base(role):
-            with contextlib.nullcontext() if role.path is None else self.state.without_factors():
-                self.state.freeze(role.name)
+            with contextlib.nullcontext() if role.path is None else self.state.without_lora():
+                self.state.add_frozen(role.name)
             return
         if not self.state.is_same_model(role.path):
             raise ConfigError(
                 f"{role.setting}={role.path}: its model has other dimensions, or other settings, than model.path; "
                 f"use a model with the same ones, or {role.section}.placement=workers"
             )
-        with self.state.without_factors(), self.state.preserved(base=True):
+        with self.state.without_lora(), self.state.snapshot(base=True):
             self.state.load_hugging_face(role.path)
-            self.state.freeze(role.name, base=True)
+            self.state.add_frozen(role.name, base=True)
 
     def load_weights(self, directory: Path, role: str) -> None:
         own = role == self._role.name
-        with self._settled("load"), contextlib.nullcontext() if own else self.state.preserved():
+        with self._settled("load"), contextlib.nullcontext() if own else self.state.snapshot():
             self.state.load_weights(directory)
             if not own:
-                self.state.freeze(role)
+                self.state.add_frozen(role)
 
     # --------------------------------------------------------------------------------------------------------- training
     def begin_step(self, denominator: float | None = None, tokens: int | None = None) -> None:
@@ -262,7 +262,7 @@ class TrainerBase(TrainerBackend):
                 remedy="configure one, with placement: trainer",
             )
         self.settle_weights()
-        with self.state.replaced(name):
+        with self.state.swap_in(name):
             return self._named_scores(self.config.roles[name], micro_batches, None)
 
     def _named_scores(
@@ -282,8 +282,8 @@ class TrainerBase(TrainerBackend):
         self.settle_weights()
         self._trial.close()
         if size is not None:
-            self._trial.enter_context(self.state.preserved(on_device=True))
-            self.state.fill_factors(partial(Trial, size=size / self.config.model.lora.scale))
+            self._trial.enter_context(self.state.snapshot(on_device=True))
+            self.state.fill_lora_weights(partial(Trial, size=size / self.config.model.lora.scale))
 
     @property
     def _bucket_bytes(self) -> int:
@@ -311,7 +311,7 @@ class TrainerBase(TrainerBackend):
                 remedy="finish that first",
             )
         with self._settled("save"):
-            self._started = self.state.plan_save(directory, self.state.snapshot)
+            self._started = self.state.plan_save(directory, self.state.save_copies)
             self._started.write_in_background()
         return _StartedSave(self, self._started)
 

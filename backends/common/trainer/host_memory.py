@@ -171,56 +171,56 @@ def rounded(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parked:
+class _Offloaded:
     storage: UntypedStorage
     nbytes: int
     contents: Tensor | None
 
 
-class Parking:
-    """Host memory for what leaves the device. It grows to the most that was parked at a time."""
+class HostOffload:
+    """Host memory for what leaves the device. It grows to the most that was offloaded at a time."""
 
     def __init__(self) -> None:
         self._arenas: list[HostMemory] = []
-        self._parked: list[_Parked] = []
+        self._offloaded: list[_Offloaded] = []
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors' storages to the host and free them. Skips storages that are already parked."""
+    def offload(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors' storages to the host and free them. Skips storages that are already offloaded."""
         storages = list(_filled(tensors))
-        parked = []
+        offloaded = []
         for storage, place in zip(storages, self._places(storages), strict=True):
             place.copy_(_bytes_of(storage), non_blocking=True)
-            parked.append(_Parked(storage, storage.nbytes(), place))
-        self._free(parked)
+            offloaded.append(_Offloaded(storage, storage.nbytes(), place))
+        self._free(offloaded)
 
     def discard(self, tensors: Iterable[Tensor]) -> None:
         """Free the tensors' storages without saving them: ``restore`` fills them with zeros."""
-        self._free([_Parked(storage, storage.nbytes(), None) for storage in _filled(tensors)])
+        self._free([_Offloaded(storage, storage.nbytes(), None) for storage in _filled(tensors)])
 
     def restore(self) -> None:
         """Restore all storages' memory and contents."""
-        for one in self._parked:
+        for one in self._offloaded:
             one.storage.resize_(one.nbytes)
             if one.contents is None:
                 _bytes_of(one.storage).zero_()
             else:
                 _bytes_of(one.storage).copy_(one.contents, non_blocking=True)
         wait_for_device()  # the host memory may be overwritten afterwards
-        self._parked = []
+        self._offloaded = []
         for arena in self._arenas:
             arena.clear()
 
     def close(self) -> None:
-        """Drop the memory and everything parked in it; see ``HostMemory.close``."""
+        """Drop the memory and everything offloaded in it; see ``HostMemory.close``."""
         for arena in self._arenas:
             arena.close()
-        self._arenas, self._parked = [], []
+        self._arenas, self._offloaded = [], []
 
-    def _free(self, parked: list[_Parked]) -> None:
+    def _free(self, offloaded: list[_Offloaded]) -> None:
         wait_for_device()
-        for one in parked:
+        for one in offloaded:
             one.storage.resize_(0)
-        self._parked += parked
+        self._offloaded += offloaded
 
     def _places(self, storages: list[UntypedStorage]) -> Iterator[Tensor]:
         """Yield room in host memory for each storage."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from backends.common.checkpoint.writing import RankWriting
 from backends.common.hugging_face.files import Adapter
 from backends.common.process.agreement import together
-from backends.common.trainer.host_memory import HostCopies, HostPool, Parking, wait_for_device
+from backends.common.trainer.host_memory import HostCopies, HostOffload, HostPool, wait_for_device
 from backends.common.trainer.lora import Initial
 from slime_like.config import ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
@@ -40,25 +40,25 @@ class TrainerState(ABC):
     ``onload`` need it.
 
     Attributes:
-        parking: holds the state while it is not on the device.
+        offloaded: holds the state while it is not on the device.
         constants: further tensors on the device that only training reads.
-        snapshot: holds the state until it is written in the background.
+        save_copies: holds the state until it is written in the background.
         frozen: host memory with the weights of each frozen role, the weights, and whether they are all weights or only
             factors.
         activations: holds activations until backward.
     """
 
     def __init__(self) -> None:
-        self.parking = Parking()
+        self.offloaded = HostOffload()
         self.constants: list[Tensor] = []
-        self.snapshot = HostCopies()
+        self.save_copies = HostCopies()
         self.frozen: dict[str, tuple[HostCopies, list[Tensor], bool]] = {}
         self.activations = HostPool()
 
     def close(self) -> None:
-        """Release all host memory, including parked state. A running save still reads its copies."""
+        """Release all host memory, including offloaded state. A running save still reads its copies."""
         wait_for_device()
-        for memory in (self.parking, self.snapshot, self.activations):
+        for memory in (self.offloaded, self.save_copies, self.activations):
             memory.close()
         for copies, *_ in self.frozen.values():
             copies.close()
@@ -67,25 +67,25 @@ class TrainerState(ABC):
     def weights(self) -> list[Tensor]:
         """Return this rank's part of every weight that a checkpoint holds, as the model's memory, not a copy."""
 
-    def factors(self) -> list[Tensor]:
+    def lora_weights(self) -> list[Tensor]:
         """Return this rank's part of every low-rank factor, as the model's memory. If there are some, the other weights
         never change."""
         return []
 
-    def fill_factors(self, source: Callable[[dict[str, tuple[int, ...]]], Initial]) -> None:
+    def fill_lora_weights(self, source: Callable[[dict[str, tuple[int, ...]]], Initial]) -> None:
         """Fill all factors from ``source``, such as ``Trial``, which is given PEFT's names and whole shapes."""
-        assert not self.factors(), "a state with factors defines it"
+        assert not self.lora_weights(), "a state with factors defines it"
 
     def load_adapter(self, model: ModelConfig, path: Path, device: torch.device) -> None:
         """Read the factors of a PEFT adapter."""
         what = f"loading {path}"
         with together(lambda: Adapter(path, expected_factors(model)), what, device) as adapter:
-            together(lambda: self.fill_factors(lambda _: cast(Any, adapter)), what, device)
+            together(lambda: self.fill_lora_weights(lambda _: cast(Any, adapter)), what, device)
 
     def _changing(self, base: bool) -> list[Tensor]:
-        return self.weights() if base else self.factors() or self.weights()
+        return self.weights() if base else self.lora_weights() or self.weights()
 
-    def freeze(self, role: str, base: bool = False) -> None:
+    def add_frozen(self, role: str, base: bool = False) -> None:
         """Copy the current weights for ``role``; of a model with factors, only these.
 
         Args:
@@ -101,8 +101,8 @@ class TrainerState(ABC):
             weight.copy_(value, non_blocking=True)
 
     @contextlib.contextmanager
-    def preserved(self, on_device: bool = False, base: bool = False) -> Iterator[None]:
-        """Restore the current weights, bit for bit, after a block that may overwrite them; see ``freeze``."""
+    def snapshot(self, on_device: bool = False, base: bool = False) -> Iterator[None]:
+        """Restore the current weights, bit for bit, after a block that may overwrite them; see ``add_frozen``."""
         weights = self._changing(base)
         saved = [each.detach().to(each.device if on_device else "cpu", copy=True) for each in weights]
         try:
@@ -111,20 +111,20 @@ class TrainerState(ABC):
             self._fill(saved, base)
 
     @contextlib.contextmanager
-    def without_factors(self) -> Iterator[None]:
+    def without_lora(self) -> Iterator[None]:
         """Inside, all factors are 0, so the model computes what its base computes."""
-        if not self.factors():
+        if not self.lora_weights():
             yield
             return
-        with self.preserved(on_device=True):
-            self._fill([torch.zeros_like(each) for each in self.factors()], base=False)
+        with self.snapshot(on_device=True):
+            self._fill([torch.zeros_like(each) for each in self.lora_weights()], base=False)
             yield
 
     @contextlib.contextmanager
-    def replaced(self, role: str) -> Iterator[None]:
+    def swap_in(self, role: str) -> Iterator[None]:
         """Inside, the modules hold the weights of frozen ``role``. Their own weights stay on the device."""
         _, values, base = self.frozen[role]
-        with self.preserved(on_device=True, base=base):
+        with self.snapshot(on_device=True, base=base):
             self._fill(values, base)
             yield
 
@@ -171,14 +171,14 @@ class TrainerState(ABC):
     def offload(self, keep_weights: bool) -> None:
         """Free the device, except for kept weights. Gradients are dropped, so no step may be open."""
         if torch.cuda.is_available():
-            self.park(keep_weights)
-            self.parking.park(self.constants)
+            self.offload_to_host(keep_weights)
+            self.offloaded.offload(self.constants)
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         """Move everything back to the device."""
-        self.parking.restore()
+        self.offloaded.restore()
 
     @abstractmethod
-    def park(self, keep_weights: bool) -> None:
-        """Move the state to ``parking`` and drop gradients, on any device; see ``offload``."""
+    def offload_to_host(self, keep_weights: bool) -> None:
+        """Move the state to ``offloaded`` and drop gradients, on any device; see ``offload``."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends.common.hugging_face.directory import SHARD_BYTES, write_hf_directory
 from backends.common.hugging_face.files import in_files
-from backends.megatron.conversion.placement import Placement, local_experts, place_factors, place_parameters
+from backends.megatron.conversion.placement import PlacedParameter, local_experts, place_lora_weights, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Piece, Shape
 from slime_like.config import LoraConfig
@@ -31,7 +31,7 @@ Empty = Callable[..., Tensor]
 
 
 def export_buckets(
-    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int, only_factors: bool = False
+    model_chunks: Sequence[GPTModel], dimensions: ModelDimensions, bucket_bytes: int, only_adapter: bool = False
 ) -> WeightExport:
     """Stream this pipeline stage's tensors in the parameters' type, at most ``bucket_bytes`` per bucket.
 
@@ -43,17 +43,17 @@ def export_buckets(
     every rank before that.
 
     Args:
-        only_factors: export the factors instead, under PEFT's names.
+        only_adapter: export the factors instead, under PEFT's names.
 
     Raises:
         CheckpointError: no rule covers a parameter.
     """
-    exported = (place_factors if only_factors else _exported)(model_chunks, dimensions)
-    updates = ADAPTER if only_factors else MODEL
+    exported = (place_lora_weights if only_adapter else _exported)(model_chunks, dimensions)
+    updates = ADAPTER if only_adapter else MODEL
     return WeightExport(_manifest(exported, updates) if _sends() else None, _stream(exported, bucket_bytes))
 
 
-def _manifest(exported: Sequence[Placement], updates: str) -> Manifest:
+def _manifest(exported: Sequence[PlacedParameter], updates: str) -> Manifest:
     return Manifest(
         {
             name: TensorInfo(dtype_name(item.parameter.dtype), tuple(shape))
@@ -72,7 +72,7 @@ def export_gradients(
 
     A gradient has its parameter's memory layout, so it is exported like one. Weights without gradients are left out.
     """
-    exported = [*_exported(model_chunks, dimensions), *place_factors(model_chunks, dimensions)]
+    exported = [*_exported(model_chunks, dimensions), *place_lora_weights(model_chunks, dimensions)]
     trained: list[Any] = [item for item in exported if item.parameter.requires_grad]
     yield from _stream([replace(item, parameter=item.parameter.main_grad) for item in trained], bucket_bytes)
 
@@ -95,7 +95,7 @@ def save_hf(
     parameter = next(model_chunks[0].parameters())
     shapes = family_of(dimensions).hf_shapes(dimensions)
     write_hf_directory(
-        export_buckets(model_chunks, dimensions, shard_bytes, only_factors=lora is not None),
+        export_buckets(model_chunks, dimensions, shard_bytes, only_adapter=lora is not None),
         shapes if lora is None else factor_shapes(lora, shapes),
         source_dir,
         directory,
@@ -106,7 +106,7 @@ def save_hf(
     )
 
 
-def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
+def _exported(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[PlacedParameter]:
     return [placed for placed in place_parameters(model_chunks, dimensions) if placed.rule.exported]
 
 
@@ -118,7 +118,7 @@ def _sends() -> bool:
     return _is_first_replica() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[WeightBucket]:
+def _stream(exported: Sequence[PlacedParameter], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Gather, merge and yield the tensors of ``exported``."""
     first, first_of_experts = _is_first_replica(), parallel_state.get_expert_data_parallel_rank() == 0
     if not (first or first_of_experts):
@@ -136,22 +136,22 @@ def _stream(exported: Sequence[Placement], bucket_bytes: int) -> Iterator[Weight
         yield from _buckets(parts, bucket_bytes)
 
 
-def _dense(placements: Sequence[Placement]) -> list[Placement]:
+def _dense(placements: Sequence[PlacedParameter]) -> list[PlacedParameter]:
     """Return parameters that are split over tensor-parallel ranks."""
     return [item for item in placements if item.rule.transform.sharded and not _of_experts(item)]
 
 
-def _of_experts(placement: Placement) -> bool:
+def _of_experts(placement: PlacedParameter) -> bool:
     """Return whether it is a parameter of experts, which differ between expert-parallel ranks."""
     return placement.expert is not None or placement.rule.stacked
 
 
-def _gathered_bytes(placement: Placement) -> int:
+def _gathered_bytes(placement: PlacedParameter) -> int:
     nbytes = sum(math.prod(shape) for shape in placement.shapes) * placement.parameter.element_size()
     return nbytes * len(_expert_numbers(placement))
 
 
-def _gathered(placements: Sequence[Placement], group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
+def _gathered(placements: Sequence[PlacedParameter], group: dist.ProcessGroup) -> dict[str, list[Tensor]]:
     """Gather every rank's shard of each parameter on the group's first rank, by name, in one exchange."""
     shards = [item.value for item in placements]
     if not shards:
@@ -216,7 +216,7 @@ def _buckets(parts: Iterable[tuple[str, Tensor | None, int]], bucket_bytes: int)
 
 
 def _tensors(
-    placement: Placement, shards: dict[str, list[Tensor]], sends: bool, arena: _Arena
+    placement: PlacedParameter, shards: dict[str, list[Tensor]], sends: bool, arena: _Arena
 ) -> Iterator[tuple[str, Tensor | None, int]]:
     """Yield name, full tensor (on the sender) and its size in bytes, in the same order on every rank of the stage."""
     experts = _expert_numbers(placement)
@@ -235,7 +235,7 @@ def _tensors(
     )
 
 
-def _expert_numbers(placement: Placement) -> list[int | None]:
+def _expert_numbers(placement: PlacedParameter) -> list[int | None]:
     """Return the experts at this parameter's position on the expert-parallel ranks, in rank order."""
     if placement.expert is None:
         return [None]
@@ -244,7 +244,7 @@ def _expert_numbers(placement: Placement) -> list[int | None]:
     return [placement.expert % count + rank * count for rank in range(ranks)]
 
 
-def merge_shards(placement: Placement, shards: Sequence[Tensor], empty: Empty = torch.empty) -> list[Tensor]:
+def merge_shards(placement: PlacedParameter, shards: Sequence[Tensor], empty: Empty = torch.empty) -> list[Tensor]:
     """Merge the shards of all tensor-parallel ranks into full Hugging Face tensors; views if nothing has to move.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backends.common.hugging_face.files import HfCheckpoint, ValueModel
 from backends.common.process.agreement import listed, together
-from backends.megatron.conversion.placement import Placement, place_parameters
+from backends.megatron.conversion.placement import PlacedParameter, place_parameters
 from backends.megatron.families import family_of
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import EMBEDDING, HEADS, ModelDimensions
@@ -51,7 +51,7 @@ def open_checked(
     return checkpoint
 
 
-def _require_all_used(placements: Sequence[Placement], dimensions: ModelDimensions, device: torch.device) -> None:
+def _require_all_used(placements: Sequence[PlacedParameter], dimensions: ModelDimensions, device: torch.device) -> None:
     """Require a place on some rank for every Hugging Face tensor of the model. Collective."""
     names = sorted(family_of(dimensions).hf_shapes(dimensions))
     sources = {name for placement in placements for name in placement.source_names()}
@@ -74,7 +74,7 @@ class Source(Protocol):
 
 
 @torch.no_grad()
-def fill(placements: Sequence[Placement], source: Source) -> None:
+def fill(placements: Sequence[PlacedParameter], source: Source) -> None:
     """Fill parameters, one slice at a time."""
     for placement in placements:
         target, names = placement.parameter.data, placement.source_names()

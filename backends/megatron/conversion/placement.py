@@ -17,7 +17,7 @@ from backends.megatron.families.transforms import Piece, Shape, Sources, TensorR
 from slime_like.errors import CheckpointError
 from slime_like.models.dimensions import ModelDimensions
 
-FACTORS = "factors"
+LORA_WEIGHTS = "lora_weights"
 """Attribute of a parameter that has low-rank factors."""
 
 EXPERT_BIAS = "expert_bias"
@@ -33,7 +33,7 @@ _FUSED_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacedParameter:
     """One parameter of this rank, or a buffer that is a weight.
 
     Attributes:
@@ -51,14 +51,14 @@ class Placement:
     dimensions: ModelDimensions
 
     @property
-    def factors(self) -> Any:
+    def lora_weights(self) -> Any:
         """Low-rank factors of the parameter, or ``None``."""
-        return getattr(self.parameter, FACTORS, None)
+        return getattr(self.parameter, LORA_WEIGHTS, None)
 
     @property
     def value(self) -> Tensor:
         """The parameter, plus the product of its factors if it has some."""
-        return self.parameter.data if self.factors is None else self.factors.merged(self.parameter.data)
+        return self.parameter.data if self.lora_weights is None else self.lora_weights.merged(self.parameter.data)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -89,14 +89,14 @@ class Placement:
             )
 
 
-def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
+def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[PlacedParameter]:
     """Match every parameter of this rank to its rule.
 
     Raises:
         CheckpointError: no rule covers a parameter, or its shape is wrong.
     """
     rules = family_of(dimensions).rules_for(dimensions)
-    placements: list[Placement] = []
+    placements: list[PlacedParameter] = []
     unknown: list[str] = []
     for name, parameter in _global_parameters(model_chunks, dimensions):
         placement = _place(name, parameter, rules, dimensions)
@@ -114,17 +114,19 @@ def place_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensio
     return placements
 
 
-def place_factors(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[Placement]:
+def place_lora_weights(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> list[PlacedParameter]:
     """Match every low-rank factor of this rank to its rule: A and B of each weight that has some."""
     return [
         replace(placed, name=f"{placed.name.removesuffix('weight')}{ADDED}.{letter}", parameter=factor, rule=rule)
         for placed in place_parameters(model_chunks, dimensions)
-        if placed.factors is not None
-        for (letter, factor), rule in zip(placed.factors.named_parameters(), placed.factors.rules, strict=True)
+        if placed.lora_weights is not None
+        for (letter, factor), rule in zip(
+            placed.lora_weights.named_parameters(), placed.lora_weights.rules, strict=True
+        )
     ]
 
 
-def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: ModelDimensions) -> Placement | None:
+def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: ModelDimensions) -> PlacedParameter | None:
     for rule in rules:
         if match := rule.pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items()}
@@ -135,7 +137,7 @@ def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: Mode
             else:
                 group = parallel_state.get_tensor_model_parallel_group()
             tp = TensorRank(group.rank(), group.size())
-            return Placement(name, parameter, rule, numbers.get("layer"), numbers.get("expert"), tp, dimensions)
+            return PlacedParameter(name, parameter, rule, numbers.get("layer"), numbers.get("expert"), tp, dimensions)
     return None
 
 
@@ -155,7 +157,7 @@ def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
 def set_dropout(chunks: Iterable[GPTModel], is_active: bool) -> None:
     """Let all low-rank factors drop inputs from now on, or none."""
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        if (factors := getattr(parameter, FACTORS, None)) is not None:
+        if (factors := getattr(parameter, LORA_WEIGHTS, None)) is not None:
             factors.train(is_active)
 
 

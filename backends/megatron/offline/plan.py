@@ -11,10 +11,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from backends.common.process.agreement import listed
-from backends.megatron.conversion.placement import Placement, named_weights, place_factors, place_parameters
+from backends.megatron.conversion.placement import PlacedParameter, named_weights, place_lora_weights, place_parameters
 from backends.megatron.families import family_of
 from backends.megatron.families.transforms import Shape
-from backends.megatron.lora import factor_entries
+from backends.megatron.lora import lora_entries
 from backends.megatron.model import build_meta_chunks
 from backends.megatron.parallel import alone_as
 from slime_like.config import ModelConfig, TrainerConfig
@@ -33,7 +33,7 @@ class ParameterPlan:
         dtype: stored type.
     """
 
-    placement: Placement
+    placement: PlacedParameter
     sharded: ShardedTensor | ShardedTensorFactory
     dtype: torch.dtype = torch.float32
 
@@ -94,7 +94,7 @@ def _plan_rank(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDime
         for chunk in build_meta_chunks(model, trainer, dimensions):
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             state: dict[str, Any] = chunk.sharded_state_dict(metadata={"dp_cp_group": group})
-            state, place = (factor_entries(chunk, state), place_factors) if is_adapter else (state, place_parameters)
+            state, place = (lora_entries(chunk, state), place_lora_weights) if is_adapter else (state, place_parameters)
             main = {name: value for name, value in state.items() if is_main_replica(value.replica_id)}
             objects += [value for value in main.values() if isinstance(value, ShardedObject)]
             placements = {id(placed.parameter): placed for placed in place([chunk], dimensions)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.common.process.rendezvous import allocator_problems, use_expandable_segments
-from backends.common.trainer.host_memory import HostCopies, HostMemory, HostPool, Parking
+from backends.common.trainer.host_memory import HostCopies, HostMemory, HostOffload, HostPool
 from backends.megatron import activations
 from backends.megatron.activations import ActivationOffload, OffloadedTensor
 from rollout.sglang.arguments import memory_saver_problem
@@ -81,14 +81,14 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
     return locked
 
 
-def _used(number: int) -> tuple[tuple[Parking, HostCopies, HostPool], list[Tensor]]:
+def _used(number: int) -> tuple[tuple[HostOffload, HostCopies, HostPool], list[Tensor]]:
     """Use each kind of host memory of a trainer; return the holders, and views of the memory."""
-    parking, copies, pool = Parking(), HostCopies(), HostPool(1 << 12)
-    parking.park([torch.ones(1000), torch.ones(100)])
+    memory, copies, pool = HostOffload(), HostCopies(), HostPool(1 << 12)
+    memory.offload([torch.ones(1000), torch.ones(100)])
     made = copies.of([torch.full((700,), float(number))])
     made += copies.of([torch.full((7000,), float(number))])
     pieces = [pool.take(nbytes).fill_(number) for nbytes in (100, 5000)]
-    return (parking, copies, pool), [made[-1][-10:], *(piece[-10:] for piece in pieces)]
+    return (memory, copies, pool), [made[-1][-10:], *(piece[-10:] for piece in pieces)]
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -110,13 +110,13 @@ def test_memory_is_unlocked_before_it_is_unmapped(closes: bool, locked: Locked) 
 
 
 def test_memory_can_be_used_again_after_closing(locked: Locked) -> None:
-    (parking, copies, pool), _ = _used(1)
-    for holder in (parking, copies, pool):
+    (memory, copies, pool), _ = _used(1)
+    for holder in (memory, copies, pool):
         holder.close()
         holder.close()
     kept = torch.arange(5.0)
-    parking.park([kept])
-    parking.restore()
+    memory.offload([kept])
+    memory.restore()
     assert torch.equal(kept, torch.arange(5.0)) and len(locked.ranges) == 1
 
 

@@ -1,4 +1,4 @@
-"""Parked state uses no device memory, and training continues as if it had never been parked.
+"""Offloaded state uses no device memory, and training continues as if it had never been offloaded.
 
 On a CPU state moves within host memory; storages, views and autograd's accumulators are treated as on a GPU.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.common.trainer.base import TrainerBase
-from backends.common.trainer.host_memory import Parking
+from backends.common.trainer.host_memory import HostOffload
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
@@ -22,9 +22,9 @@ from tests.parallel.tiny import scored_sequences, tiny_config
 from tests.support.locked import Locked
 
 
-def _host_bytes(parking: Parking) -> int:
-    """Return the host memory held, even while nothing is parked."""
-    return sum(arena.nbytes for arena in parking._arenas)
+def _host_bytes(memory: HostOffload) -> int:
+    """Return the host memory held, even while nothing is offloaded."""
+    return sum(arena.nbytes for arena in memory._arenas)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -71,11 +71,11 @@ def _park_and_restore(trainer: TrainerBase) -> None:
     nodes = [_accumulator(parameter) for parameter in parameters]
     kept = [weight.detach().clone() for weight in weights]
     trainer.settle_weights()
-    state.park(keep_weights=True)
+    state.offload_to_host(keep_weights=True)
     assert all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True))
-    state.park(keep_weights=False)
+    state.offload_to_host(keep_weights=False)
     assert all(weight.untyped_storage().nbytes() == 0 for weight in weights)
-    held = _host_bytes(state.parking)
+    held = _host_bytes(state.offloaded)
     state.onload()
     assert all(torch.equal(weight, copy) for weight, copy in zip(weights, kept, strict=True))
     assert all(_accumulator(parameter) is node for parameter, node in zip(parameters, nodes, strict=True))
@@ -93,8 +93,8 @@ def test_training_continues_as_if_never_parked(name: str, tmp_path: Path) -> Non
     make_tiny_model(tmp_path / "model", "qwen3", num_hidden_layers=2)
     config = _config(tmp_path / "model", tmp_path, CASES[name])
     size = config.trainer.parallel.world_size
-    plain, parked = run_each(_train, size, tmp_path / "ranks", [(config, False), (config, True)])
-    for (norms, weights), (expected_norms, expected) in zip(parked, plain, strict=True):
+    plain, offloaded = run_each(_train, size, tmp_path / "ranks", [(config, False), (config, True)])
+    for (norms, weights), (expected_norms, expected) in zip(offloaded, plain, strict=True):
         assert norms == expected_norms
         same_bits(weights, expected)
 
@@ -106,11 +106,11 @@ def _locked_memory(placement: RankPlacement, config: RunConfig, directory: Path)
         locked = Locked()
         locked.use(patch)
         _step(trainer)
-        trainer.state.freeze("reference")
+        trainer.state.add_frozen("reference")
         trainer.start_save(directory).finish()
-        trainer.state.park(keep_weights=False)
+        trainer.state.offload_to_host(keep_weights=False)
         held = len(locked.ranges)
-    assert _host_bytes(trainer.state.parking) == 0
+    assert _host_bytes(trainer.state.offloaded) == 0
     return held, locked
 
 
@@ -124,17 +124,17 @@ def test_shutdown_unlocks_host_memory(backend: str, ranges: int, qwen3: Path, tm
 
 
 def test_host_memory_is_reused_and_grows_as_needed() -> None:
-    parking, first = Parking(), torch.arange(1000.0)
+    memory, first = HostOffload(), torch.arange(1000.0)
     view, second = first[10:20], torch.ones(3000)
     for _ in range(3):
-        parking.park([first, view])
-        parking.restore()
-    assert _host_bytes(parking) == 4096
-    parking.discard([second])
-    parking.park([first])
+        memory.offload([first, view])
+        memory.restore()
+    assert _host_bytes(memory) == 4096
+    memory.discard([second])
+    memory.offload([first])
     assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
-    parking.park([first, torch.full((2000,), 7.0)])
-    assert _host_bytes(parking) == 4096 + 8192
-    parking.restore()
+    memory.offload([first, torch.full((2000,), 7.0)])
+    assert _host_bytes(memory) == 4096 + 8192
+    memory.restore()
     assert torch.equal(first, torch.arange(1000.0)) and torch.equal(view, first[10:20])
     assert torch.equal(second, torch.zeros(3000))
