@@ -11,8 +11,7 @@ from backends.common.trainer.lora import Initial, is_added
 from backends.common.trainer.state import TrainerState
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
-from backends.megatron.conversion.load import fill
-from backends.megatron.conversion.placement import named_weights, place_lora_weights
+from backends.megatron.conversion.placement import fill, named_weights, place_lora_weights
 from backends.megatron.families.transforms import Shape
 from backends.megatron.head import LogprobModel
 from backends.megatron.optimizer import Optimizer

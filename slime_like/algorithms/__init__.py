@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         compute_advantages,
         estimator,
         find_estimator,
+        kl_penalty,
+        overlong_penalty,
     )
     from slime_like.algorithms.context import ContextShard, padded_length, split_for_context_parallel
     from slime_like.algorithms.critic import gae, value_loss
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from slime_like.algorithms.promise import Promise
     from slime_like.algorithms.reduction import step_denominator, sum_of_sample_mean, token_weights
     from slime_like.algorithms.segments import spread_over_tokens
-    from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 
 __all__ = [
     "AdvantageEstimator",
@@ -89,7 +90,7 @@ __all__ = [
 
 _MODULES = (
     "advantages", "context", "critic", "head", "importance", "losses.kl", "losses.loss", "losses.policy",
-    "losses.sums", "packing.pack", "packing.partition", "promise", "reduction", "segments", "shaping",
+    "losses.sums", "packing.pack", "packing.partition", "promise", "reduction", "segments",
     "logprobs", "losses.grpo",
 )  # fmt: skip
 

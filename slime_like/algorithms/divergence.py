@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from slime_like.algorithms.head import add_weight_gradient, default_chunk, logits_of, product, zeros_for_sums
-from slime_like.algorithms.softmax import compute_dtype
-from slime_like.algorithms.vocabulary_shard import Reduce, VocabularyShard, no_reduction
+from slime_like.algorithms.softmax import Reduce, VocabularyShard, compute_dtype, no_reduction
 
 
 class Head(NamedTuple):

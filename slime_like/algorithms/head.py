@@ -8,14 +8,17 @@ from torch import Tensor
 
 from slime_like.algorithms.segments import expanded_temperatures, require_alike, require_known_targets
 from slime_like.algorithms.softmax import (
+    Reduce,
     RowGradients,
     RowValues,
+    Sums,
+    VocabularyShard,
     compute_dtype,
     forbid_outside,
     logit_gradient,
+    no_reduction,
     row_sums,
 )
-from slime_like.algorithms.vocabulary_shard import Reduce, Sums, VocabularyShard, no_reduction
 
 _HAS_TRITON = find_spec("triton") is not None
 _WEIGHT_BLOCK = 8192

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from slime_like.algorithms.packing.pack import response_logit_index, response_tokens
 from slime_like.algorithms.segments import expanded_temperatures, require_alike, require_known_targets
-from slime_like.algorithms.softmax import compute_dtype, logit_gradient, row_sums
-from slime_like.algorithms.vocabulary_shard import Sums, VocabularyShard
+from slime_like.algorithms.softmax import Sums, VocabularyShard, compute_dtype, logit_gradient, row_sums
 from slime_like.trajectory import PackedTrajectory
 
 # Elements of one chunk of logits. On a CPU, a chunk and its scratch space should fit into the cache.

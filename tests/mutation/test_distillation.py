@@ -10,7 +10,7 @@ from torch import Tensor
 from backends.common.step import packs, teacher
 from backends.common.step.teacher import TeacherHead, Teachers
 from slime_like.algorithms.divergence import Head
-from slime_like.algorithms.vocabulary_shard import no_reduction
+from slime_like.algorithms.softmax import no_reduction
 from slime_like.trajectory import PackedTrajectory
 from tests.mutation.planted import Bug, Comparison, Patch, no_bug, require_caught, run_planted
 from tests.mutation.test_trainer import loss_is_scaled_by_the_context_size

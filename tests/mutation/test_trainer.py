@@ -21,9 +21,9 @@ from backends.common.linear_attention import Boundaries, Recurrence
 from backends.common.step import packs
 from backends.common.step.balance import BalanceLoss, ExpertLoads, RoutedTokens
 from backends.megatron import micro_batch, state
-from backends.megatron.dispatch import Dispatcher
 from backends.megatron.families import gated_delta
 from backends.megatron.norm import RMSNorm, rms_norm
+from backends.megatron.router import Dispatcher
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms import context
 from slime_like.trajectory import PackedTrajectory

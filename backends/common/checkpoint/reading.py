@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from backends.common.process.received_objects import DTYPES, ListedUnpickler
+from backends.common.process.agreement import DTYPES, ListedUnpickler
 from slime_like.errors import CheckpointError
 
 FORMAT = 1

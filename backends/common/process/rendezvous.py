@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from backends.common.process.received_objects import read_listed_objects
+from backends.common.process.agreement import read_listed_objects
 from slime_like.checks.packages import ALLOCATOR, expandable_segments
 from slime_like.config import TrainerConfig
 from slime_like.errors import TrainerError

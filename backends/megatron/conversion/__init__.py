@@ -5,6 +5,6 @@ layout in it. Loading, exporting and saving all follow these two, for any parall
 """
 
 from backends.megatron.conversion.export import export_buckets, export_gradients, save_hf
-from backends.megatron.conversion.load import load_hf_weights
+from backends.megatron.conversion.placement import load_hf_weights
 
 __all__ = ["export_buckets", "export_gradients", "load_hf_weights", "save_hf"]

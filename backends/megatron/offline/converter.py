@@ -24,7 +24,7 @@ from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import DTYPES, HfCheckpoint, in_files
 from backends.common.process.agreement import listed
 from backends.megatron.conversion.export import merge_shards
-from backends.megatron.conversion.load import open_checked
+from backends.megatron.conversion.placement import open_checked
 from backends.megatron.families import family_of
 from backends.megatron.offline.megatron_files import MegatronCheckpoint, write_entry, write_index, write_object
 from backends.megatron.offline.plan import ParameterPlan, RankPlan, plan_ranks

@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.advantages import AdvantageEstimator, Level, compute_advantages, find_estimator
+from slime_like.algorithms.advantages import (
+    AdvantageEstimator,
+    Level,
+    compute_advantages,
+    find_estimator,
+    kl_penalty,
+    overlong_penalty,
+)
 from slime_like.algorithms.importance import configured_weights, log_ratio, mean_weight
-from slime_like.algorithms.shaping import kl_penalty, overlong_penalty
 from slime_like.config import AlgorithmConfig, RewardConfig, RunConfig
 from slime_like.config.roles import REFERENCE, TEACHER
 from slime_like.config.rollout import AGENT, ENVIRONMENT

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slime_like.algorithms.advantages import kl_penalty
 from slime_like.algorithms.losses.loss import build_loss
 from slime_like.algorithms.losses.policy import LossInputs
 from slime_like.algorithms.promise import Target
-from slime_like.algorithms.shaping import kl_penalty
 from slime_like.config import RunConfig
 from slime_like.orchestration.rollout.advantages import Advantages, configured_estimator
 from slime_like.orchestration.rollout.rows import Rollout

@@ -22,7 +22,7 @@ from backends.common.step.grouped_product import grouped_linear
 from backends.common.step.routes import Replay, require_routes, rows_of_tokens
 from backends.common.step.trace import Trace
 from backends.fsdp import experts
-from backends.megatron.dispatch import FromExperts, Routes, ToExperts
+from backends.megatron.router import FromExperts, Routes, ToExperts
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.errors import TrainerError
 from slime_like.models.dimensions import ModelDimensions
