@@ -56,7 +56,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rl_runs_and_every_claim_of_a_step_holds(tiny: Tiny, runs: Path, engine: str) -> None:
     """With one update per step, the ratio is 1.
 
-    A run with vLLM over the whole vocabulary: test_killed_colocated_engines.py.
+    A run with vLLM over the whole vocabulary: test_killed_processes.py.
     """
     run_dir, cut = runs / engine, ENGINES[engine]
     steps = steps_of(run_dir)
