@@ -209,15 +209,12 @@ def test_a_look_alike_keeps_its_family_s_features(name: str, with_vocabulary: bo
     assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in tensors.values())
 
 
-def test_a_look_alike_keeps_groups_of_experts(tmp_path: Path) -> None:
+def test_a_look_alike_keeps_groups_of_experts_and_both_kinds_of_layers(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "deepseek_v3")
     make_look_alike(tmp_path / "model", tmp_path / "small", with_vocabulary=False)
     small = ModelDimensions.from_checkpoint(tmp_path / "small")
     assert (small.family, small.moe_groups, small.moe_top_groups, small.moe_top_k) == ("deepseek_v3", 4, 2, 4)
     assert small.moe_sigmoid and list(small.expert_layers) == [1, 2]
-
-
-def test_a_look_alike_keeps_both_kinds_of_layers(tmp_path: Path) -> None:
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     make_tiny_model(tmp_path / "model", "qwen3_5_text", num_hidden_layers=4, layer_types=kinds)
     make_look_alike(tmp_path / "model", tmp_path / "small", with_vocabulary=False)

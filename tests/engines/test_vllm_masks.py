@@ -86,12 +86,9 @@ def test_routes_of_layers_with_experts(training: bool) -> None:
     )
 
 
-def test_response_without_tokens() -> None:
+def test_responses_without_tokens_or_logprobs() -> None:
     found = generation(completion(None, [], finish_reason="abort"), DRAWN)
     assert len(found.token_ids) == 0 and len(found.supports) == 0 and found.finish_reason == "abort"
-
-
-def test_greedy_response_has_nan_logprobs() -> None:
     found = generation(completion([[7], [3], [99]]), SamplingParams(temperature=0.0, training=False))
     assert found.supports is None and np.isnan(found.logprobs).all()
 

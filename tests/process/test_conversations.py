@@ -204,16 +204,13 @@ def test_an_environment_that_is_unusable_or_always_fails_ends_the_run(
         talk(Engine(*[["raise"]] * 9), request(9), **environment)
 
 
-def test_a_turn_that_the_engine_aborts_ends_the_conversation() -> None:
+def test_aborted_turns_and_engine_errors_end_the_conversation() -> None:
     """One has sampled a token of its second turn, the other has not."""
     engine = Engine([turn("a"), made(ids("x"), "abort")], [turn("ab"), made([], "abort")])
     first, second = talk(engine, request(2))
     assert first.finish_reason == second.finish_reason == "abort"
     assert (talk_of(first).turns, talk_of(second).turns) == (((0, 2), (6, 7)), ((0, 3),))
     assert second.token_ids.tolist() == [*ids("ab"), EOS]
-
-
-def test_an_engine_error_ends_the_request_and_leaves_nothing_running() -> None:
     with pytest.raises(EngineError, match="it died"):
         talk(Engine(["a", "wait"], ["a", "fail"]), request(2))
 

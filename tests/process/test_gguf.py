@@ -130,7 +130,7 @@ def _flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def test_every_flipped_byte_of_the_description_is_found(converted: Path) -> None:
+def test_every_flipped_byte_and_every_file_of_the_model_is_found(converted: Path) -> None:
     assert converted_problem(converted) is None
     description = converted / "conversion.json"
     sound = description.read_bytes()
@@ -139,9 +139,6 @@ def test_every_flipped_byte_of_the_description_is_found(converted: Path) -> None
         problem = converted_problem(converted)
         assert problem is not None and "(conversion.json has changed)" in problem, position
         description.write_bytes(sound)
-
-
-def test_every_file_of_the_model_is_recorded(converted: Path) -> None:
     names = sorted(file.name for file in (converted / "model").iterdir())
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(names)
     for name in names:

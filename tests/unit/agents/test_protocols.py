@@ -147,14 +147,11 @@ def test_thinking_is_answered_and_read_back() -> None:
         assert "reasoning" not in json.dumps(protocol.answer(call, turn(Message("assistant", "b")))["id"])
 
 
-def test_streamed_thinking_is_signed() -> None:
+def test_streamed_thinking_is_signed_and_redacted_thinking_noted() -> None:
     events = "".join(anthropic_protocol.events(Call((), ()), turn(Message("assistant", "b", reasoning="a")), 1))
     deltas = [json.loads(line[6:])["delta"] for line in events.split("\n") if "_delta" in line and line[:4] == "data"]
     kinds = ["thinking_delta", "signature_delta", "text_delta"]
     assert [delta["type"] for delta in deltas if "type" in delta] == kinds
-
-
-def test_redacted_thinking_is_noted() -> None:
     blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "b"}]
     call = anthropic(USER, {"role": "assistant", "content": blocks}, USER)
     assert call.messages[1] == Message("assistant", "b") and call.ignored == {"redacted_thinking": "left out"}
@@ -179,13 +176,11 @@ def test_items_of_one_turn_are_one_message() -> None:
     )
 
 
-def test_roles_and_parts_of_older_clients() -> None:
+def test_roles_parts_and_failed_tools_of_clients() -> None:
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     call = chat({"role": "developer", "content": "s"}, refused, {"role": "function", "name": "f", "content": "1"})
     assert call.messages == (Message("system", "s"), Message("assistant", "no"), Message("tool", "1"))
 
-
-def test_a_failed_tool_says_so() -> None:
     def result(**extra: Any) -> Any:
         return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "no", **extra}]}
 
@@ -208,11 +203,8 @@ FIRST_ONLY = (
 )
 
 
-def test_a_late_system_message_is_rendered() -> None:
+def test_a_late_system_message_is_rendered_or_named() -> None:
     assert ask(anthropic(*LATE)).tree.turns[0].prompt.text == "<user>hi<system>note<assistant>"
-
-
-def test_a_template_without_late_system_messages_is_named() -> None:
     with pytest.raises(CallRejected) as caught:
         ask(anthropic(*LATE), FIRST_ONLY)
     assert caught.value.problem.startswith("role 'system' is not supported here: TemplateError: late")
@@ -221,14 +213,11 @@ def test_a_template_without_late_system_messages_is_named() -> None:
     assert caught.value.problem == "TemplateError: no"
 
 
-def test_a_call_may_set_variables_of_the_chat_template() -> None:
+def test_variables_and_tools_must_be_shown_by_the_template() -> None:
     call = chat(USER, chat_template_kwargs={"mood": "calm"})
     (asked,) = ask(call, PLAIN + "{{ mood }}").tree.turns
     assert asked.prompt.text == "<user>hi<assistant>calm"
     assert "chat_template_kwargs" in problem(chat, USER, chat_template_kwargs={"tools": []})
-
-
-def test_tools_that_the_template_does_not_show_are_rejected() -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     with pytest.raises(CallRejected) as caught:
         ask(chat(USER, tools=[tool]))

@@ -230,18 +230,6 @@ def test_a_special_token_in_a_turn_stays_where_the_client_has_its_text_alone() -
     assert turns.prompt([user("a"), said("bc"), user("b<user>c")], []).parent is turns.turns[0]
 
 
-def test_further_fields_keep_what_each_turn_recorded() -> None:
-    turns, history, read = tree(), [user("a")], [0]
-    for value, text in enumerate("bc"):
-        prompt = turns.prompt(history, [])
-        tokens = [*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id]
-        read.append(len(prompt.input.token_ids) + len(tokens) - 1)
-        turns.record(prompt, replace(generation(tokens), fields={"layers": np.full(read[-1], value)}), said(text))
-        history = [*history, said(text), user("d")]
-    (row,) = turns.rows()
-    assert row.segment.fields["layers"].tolist() == [0] * read[1] + [1] * (read[2] - read[1])
-
-
 @pytest.mark.parametrize("template", ["plain", "drops earlier thoughts"])
 def test_memory_grows_with_the_text_and_not_with_the_calls(template: str) -> None:
     """Each call sends its whole history. Twice as many calls take twice the memory, whether they extend or fork."""
@@ -335,20 +323,14 @@ def test_excluded_calls_carry_no_loss(template: str, kinds: tuple[Untrained, ...
     assert len(rows) == len(ends)
 
 
-def test_a_repetition_that_nothing_continues_discards_nothing() -> None:
+def test_excluded_calls_leave_what_remains() -> None:
     session = asyncio.run(rollout(PLAIN))
     turns = session.tree.turns
     turns[:] = turns[:3]
     assert len(session.rows(("discarded",))) == 3
-
-
-def test_a_rollout_of_excluded_calls_has_no_rows() -> None:
     session = asyncio.run(rollout(PLAIN))
     session.tree.turns[:] = session.tree.turns[:1]
     assert session.rows(("other_models", "side_chains")) == []
-
-
-def test_an_excluded_call_in_the_middle_stays_in_the_prompt() -> None:
     session = asyncio.run(rollout(PLAIN))
     first, middle, last = session.tree.turns[3:6]
     session.tree.turns[:] = [first, middle, last]

@@ -44,14 +44,11 @@ def test_group_formulas_on_uneven_shuffled_groups(name: str, groups: list[list[i
             assert value == pytest.approx(BY_GROUP[name](r, [float(x) for x in groups[g]]), abs=1e-12)
 
 
-def test_population_standard_deviation() -> None:
+def test_standard_deviations_of_groups_and_batches() -> None:
     rewards = [1.0, 0.0, 0.0, 3.0]
     actual = compute_advantages(torch.tensor(rewards), [1] * 4, ddof=0)
     expected = [(r - 1.0) / statistics.pstdev(rewards) for r in rewards]
     assert actual.tolist() == pytest.approx(expected)
-
-
-def test_reinforce_pp() -> None:
     rewards, ids = [1.0, 0.0, 0.5, 2.0, 2.0], [1, 1, 1, 2, 2]
     plain = compute_advantages(torch.tensor(rewards), ids, "reinforce_pp").tolist()
     assert plain == pytest.approx([(r - statistics.mean(rewards)) / statistics.stdev(rewards) for r in rewards])
@@ -81,14 +78,11 @@ def test_no_spread_means_exactly_zero(name: str) -> None:
     assert of_one_function(torch.tensor([5.0]), [4], name).tolist() == [0.0]
 
 
-def test_eps_is_the_largest_spread_that_counts_as_none() -> None:
+def test_small_spreads_and_half_precision() -> None:
     rewards = torch.tensor([1.0, 1.01])
     assert compute_advantages(rewards, [0, 0], eps=0.02).tolist() == [0.0, 0.0]
     assert compute_advantages(rewards, [0, 0], eps=0.005).abs().min() > 0.7
     assert compute_advantages(torch.tensor([0.0, 1.0]), [0, 0], eps=1.0).tolist() == [0.0, 0.0]
-
-
-def test_half_precision_rewards_are_computed_in_float64() -> None:
     rewards = [1000.0, 1001.0, 1003.0]
     expected = [(r - statistics.mean(rewards)) / statistics.stdev(rewards) for r in rewards]
     actual = compute_advantages(torch.tensor(rewards, dtype=torch.float16), [0, 0, 0])
@@ -106,19 +100,13 @@ DOUBLED = AdvantageEstimator(lambda rewards, groups: 2 * rewards, "group")
 BARE = lambda rewards, groups: rewards  # noqa: E731
 
 
-def test_import_path() -> None:
+def test_import_paths_types_and_devices() -> None:
     assert compute_advantages(torch.tensor([3]), [0], f"{__name__}:DOUBLED").tolist() == [6.0]
     with pytest.raises(ValueError, match="declares no scope"):
         find_estimator(f"{__name__}:BARE")
-
-
-def test_no_rewards_have_float_advantages() -> None:
     assert compute_advantages(torch.zeros(0, dtype=torch.int64), []).dtype == torch.float32
     assert compute_advantages(torch.zeros(0, dtype=torch.float64), []).dtype == torch.float64
-
-
-def test_groups_are_on_the_device_of_the_values() -> None:
-    """The meta device represents a GPU. It can't count distinct ids, so the error shows that it was asked to."""
+    # The meta device represents a GPU. It can't count distinct ids, so the error shows that it was asked to.
     rewards = torch.zeros(2, device="meta", dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="_unique2"):
         compute_advantages(rewards, [0, 0])
@@ -168,7 +156,7 @@ def test_value_loss() -> None:
     assert value_loss(values, old, returns, mask, weights, clip=9.0)[1].clipped.item() == 0  # a tie within the bound
 
 
-def test_a_masked_value_has_no_effect() -> None:
+def test_masked_values_and_rounding_change_no_figure() -> None:
     """NaN in any of the four tensors affects neither loss nor gradient."""
     mask = torch.tensor([True, False, True])
     clean = torch.tensor([[0.5, 0.7, -0.3], [0.1, 0.2, 0.3], [1.0, 2.0, 3.0], [1.0, 1.0, 1.0]])
@@ -177,10 +165,7 @@ def test_a_masked_value_has_no_effect() -> None:
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1].clipped, expected[1].clipped)
     (gradient,) = torch.autograd.grad(found[0], dirty)
     assert bool(torch.isfinite(gradient[0]).all()) and gradient[0, 1] == 0
-
-
-def test_changes_of_values_within_the_clip_are_not_counted_as_clipped() -> None:
-    """In float32, an old value plus a change is often not the new value."""
+    # In float32, an old value plus a change is often not the new value.
     values, old, returns = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).tanh() * 0.14
     assert bool((old + (values - old) != values).any())
     mask, weights = torch.ones(4096, dtype=torch.bool), torch.ones(4096)
@@ -227,19 +212,13 @@ def test_every_choice_of_k_samples(n: int) -> None:
             assert pass_at_k(n, correct, k) == pytest.approx(share, abs=1e-12)
 
 
-def test_many_samples_do_not_overflow() -> None:
+def test_large_numbers_means_and_reported_k() -> None:
     """Compare with the paper's code, 1 - prod(1 - k / i for i in n - c + 1 .. n)."""
     n, correct, k = 1000, 3, 100
     product = 1.0
     for i in range(n - correct + 1, n + 1):
         product *= 1 - k / i
     assert pass_at_k(n, correct, k) == pytest.approx(1 - product, rel=1e-12)
-
-
-def test_mean_over_prompts() -> None:
     assert mean_pass_at_k([[True, False], [False, False]], 1) == 0.25
     assert mean_pass_at_k([[True, False], [False, False]], 2) == 0.5
-
-
-def test_reported_k() -> None:
     assert [powers_up_to(n) for n in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]

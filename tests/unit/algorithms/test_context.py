@@ -176,7 +176,7 @@ def test_equal_counts_if_they_exist(lengths: list[int], ranks: int, by_cost: boo
     assert all(batch and sum(lengths[i] for i in batch) <= 64 for bins in partition for batch in bins)
 
 
-def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
+def test_bins_and_shares_of_known_optima() -> None:
     """First-fit needs four bins instead of three. Six ranks then have equal counts only by the search."""
     lengths = [5, 8, 5, 8, 8, 7, 7, 9]
     assert len(first_fit_decreasing(lengths, 20)) == 4 and fewest_bins(lengths, 20) == 3
@@ -186,21 +186,15 @@ def test_the_exhaustive_search_beats_first_fit_decreasing() -> None:
     assert pack_into(lengths, 20, 2) is None and pack_into([1], 20, 3) == [[0]]
     partition = partition_by_tokens([*lengths, 20, 20, 20], 20, 6)
     assert [len(bins) for bins in partition] == [1] * 6
-
-
-def test_many_sequences_are_balanced_closely() -> None:
+    # Johnson's example: 7, 6, 4, 3, 2, 2 in bins of 8.
+    lengths = [4, 7, 2, 6, 3, 2]
+    bins = first_fit_decreasing(lengths, 8)
+    assert [[lengths[i] for i in members] for members in bins] == [[7], [6, 2], [4, 3], [2]]
     torch.manual_seed(0)
     for lengths in (torch.randint(1, 4096, (2000,)), torch.randn(2000).mul(0.8).add(6).exp().clamp(1, 4096).long()):
         for ranks in (2, 8, 64, 300):
             loads = [sum(lengths[i] for i in part) for part in balance(lengths.tolist(), ranks)]
             assert max(loads) <= 1.02 * sum(loads) / ranks + lengths.max() * (ranks > 64)
-
-
-def test_first_fit_decreasing_by_hand() -> None:
-    """Johnson's example: 7, 6, 4, 3, 2, 2 in bins of 8."""
-    lengths = [4, 7, 2, 6, 3, 2]
-    bins = first_fit_decreasing(lengths, 8)
-    assert [[lengths[i] for i in members] for members in bins] == [[7], [6, 2], [4, 3], [2]]
 
 
 def test_balance_by_flops_differs_from_tokens() -> None:
@@ -253,17 +247,14 @@ def test_full_batches(lengths: list[int], ranks: int) -> None:
             assert sum(lengths[i] for i in members) <= 20 < sum(lengths[i] for i in [*members, members[-1] + 1])
 
 
-def test_micro_batches_are_few_and_even() -> None:
+def test_micro_batches_are_few_even_and_within_the_budget() -> None:
     """First-fit-decreasing alone would fill the first one and leave the second one almost empty."""
     lengths = [70, 62] * 64 + [58, 13] * 3 + [19]
     (bins,) = partition_by_tokens(lengths, 8192, 1)
     loads = sorted(sum(lengths[i] for i in batch) for batch in bins)
     assert len(bins) == len(first_fit_decreasing(lengths, 8192)) == 2
     assert loads[1] - loads[0] <= 1 and sum(loads) == sum(lengths)
-
-
-def test_micro_batches_that_differencing_would_overfill_stay_unchanged() -> None:
-    """Differencing splits [8, 7, 6, 5, 4] into 14 and 16, but only 15 and 15 fit."""
+    # Differencing splits [8, 7, 6, 5, 4] into 14 and 16, but only 15 and 15 fit.
     assert max(sum((8, 7, 6, 5, 4)[i] for i in part) for part in balance([8, 7, 6, 5, 4], 2)) == 16
     (bins,) = partition_by_tokens([8, 7, 6, 5, 4], 15, 1)
     assert sorted(sum((8, 7, 6, 5, 4)[i] for i in batch) for batch in bins) == [15, 15]

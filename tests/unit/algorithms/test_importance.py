@@ -187,14 +187,11 @@ def test_the_off_policy_mask_uses_the_sampling_policy() -> None:
     assert loss(replace(inputs, behaviour_logprobs=None)).loss != 0
 
 
-def test_overlong_penalty() -> None:
+def test_overlong_and_kl_penalties_of_the_reward() -> None:
     """All three branches of the published formula, with limit 20 and buffer 4."""
     lengths = torch.tensor([1, 16, 17, 18, 20, 25])
     assert overlong_penalty(lengths, 20, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
     assert overlong_penalty(lengths, 20, 4, factor=2.0)[2].item() == -0.5
-
-
-def test_kl_penalty_in_the_reward() -> None:
     inputs = make_inputs()
     given = (inputs.logprobs, inputs.ref_logprobs, inputs.loss_mask, inputs.response_lens)
     per_token, per_sequence = kl_penalty(*given, 0.1)

@@ -94,7 +94,7 @@ def test_layout_written_out_by_loops(shapes: list[tuple[int, int]], padding: int
     assert (packed.packed_seq_len, packed.actual_total_tokens) == (total + padding, total)
 
 
-def test_padding_belongs_to_no_sequence() -> None:
+def test_padding_belongs_to_no_sequence_and_to_the_vocabulary() -> None:
     """Padding changes no per-response and no per-sequence tensor, and attends only to itself."""
     sequences = batch(SHAPES)
     plain, padded = pack_sequences(sequences), pack_sequences(sequences, target_tokens_per_batch=64)
@@ -103,9 +103,12 @@ def test_padding_belongs_to_no_sequence() -> None:
     total = plain.actual_total_tokens
     assert torch.equal(padded.attention_mask[:total, :total], plain.attention_mask)
     assert not padded.attention_mask[total:, :total].any() and not padded.attention_mask[:total, total:].any()
+    with pytest.raises(ValueError, match="not a token id; give one of the vocabulary"):
+        pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
+    pack_sequences(batch(SHAPES), pad_token_id=-1)  # a tokenizer without padding, and none needed
 
 
-def test_unpacked_tensors_own_their_memory() -> None:
+def test_unpacked_tensors_own_their_memory_and_graph() -> None:
     packed = pack_sequences([scored(i, 200, 300) for i in range(20)])
     one = unpack_sequences(packed)[0]
     assert len(pickle.dumps(one)) < 20_000
@@ -113,9 +116,6 @@ def test_unpacked_tensors_own_their_memory() -> None:
     assert packed.tokens[200:500].any()
     parts = unpack_response_logprobs(packed, torch.zeros(20 * 300))
     assert parts[0].untyped_storage().nbytes() == 300 * 4
-
-
-def test_unpack_response_logprobs_keeps_the_graph() -> None:
     packed = pack_sequences(batch(SHAPES))
     flat = torch.arange(15.0, requires_grad=True)
     parts = unpack_response_logprobs(packed, flat)
@@ -124,7 +124,7 @@ def test_unpack_response_logprobs_keeps_the_graph() -> None:
     assert flat.grad is not None and flat.grad.tolist() == [0.0] * 7 + [1.0] * 7 + [0.0]
 
 
-def test_zero_weight_pack() -> None:
+def test_fillers_carry_no_weight() -> None:
     packed = pack_sequences(batch(SHAPES), target_tokens_per_batch=50)
     filler = zero_weight_pack(packed)
     assert filler.num_sequences == 1 and filler.packed_seq_len == 7
@@ -135,9 +135,6 @@ def test_zero_weight_pack() -> None:
     assert real_tokens([packed, filler, packed]) == 2 * packed.actual_total_tokens == 60
     assert filler.old_logprobs is not None and packed.old_logprobs is not None
     assert torch.equal(filler.old_logprobs, packed.old_logprobs[:4])
-
-
-def test_a_filler_of_unscored_sequences() -> None:
     packed = pack_sequences([unscored(1), unscored(2)])
     assert_same(unpack_sequences(zero_weight_pack(packed))[0], replace(unscored(1), loss_mask=torch.zeros(4) > 0))
 
@@ -231,17 +228,14 @@ def test_sequences_that_cannot_be_packed(sequences: list[Any], budget: int | Non
         pack_sequences(sequences, target_tokens_per_batch=budget)
 
 
-def test_any_iterable_is_packed() -> None:
+def test_any_iterable_and_any_masked_value_is_packed() -> None:
     sequences = batch(SHAPES)
     assert torch.equal(pack_sequences(s for s in sequences).tokens, pack_sequences(tuple(sequences)).tokens)  # type: ignore[arg-type]
     narrow = [
         replace(s, prompt_tokens=s.prompt_tokens.to(torch.int32), advantages=s.advantages.double()) for s in sequences
     ]
     assert_same(pack_sequences(narrow), pack_sequences(sequences))
-
-
-def test_values_are_packed_unchanged() -> None:
-    """Includes any values on masked tokens, and finite values with an infinite sum, but no graph."""
+    # Includes any values on masked tokens, and finite values with an infinite sum, but no graph.
     masked = torch.tensor([True, True, False, True])
     for value, mask in ((NAN, ~masked), (-INF, ~masked), (-3e38, masked | ~masked)):
         logprobs = scored(1).logprobs.masked_fill(mask, value).requires_grad_()
@@ -249,12 +243,6 @@ def test_values_are_packed_unchanged() -> None:
         found = pack_sequences([scored(0), sequence])
         assert found.logprobs[4:].numpy().tobytes() == logprobs.detach().numpy().tobytes()
         assert not found.logprobs.requires_grad and bool(found.rewards.isfinite().all())
-
-
-def test_padding_is_a_token_of_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match="not a token id; give one of the vocabulary"):
-        pack_sequences(batch(SHAPES), pad_token_id=-1, target_tokens_per_batch=10_000)
-    pack_sequences(batch(SHAPES), pad_token_id=-1)  # a tokenizer without padding, and none needed
 
 
 ROWS = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), min_size=1, max_size=6)

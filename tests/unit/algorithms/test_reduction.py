@@ -51,16 +51,13 @@ def test_weighted_sum_is_the_mean(reduction: str, rows: list[tuple[int, int]], g
         assert actual == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
-def test_a_fully_masked_sample_adds_nothing() -> None:
+def test_masked_samples_and_groups_in_tensors() -> None:
     for reduction in REDUCTIONS:
         options = options_of(reduction)
         assert token_weights(reduction, [4, 0], [1, 2], **options)[1] == 0.0
         assert step_denominator(reduction, [4, 0], [1, 2], **options) == step_denominator(
             reduction, [4], [1], **options
         )
-
-
-def test_groups_in_a_tensor_are_the_same_groups() -> None:
     counts, groups = [2, 4, 0, 6], [7, 7, 9, 9]
     in_tensors = torch.tensor(counts), torch.tensor(groups)
     for arguments in (in_tensors, tuple(map(list, in_tensors))):

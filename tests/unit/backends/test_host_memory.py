@@ -46,11 +46,17 @@ def test_copies_reuse_the_memory() -> None:
     assert torch.equal(wide, torch.full((4000,), 2.0))
 
 
-def test_a_copy_is_written_without_its_neighbors() -> None:
+def test_pieces_have_their_own_bytes() -> None:
     one, _ = HostCopies().of([torch.ones(3), torch.ones(100_000)])
     file = io.BytesIO()
     torch.save(one, file)
     assert one.untyped_storage().nbytes() == 12 and len(file.getvalue()) < 4096
+    pool = HostPool(1024)
+    large, small = pool.take(5000), pool.take(100)
+    assert (large.nbytes, small.nbytes, _held(pool)) == (5000, 100, 5120 + 1024)
+    address = large.data_ptr()
+    del large
+    assert pool.take(4000).data_ptr() == address and _held(pool) == 5120 + 1024
 
 
 def test_pieces_in_use_never_overlap_and_dropped_ones_are_reused() -> None:
@@ -63,15 +69,6 @@ def test_pieces_in_use_never_overlap_and_dropped_ones_are_reused() -> None:
         held[number] = pool.take(nbytes).fill_(number % 251)[nbytes // 2 :]
         assert all(bool((piece == key % 251).all()) for key, piece in held.items())
     assert _held(pool) <= 2 << 16
-
-
-def test_a_piece_larger_than_a_segment_has_its_own() -> None:
-    pool = HostPool(1024)
-    large, small = pool.take(5000), pool.take(100)
-    assert (large.nbytes, small.nbytes, _held(pool)) == (5000, 100, 5120 + 1024)
-    address = large.data_ptr()
-    del large
-    assert pool.take(4000).data_ptr() == address and _held(pool) == 5120 + 1024
 
 
 @pytest.fixture
@@ -120,18 +117,18 @@ def test_memory_can_be_used_again_after_closing(locked: Locked) -> None:
     assert torch.equal(kept, torch.arange(5.0)) and len(locked.ranges) == 1
 
 
-def test_memory_that_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = Locked(error=2)
-    refusing.use(monkeypatch)
-    with pytest.raises(RuntimeError, match="cudaHostRegister: CUDA error 2"):
-        HostMemory(100)
-
-
 def test_pages_are_not_shared(locked: Locked) -> None:
     """Like CUDA, the stand-in rejects a page that is locked already."""
     small = [HostMemory(100) for _ in range(3)]
     (address, _), *_ = locked.ranges.items()
     assert len(locked.ranges) == len(small) and locked.cudaHostRegister(address, 100, 1) == 712
+
+
+def test_memory_that_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = Locked(error=2)
+    refusing.use(monkeypatch)
+    with pytest.raises(RuntimeError, match="cudaHostRegister: CUDA error 2"):
+        HostMemory(100)
 
 
 SIZE = 64

@@ -72,35 +72,23 @@ def test_values_and_gradients_equal_those_of_copies(
         _check(model, rows, sharing)
 
 
-def test_a_group_computes_its_prompt_once(model: SmallModel) -> None:
+def test_the_tree_of_known_rows(model: SmallModel) -> None:
     assert _check(model, group_of_four(), "prompts") == (37, 22)
-
-
-def test_a_conversation_cut_into_rows_is_one_segment(model: SmallModel) -> None:
     every = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     rows = [row(i, 0, every[:cut], every[cut : cut + 3]) for i, cut in enumerate((2, 5, 7))]
     assert _check(model, rows, "tree") == (23, 10)
     assert pack_sequences(rows, sharing="tree").segment_lengths is not None
     assert _check(model, rows, "prompts") == (23, 23)
-
-
-def test_rows_part_where_they_differ(model: SmallModel) -> None:
-    """Two rollouts continue one prompt, and three rows continue the history of the first one."""
+    # Two rollouts continue one prompt, and three rows continue the history of the first one.
     first, second = [1, 2, 3, 4, 5, 6], [1, 2, 3, 9]
     rows = [row(0, 0, first[:3], first[3:]), row(1, 0, second[:3], second[3:])]
     rows += [row(2 + i, 0, [*first, 7], [i, 8]) for i in range(3)]
     assert _check(model, rows, "tree") == (37, 3 + 3 + 1 + 6 + 1)
     pack = pack_sequences(rows, sharing="tree")
     assert pack.segment_parents is not None and pack.segment_parents.tolist() == [-1, 0, 1, 1, 1, 0]
-
-
-def test_a_prefix_that_is_much_shorter_than_the_rest_is_copied() -> None:
     rows = [row(i, 0, [1, 2], [3] * length) for i, length in enumerate((4, 10, 11, 9))]
     pack = pack_sequences(rows, sharing="prompts")
     assert pack.segment_lengths is not None and sorted(pack.segment_lengths.tolist()) == [2, 4, 9, 10, 13]
-
-
-def test_an_unknown_kind_of_sharing_is_rejected() -> None:
     with pytest.raises(ValueError, match="is unknown"):
         pack_sequences(group_of_four(), sharing="groups")  # type: ignore[arg-type]
 

@@ -78,7 +78,7 @@ def test_repeated_operations_give_what_torch_gives() -> None:
         assert whole.reshape(24).untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
-def test_real_indices_into_meta_tensors() -> None:
+def test_indices_and_matrix_products() -> None:
     x = torch.empty(10, 4, device=META, requires_grad=True)
     rows, mask = torch.tensor([3, 1, 3]), torch.tensor([True] * 4 + [False] * 6)
     with Trace() as trace:
@@ -87,9 +87,6 @@ def test_real_indices_into_meta_tensors() -> None:
         taken.sum().backward()
         assert x.detach()[:, 0].masked_select(mask).shape == (4,)
     assert trace.peak > 0
-
-
-def test_matrix_products() -> None:
     a, b = torch.empty(3, 5, device=META, requires_grad=True), torch.empty(5, 7, device=META, requires_grad=True)
     with Trace() as trace:
         (a @ b).sum().backward()

@@ -164,14 +164,12 @@ def test_every_element_of_a_tensor_must_be_stored(stored: Path, rejects: Rejects
     assert "6 of 9 elements" in str(caught.value)
 
 
-def test_common_values_must_be_an_object(stored: Path, rejects: Rejects) -> None:
+def test_values_and_weights_must_have_their_types(stored: Path, rejects: Rejects, tmp_path: Path) -> None:
     (stored / "common.json").write_text("3")
     Checksums.of_directory(stored, pieces_of(stored), PLAIN_FILES).write()
     with rejects(CheckpointError, "checkpoint-damaged"):
         StoredCheckpoint(stored)
 
-
-def test_weights_must_be_floating_point_numbers(tmp_path: Path, rejects: Rejects) -> None:
     class Forged(FsdpConverter):
         def _open(self, checkpoint: Path) -> Any:
             return SimpleNamespace(tensors={"a": TensorInfo("bool", (1,))}, groups=[["a"]])
@@ -249,14 +247,11 @@ def test_a_full_disk_is_reported_with_the_systems_message(entries: list[tuple[An
     assert 0 <= int(free) <= int(size)
 
 
-def test_a_ranks_error_is_reported_without_its_traceback(tmp_path: Path, rejects: Rejects) -> None:
+def test_only_the_disks_errors_are_reported_as_such(tmp_path: Path, rejects: Rejects) -> None:
     path = tmp_path / "gone" / "__1_0.distcp"
     with rejects(CheckpointError, "write-refused") as caught, refused_by_disk(path):
         raise CheckpointException("write", {1: _wrap_exception(OSError(5, "Input/output error"))})
     assert str(caught.value).startswith(f"{path}: could not be written (Input/output error; ")
-
-
-def test_other_errors_are_not_reported_as_disk_errors(tmp_path: Path) -> None:
     unwritable = (TENSOR[0], torch.empty(3, device="meta"))
     with pytest.raises(NotImplementedError), refused_by_disk(tmp_path):
         write_data_file(tmp_path / "file", "file", [unwritable])

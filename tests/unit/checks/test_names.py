@@ -50,13 +50,10 @@ def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_pa
     assert engines.engine_libraries(tmp_path / "none" / "bin" / "python") == Libraries("")
 
 
-def test_codes_are_unique() -> None:
+def test_codes_are_unique_and_every_check_is_used() -> None:
     codes = [own.code for own in CHECKS]
     assert len(codes) == len(set(codes))
-
-
-def test_every_check_is_used() -> None:
-    """Each public ``*_problems`` of the package occurs outside its definition."""
+    # Each public ``*_problems`` of the package occurs outside its definition.
     (folder,) = map(Path, checks.__path__)
     text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
     defined = re.findall(r"^def ([a-z]\w*_problems)", text, re.MULTILINE)

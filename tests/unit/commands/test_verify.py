@@ -102,12 +102,9 @@ def differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Diff
     return compare_sources(InMemory(ours), InMemory(theirs), 2, lambda done, total: None)
 
 
-def test_equal_values_are_equal_in_any_memory_layout() -> None:
+def test_values_count_and_progress_is_in_bytes() -> None:
     assert differences(tensors(), tensors()) == []
     assert differences(tensors(), tensors() | {"a": tensors()["a"].t().contiguous().t()}) == []
-
-
-def test_progress_is_in_bytes() -> None:
     reports: list[tuple[int, int]] = []
     compare_sources(InMemory(tensors()), InMemory(tensors()), 1, lambda done, total: reports.append((done, total)))
     assert reports[-1] == (12 * 4 + 5 * 2 + 4 * 2 + 4,) * 2
@@ -126,7 +123,7 @@ def test_every_difference_is_named() -> None:
     ]
 
 
-def test_bits_count_not_numbers() -> None:
+def test_bits_count_and_damage_ends_the_comparison() -> None:
     """0 and -0 are equal as numbers. A NaN equals itself only as bits."""
     zero, minus = {"x": torch.zeros(3)}, {"x": -torch.zeros(3)}
     assert differences(zero, minus) == [Difference("x", "values: 3 of 3 differ, by at most 0")]
@@ -134,8 +131,6 @@ def test_bits_count_not_numbers() -> None:
     assert differences(nan, {"x": nan["x"].clone()}) == []
     assert differences(nan, {"x": torch.ones(2)}) == [Difference("x", "values: 1 of 2 differ, by at most inf")]
 
-
-def test_a_damaged_side_ends_the_comparison() -> None:
     class Damaged(InMemory):
         def read(self, names: list[str]) -> dict[str, Tensor]:
             raise CheckpointError("it is damaged")

@@ -188,16 +188,13 @@ def test_options_are_merged_and_a_name_removes_earlier_ones(
     assert load_config(tmp_path / "saved.yaml") == config
 
 
-def test_each_part_has_its_own_options(tmp_path: Path) -> None:
+def test_parts_have_their_own_options_and_the_papers_bounds(tmp_path: Path) -> None:
     flags = "--run_dir r --model.path m --algorithm.advantage reinforce_plus_plus --algorithm.advantage.eps 0.5"
     algorithm = load_config(None, [*flags.split(), "--algorithm.reduction", "{name: constant, length: 8}"]).algorithm
     assert (algorithm.advantage.name, algorithm.advantage.options) == ("reinforce_pp", {"eps": 0.5})
     assert (algorithm.reduction.name, algorithm.reduction.options) == ("constant", {"length": 8})
     assert (algorithm.loss.options, algorithm.least_spread) == ({}, 0.5)
-
-
-def test_gspo_has_the_papers_bounds() -> None:
-    """arXiv:2507.18071, section 5.1."""
+    # arXiv:2507.18071, section 5.1.
     assert (
         repr(build_loss(AlgorithmConfig(loss="gspo"))._policy)
         == "GSPO(clip_low=0.0003, clip_high=0.0004, dual_clip=None)"

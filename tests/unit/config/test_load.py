@@ -165,7 +165,7 @@ def test_engines_hold_the_longest_sequence_of_training_and_evaluation(tmp_path: 
     assert load_config(path, shlex.split(flags)).max_model_len == longest
 
 
-def test_relative_paths_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     path = write(tmp_path / "deep", "run_dir: runs/a\nmodel: {path: model}\ndata: {train: [a.jsonl]}")
     monkeypatch.chdir(tmp_path)
@@ -175,6 +175,10 @@ def test_relative_paths_are_relative_to_the_current_directory(tmp_path: Path, mo
     assert config.data.train == (tmp_path / "a.jsonl",)
     assert config.evaluation.files == (tmp_path / "b.jsonl",)
     assert config.reference.path is None
+    monkeypatch.chdir(tmp_path)
+    sources = "[{name: a, files: [rows.jsonl]}, {name: b, files: [~/b/*.parquet]}]"
+    config = load_config(None, ["--run_dir", "/x", "--model.path", "/y", "--data.mixture", sources])
+    assert config.data.training_files == (tmp_path / "rows.jsonl", Path.home() / "b/*.parquet")
 
 
 # YAML text below the two required keys, flags, the code and the field.
@@ -275,15 +279,12 @@ def test_a_near_name_is_suggested(name: str, field: str | None) -> None:
     assert did_you_mean(name, list(all_fields())).startswith(expected)
 
 
-def test_fields_refer_to_each_other(tmp_path: Path, rejects: Rejects) -> None:
+def test_references_between_fields_and_undecided_ones(tmp_path: Path, rejects: Rejects) -> None:
     path = write(tmp_path, f"{HEAD}steps: 7\nlogging: {{wandb_project: 'p-${{steps}}'}}\n")
     assert load_config(path, ["steps=9"]).logging.wandb_project == "p-9"
     for text in ("${none.such}", "${"):
         with rejects(ConfigError, "yaml-syntax"):
             load_config(write(tmp_path, f"{HEAD}logging: {{wandb_project: '{text}'}}"))
-
-
-def test_an_undecided_field_is_named(tmp_path: Path, rejects: Rejects) -> None:
     path = write(tmp_path, "run_dir: ???\nmodel: {path: /y}\nreward: {functions: '???'}\n")
     with rejects(ConfigError, "field-undecided") as caught:
         load_config(path)
@@ -338,6 +339,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--rollout 5 --model.path '' --algorithm.advantage x", ["algorithm.advantage", "model.path", "rollout"]),
         ("--critic.path acme/unknown --seed x", ["critic.path", "seed"]),
         ("--reward.functions '[{name: a, weight:2}]' --steps 0", ["reward.functions", "steps"]),
+        ("--model [1] --steps many", ["model", "steps"]),  # lists and sections are not merged
+        ("--trainer [1] --rollout.temperature 0", ["rollout.temperature", "trainer"]),
+        ("--reward.functions.0.name length", ["reward.functions"]),
     ],
 )
 def test_faults_of_fields_hide_no_other_faults_and_cause_none(
@@ -377,41 +381,11 @@ def test_an_unusable_file_is_named(tmp_path: Path, rejects: Rejects, content: by
         load_config(path, [])
 
 
-def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+def test_sections_descriptions_and_names_of_files(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, f"{HEAD}rollout:\ntrainer:\n  parallel:\n"), [])
     assert config == RunConfig.model_validate(MINIMAL | {"run_dir": "/x", "model": {"path": "/y"}})
-
-
-def test_a_file_with_custom_code_has_one_name(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     for given in (f"{tmp_path}/mine.py:f", f"{tmp_path}/below/../mine.py:f"):
         assert RewardFunction(name=given).name == f"{tmp_path}/mine.py:f"
     assert RewardFunction(name="package.module:f").name == "package.module:f"
-
-
-def test_files_of_a_mixture_are_found_from_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    sources = "[{name: a, files: [rows.jsonl]}, {name: b, files: [~/b/*.parquet]}]"
-    config = load_config(None, ["--run_dir", "/x", "--model.path", "/y", "--data.mixture", sources])
-    assert config.data.training_files == (tmp_path / "rows.jsonl", Path.home() / "b/*.parquet")
-
-
-def test_every_field_has_a_description() -> None:
     assert [name for name, field in all_fields().items() if len(field.description) < 8] == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "fields"),
-    [
-        (["--model", "[1]", "--steps", "many"], {"model", "steps"}),
-        (["--trainer", "[1]", "--rollout.temperature", "0"], {"trainer", "rollout.temperature"}),
-        (["--reward.functions", "[{name: length}]", "--reward.functions.0.name", "length"], {"reward.functions"}),
-    ],
-)
-def test_lists_and_sections_are_not_merged(flags: list[str], fields: set[str]) -> None:
-    """And hide no other problem."""
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["--run_dir", "x", "--model.path", "x", "--data.train", "x", *flags])
-    found = {problem.field: problem.code for problem in caught.value.problems}
-    assert fields <= found.keys()
-    assert "yaml-syntax" not in found.values()

@@ -240,15 +240,12 @@ def test_experts_have_the_same_kinds_of_factors_in_each_layer(tmp_path: Path, re
         require_valid(load_config(None, [*chosen, *up, "layers.1.mlp.experts.gate_proj"]))
 
 
-def test_an_adapter_is_no_model(tmp_path: Path, rejects: Rejects) -> None:
+def test_an_adapter_is_no_model_and_an_evaluation_needs_one(tmp_path: Path, rejects: Rejects) -> None:
     adapter = tmp_path / "hf"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     with rejects(ConfigError, "model.path"):
         require_valid(load_config(None, [*sound_flags(tmp_path), "--model.path", str(adapter)]))
-
-
-def test_an_evaluation_needs_factors(tmp_path: Path, rejects: Rejects) -> None:
     flags = [*given(tmp_path, "qwen3", "vllm", ()), "--evaluation.files", str(tmp_path / "train.jsonl")]
     with rejects(ConfigError, "evaluation"):
         require_valid(load_config(None, flags), EVALUATION)

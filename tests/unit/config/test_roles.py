@@ -55,11 +55,17 @@ def test_where_every_model_scores(sections: dict[str, Any], roles: str, held: st
     assert [role.trained for role in run.roles.values()] == [name == "policy" for name in roles.split()]
 
 
-def test_a_critic_needs_a_hugging_face_checkpoint_or_the_policys() -> None:
+def test_a_critic_or_worker_has_its_own_weights_and_layout() -> None:
     with pytest.raises(ValidationError, match=r"model\.weights=/runs/w has no value head"):
         config(algorithm={"advantage": "gae"})
     run = config(algorithm={"advantage": "gae"}, critic={"path": "/models/v"})
     assert (run.for_critic().model.path, run.for_critic().model.weights) == (Path("/models/v"), None)
+    run = config(**KL, reference=WORKERS)
+    worker = run.for_worker(run.roles["reference"])
+    assert (worker.model.path, worker.model.weights) == (Path("/models/ref"), None)
+    assert worker.trainer.parallel.tensor == 2 and run.trainer.parallel.tensor == 1
+    same = config(**KL, reference=WORKERS | {"path": None})
+    assert same.for_worker(same.roles["reference"]).model == same.model
 
 
 def test_a_critic_has_the_policys_axes_but_the_given_ones(tmp_path: Path) -> None:
@@ -70,15 +76,6 @@ def test_a_critic_has_the_policys_axes_but_the_given_ones(tmp_path: Path) -> Non
     for each in (run, load_config(tmp_path / "config.yaml", ["--trainer.parallel.tensor", "8"])):
         found, policy = each.roles["critic"].parallel, each.trainer.parallel
         assert found == policy.model_copy(update={"pipeline": 2}) and policy.pipeline == 4
-
-
-def test_a_worker_holds_its_roles_weights_in_its_roles_layout() -> None:
-    run = config(**KL, reference=WORKERS)
-    worker = run.for_worker(run.roles["reference"])
-    assert (worker.model.path, worker.model.weights) == (Path("/models/ref"), None)
-    assert worker.trainer.parallel.tensor == 2 and run.trainer.parallel.tensor == 1
-    same = config(**KL, reference=WORKERS | {"path": None})
-    assert same.for_worker(same.roles["reference"]).model == same.model
 
 
 def test_workers_of_two_roles_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:

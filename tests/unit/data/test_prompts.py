@@ -342,12 +342,21 @@ def test_a_bad_row_is_named_by_file_and_line(
         PromptSource([path], TOKENIZER, CONFIG.model_copy(update=changes), seed=0, need_answer=True)
 
 
-def test_a_binary_file_is_one_problem(tmp_path: Path) -> None:
+def test_a_binary_or_damaged_file_is_one_problem(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\x28\xb5\x2f\xfd\n\xff\n{\xfe\n")
     with pytest.raises(ConfigError) as caught:
         PromptSource([path], TOKENIZER, CONFIG, seed=0)
     assert [problem.code for problem in caught.value.problems] == ["not-utf8"]
+    path = tmp_path / "rows.parquet"
+    write_rows(path, [{"prompt": f"{i}+{i}=" * 50, "answer": str(2 * i)} for i in range(2000)])
+    content = bytearray(path.read_bytes())
+    content[200:1200] = bytes(byte ^ 0xFF for byte in content[200:1200])
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        PromptSource([path], TOKENIZER, CONFIG, seed=0)
+    assert (caught.value.code, caught.value.who) == ("damaged-parquet", str(path))
+    assert caught.value.problem.startswith("is damaged")
 
 
 def test_all_bad_rows_are_listed_by_kind(tmp_path: Path) -> None:
@@ -381,18 +390,6 @@ def test_an_unusable_file_is_named(tmp_path: Path, rejects: Rejects) -> None:
             path.write_bytes(content)
         with rejects(DataError, code):
             PromptSource([path], TOKENIZER, CONFIG, seed=0)
-
-
-def test_a_damaged_parquet_body_is_not_blamed_on_the_path(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    write_rows(path, [{"prompt": f"{i}+{i}=" * 50, "answer": str(2 * i)} for i in range(2000)])
-    content = bytearray(path.read_bytes())
-    content[200:1200] = bytes(byte ^ 0xFF for byte in content[200:1200])
-    path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        PromptSource([path], TOKENIZER, CONFIG, seed=0)
-    assert (caught.value.code, caught.value.who) == ("damaged-parquet", str(path))
-    assert caught.value.problem.startswith("is damaged")
 
 
 @pytest.mark.parametrize(

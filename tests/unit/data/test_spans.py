@@ -119,7 +119,7 @@ def test_a_new_row_begins_where_the_template_changes_earlier_text(
     assert [len(spans) for _, spans in encoder(template).encode(messages)] == turns
 
 
-def test_thinking_is_given_under_the_key_that_the_template_reads(rejects: Rejects) -> None:
+def test_thinking_and_arguments_are_given_as_the_template_reads_them(rejects: Rejects) -> None:
     thought = [said("user", "a"), said("assistant", "b", reasoning_content="q")]
     for key in ("reasoning_content", "thinking"):
         [(tokens, [span])] = encoder(templates.chatml(content=f"{{{{ message.{key} }}}}{CONTENT}")).encode(thought)
@@ -129,9 +129,6 @@ def test_thinking_is_given_under_the_key_that_the_template_reads(rejects: Reject
     # A template that shows no thinking, but whose prompt begins it.
     assert spans_of(templates.THINKS_FIRST, thought) == [f"q\n</think>\n\nb{END}"]
     assert spans_of(templates.CLOSES_THINKING, thought) == [f"q</think>b{END}"]
-
-
-def test_arguments_are_json_text_if_the_template_takes_no_mapping() -> None:
     called = templates.SOUND.replace("call.function | tojson", "call.function.name + call.function.arguments")
     assert spans_of(called, AGENT[:2])[0] == f"<tool_call>add{JSON}</tool_call><tool_call>sub{JSON}</tool_call>{END}"
 

@@ -76,11 +76,8 @@ def test_expressions_without_a_value_are_rejected_immediately(text: str) -> None
         evaluate(text)
 
 
-def test_the_largest_number() -> None:
+def test_the_largest_number_and_drafts_in_thinking() -> None:
     assert evaluate(f"2**{MAX_BITS - 1}") == 2 ** (MAX_BITS - 1)
-
-
-def test_expressions_in_thinking_are_drafts() -> None:
     calculator = Calculator()
     state = calculator.reset(Task("p", "5"))
     assert calculator.step(state, "<think>perhaps <calculate>2+2</calculate></think>5").reward == 1

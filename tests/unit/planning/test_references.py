@@ -31,7 +31,7 @@ def test_their_gpus_are_counted() -> None:
     assert gpus_needed(unused).workers == {}
 
 
-def test_a_critic_on_its_own_gpus_grows_with_the_policy() -> None:
+def test_a_critic_grows_with_the_policy_and_takes_time() -> None:
     critic, rollout = {"placement": "separate"}, {"num_engines": 4}
     sections: dict[str, Any] = {"cluster": {"nodes": 2, "gpus_per_node": 8}, "algorithm": {"advantage": "gae"}}
     run = config(rollout=rollout, trainer={"parallel": {"tensor": 2}}, critic=critic, **sections)
@@ -41,10 +41,7 @@ def test_a_critic_on_its_own_gpus_grows_with_the_policy() -> None:
     fixed = run.model_copy(update={"critic": run.critic.model_copy(update={"parallel": ParallelConfig(data=2)})})
     assert gpus_needed(fill(fixed, ["trainer.parallel.data"])).trainers == 8  # its tensor ranks stay the policy's
     assert gpus_needed(config(rollout=rollout, **sections)).workers == {}
-
-
-def test_a_critic_takes_time_before_or_beside_the_policy() -> None:
-    """It scores and trains; on its own GPUs, the policy waits only for what takes longer than its own training."""
+    # It scores and trains; on its own GPUs, the policy waits only for what takes longer than its own training.
     for placement in ("shared", "separate"):
         sections = EIGHT_LONG_SAMPLES | {"algorithm": {"advantage": "gae"}, "critic": {"placement": placement}}
         run = planned_run(**sections)
@@ -154,7 +151,7 @@ def plan() -> Plan:
     )
 
 
-def test_first_lines(plan: Plan) -> None:
+def test_verdicts_and_throughput_follow_from_the_figures(plan: Plan) -> None:
     """The least free memory is next to the engine: a fifth of a GPU, minus the trainer's process."""
     assert verdict(plan) == f"fits. Least free GPU memory: {0.2 * 79.1 - RESERVE:.1f} GiB (generation)."
     assert "NOT checked: 916 GiB per node" in host_verdict(plan)
@@ -162,6 +159,12 @@ def test_first_lines(plan: Plan) -> None:
     assert "900 GiB per node; 100 GiB are left" in host_verdict(plan)
     plan.problems = ["one", "two"]
     assert verdict(plan).startswith("cannot start: 2 problems. GPU memory suffices")
+    assert plan.step is not None
+    first, second, _ = step_lines(plan)
+    assert f"{1024 * (1024 + 16_384) / plan.step.total / 32:,.0f} tokens/s per GPU" in first
+    assert f"Limited by generation: {plan.step.generation / plan.step.total:.0%} of the step" in second
+    plan.step = replace(plan.step, generation=1e-4, training=2e-4, scoring=0, sync=0, moving=0, after_last=2e-4)
+    assert "tokens/s" not in next(step_lines(plan))
 
 
 def test_waves_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
@@ -175,12 +178,3 @@ def test_waves_follow_from_the_cache_and_are_explained(plan: Plan) -> None:
     assert found.seconds == pytest.approx(found.prefill + 4 * 16_384 * (found.weights + found.cache + found.messages))
     *_, cause = step_lines(plan)
     assert "41 of its 128 sequences at the same time (more do not fit its KV cache)" in cause and "4 waves" in cause
-
-
-def test_throughput_counts_prompts_and_every_gpu(plan: Plan) -> None:
-    assert plan.step is not None
-    first, second, _ = step_lines(plan)
-    assert f"{1024 * (1024 + 16_384) / plan.step.total / 32:,.0f} tokens/s per GPU" in first
-    assert f"Limited by generation: {plan.step.generation / plan.step.total:.0%} of the step" in second
-    plan.step = replace(plan.step, generation=1e-4, training=2e-4, scoring=0, sync=0, moving=0, after_last=2e-4)
-    assert "tokens/s" not in next(step_lines(plan))

@@ -111,7 +111,7 @@ def test_documented_options_are_those_of_the_code(name: str) -> None:
         assert found[option].meaning
 
 
-def test_names_and_traits_are_those_of_the_code() -> None:
+def test_names_traits_and_options_are_those_of_the_code() -> None:
     assert [find_policy(name).name for name in objective.LOSSES] == [*objective.LOSSES]
     per_sequence = [name for name in objective.LOSSES if find_policy(name).per_sequence]
     assert per_sequence == [*objective.SEQUENCE_LOSSES]
@@ -120,16 +120,10 @@ def test_names_and_traits_are_those_of_the_code() -> None:
     assert {name for names in objective.ALIASES.values() for name in names}.isdisjoint(PARTS)
     for field, known in (("loss", objective.LOSSES), ("advantage", objective.ADVANTAGES)):
         assert {*objective.ALIASES[field].values()} <= known.keys()
-
-
-def test_names_of_functions_are_those_of_the_settings() -> None:
     assert {"none", *importance.CORRECTIONS} == {*objective.CORRECTIONS}
     assert kl.KL_ESTIMATORS.keys() == {*objective.KL_ESTIMATORS}
     assert {*get_args(KLRewardConfig.model_fields["estimator"].annotation)} == {*objective.KL_ESTIMATORS}
     assert {*get_args(ImportanceConfig.model_fields["level"].annotation)} == {*importance.LEVELS}
-
-
-def test_an_option_that_is_missing_or_unknown_is_rejected() -> None:
     for name, options in (("constant", {}), ("tokens", {"length": 8}), ("constant", {"length": 0})):
         with pytest.raises(ValueError, match="; "):
             build_reduction(name, **options)

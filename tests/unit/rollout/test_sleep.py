@@ -169,13 +169,10 @@ def test_vllm_makes_room_for_the_rank(model: Path, rank: int, room: int) -> None
     assert found["lora_target_modules"] == ["o_proj", "q_proj", "up_proj"]
 
 
-def test_sglang_gets_the_rank_and_modules(model: Path) -> None:
+def test_sglang_gets_factors_only_without_merging(model: Path) -> None:
     found = sglang.engine_arguments(given(model, "sglang", 300), 0, ())
     assert (found["enable_lora"], found["max_lora_rank"], found["lora_strict_loading"]) == (True, 300, True)
     assert found["lora_target_modules"] == ["o_proj", "q_proj", "up_proj"]
-
-
-def test_engines_of_merged_weights_have_no_adapter(model: Path) -> None:
     config = given(model, "sglang", sync="merged")
     assert not [name for name in vllm._owned(config, 0) | sglang.engine_arguments(config, 0, ()) if "lora" in name]
 

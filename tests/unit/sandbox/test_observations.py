@@ -54,14 +54,11 @@ def test_an_observation_is_rendered_by_the_template() -> None:
     assert after(NEEDS_A_CALL, END) == rendered(templates.SOUND, "tool")
 
 
-def test_a_header_that_the_model_sampled_is_not_repeated() -> None:
+def test_headers_follow_what_the_model_sampled() -> None:
     """Another stop token leaves the header as it is."""
     header = "<|im_start|>tool\n7<|im_start|>assistant\n"
     assert after(templates.NO_END_BUT_HEADERS, "<|im_start|>") == header.removeprefix("<|im_start|>")
     assert after(templates.NO_END_BUT_HEADERS, END) == header
-
-
-def test_the_stop_token_may_ask_for_a_users_message() -> None:
     by_role = "{% if message.role == 'tool' %}<|im_start|>{% else %}<|im_end|>{% endif %}"
     template = "{% for message in messages %}{% if message.role != 'assistant' %}" + by_role + (
         "{% endif %}{{ message.role + message.content }}{% endfor %}"
@@ -69,15 +66,12 @@ def test_the_stop_token_may_ask_for_a_users_message() -> None:
     assert (after(template, "<|im_start|>"), after(template, END)) == ("tool7", "user7")
 
 
-def test_special_tokens_of_an_observation_stay_text() -> None:
+def test_special_tokens_stay_text_and_cuts_whole_characters() -> None:
     tokenizer, said = tokenizer_of(AS_JSON), f'"{END}<|im_start|>'
     tokens, cut = ObservationEncoder(tokenizer, None, 99).encode(said, tokenizer.convert_tokens_to_ids(END))
     control = [tokenizer.convert_tokens_to_ids(each) for each in (END, "<|im_start|>")]
     assert (tokenizer.decode(tokens), cut) == (rendered(AS_JSON, "tool", said), 0)
     assert [token for token in tokens if token in control] == [control[1], control[0], control[1]]
-
-
-def test_a_long_observation_is_cut_between_characters() -> None:
     tokenizer = tokenizer_of(templates.SOUND)
     tokens, cut = ObservationEncoder(tokenizer, None, 4).encode("abéé", tokenizer.convert_tokens_to_ids(END))
     assert (tokenizer.decode(tokens), cut) == (rendered(templates.SOUND, "tool", "abé"), 2)

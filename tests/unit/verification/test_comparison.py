@@ -177,7 +177,7 @@ def test_gradients_are_compared_by_their_norm() -> None:
     assert shape == f"{where} has the shape (2, 8) instead of (6, 8)"
 
 
-def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
+def test_wrong_missing_and_extra_tensors_are_named() -> None:
     parity, gaps = Parity(), []
     for index, name in enumerate(NAMES):
         _, gradient = trained(name)
@@ -187,9 +187,6 @@ def test_the_first_and_the_last_wrong_gradient_are_named() -> None:
     assert sentence.startswith("the gradient of layer 2, self_attn.q_proj.weight deviates by 1.00e+00")
     assert sentence.endswith("; 2 of 6 gradients differ, the last in the model is layer 10, input_layernorm.weight")
     assert parity.gradients == pytest.approx(1.0)
-
-
-def test_a_missing_or_extra_tensor_is_reported() -> None:
     parity = Parity()
     missing = misplaced_tensor("model.layers.1.mlp.up_proj.weight", "is missing")
     add_gaps(parity, "weights", [missing, misplaced_tensor("model.odd.weight", "should not exist")])
@@ -284,13 +281,10 @@ def test_a_name_sets_every_axis(tmp_path: Path) -> None:
     assert config.trainer.parallel == ParallelConfig()
 
 
-def test_fsdp_always_shards_optimizer_state(tmp_path: Path) -> None:
+def test_fsdp_shards_and_one_rank_keeps_the_attention(tmp_path: Path) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"backend": "fsdp"})
     for name in (ONE_RANK, "dp2"):
         assert parse_layout(name).applied_to(config).trainer.optimizer.distributed
-
-
-def test_one_rank_keeps_the_attention(tmp_path: Path) -> None:
     config = RunConfig(run_dir=tmp_path, model={"path": tmp_path}, trainer={"attention": "allgather"})
     applied = parse_layout(ONE_RANK).applied_to(config)
     assert applied.trainer.parallel.world_size == 1 and not applied.trainer.optimizer.distributed

@@ -46,7 +46,7 @@ def on_policy(algorithm: dict[str, Any], *rollout: dict[str, Any], **sections: A
 
 
 # ------------------------------------------------------------------------------------------------------ what is exact
-def test_distillation_follows_the_reverse_kl_at_every_position() -> None:
+def test_distillation_follows_the_reverse_kl() -> None:
     teacher = {"coef": 0.5, "path": "/teacher"}
     found = on_policy(EXACT, TURNS, distillation=teacher)
     for tree in ("one turn", "two turns"):
@@ -54,9 +54,6 @@ def test_distillation_follows_the_reverse_kl_at_every_position() -> None:
         assert part.is_unbiased and part.scale == pytest.approx(found[tree, "reward"].scale)
     biased = on_policy(EXACT | {"reduction": "tokens"}, TURNS, distillation=teacher)
     assert biased["two turns", "distillation"].bias > 1e-3
-
-
-def test_exact_distillation_does_so_for_any_scale_of_advantages() -> None:
     teacher = {"coef": 0.5, "path": "/teacher", "mode": "exact"}
     for advantage in ("rloo", "grpo_mean_only"):
         found = on_policy(EXACT | {"advantage": advantage}, TURNS, distillation=teacher)
@@ -122,23 +119,17 @@ def test_each_bias_has_the_name_of_its_setting() -> None:
         assert biased[0].terms[term] < 1e-12 and not biased[0].is_wrong
 
 
-def test_a_baseline_per_turn_index_is_biased_and_one_of_whole_returns_is_not() -> None:
+def test_biases_of_baselines_critics_and_ratios_are_named() -> None:
     """The first turn's reward is earned before the second turn, so a turn's own return has less variance."""
     exact = on_policy(EXACT | {"advantage": "turn_rloo"}, TURNS)["two turns", "reward"]
     assert exact.bias < 1e-12 and exact.scale == pytest.approx(1 / LENGTH, rel=1e-12)
     biased = on_policy(EXACT | {"advantage": "turn_index_mean"}, TURNS)["two turns", "reward"]
     assert biased.bias > 1e-2 and list(biased.terms) == ["algorithm.advantage=turn_index_mean"]
-
-
-def test_gae_of_an_exact_critic_is_unbiased_without_a_discount() -> None:
     for lam, talks in ((0.0, {}), (1.0, {}), (0.7, TURNS)):
         found = on_policy(EXACT | {"advantage": {"name": "gae", "lam": lam}}, talks)
         assert all(each.bias < 1e-12 for each in found.values())
     discounted = on_policy(EXACT | {"advantage": {"name": "gae", "gamma": 0.5}})["one turn", "reward"]
     assert discounted.bias > 1e-2 and "algorithm.advantage=gae" in discounted.terms
-
-
-def test_dropped_groups_and_token_ratios_are_named() -> None:
     dropped = on_policy(EXACT, {"drop_zero_spread": True})["one turn", "reward"]
     assert list(dropped.terms) == ["rollout.drop_zero_spread=true"]
     late = findings(EXACT | {"loss": "ppo_clip", "minibatches": 2})["later update", "one turn", "reward"]
@@ -237,20 +228,14 @@ def above_mean(rewards: Tensor, groups: Groups) -> Tensor:
     return (rewards - groups.mean(rewards)).clamp_min(0)
 
 
-def test_a_bias_that_nobody_excluded_is_named_and_right() -> None:
+def test_right_and_unexcluded_biases_are_told_apart() -> None:
     setting = f"{HERE}:above_mean"
     assert setting not in "".join(sentences([*verify_parts(configured(EXACT | {"advantage": setting}))]))
     found = on_policy(EXACT | {"advantage": setting})["one turn", "reward"]
     assert found.bias > 0.01 and list(found.terms) == [f"algorithm.advantage={setting}"] and not found.is_wrong
-
-
-def test_a_small_bias_is_not_shown_as_none() -> None:
     found = Finding("on-policy", "one turn", "reward", 1.0, 2e-8, {"algorithm.whiten=true": 1e-17})
     (line,) = sentences([found])
     assert "biased by 2e-06% of" in line and "(0% if it were exact)" in line
-
-
-def test_a_right_objective_of_ones_own_passes() -> None:
     found = findings(EXACT | {"loss": f"{HERE}:Reinforce", "advantage": f"{HERE}:leave_one_out"})
     assert not any(each.is_wrong for each in found.values())
     assert found["on-policy", "one turn", "reward"].is_unbiased

@@ -53,16 +53,13 @@ def noise(*shape: int) -> Tensor:
     return torch.randint(-100, 100, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_the_generator_is_splitmix64() -> None:
+def test_the_generator_and_known_answers() -> None:
     """Its published first outputs for seed 0."""
     step = 0x9E3779B97F4A7C15
     first = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [splitmix(step * (place + 1) & MASK) for place in range(3)] == first
     assert weights()[:3] == [each | 1 for each in first]
-
-
-def test_known_answers() -> None:
-    """Hashes must not change unnoticed, because trainers and engines may run in different environments."""
+    # Hashes must not change unnoticed, because trainers and engines may run in different environments.
     assert tensor_checksum(torch.empty(0)) == 0
     assert tensor_checksum(torch.zeros(4, dtype=torch.uint8)) == 0x5AFE8F1F7847BE03
     assert tensor_checksum(torch.arange(10_000, dtype=torch.int32)) == 0x3603A8B84160B061

@@ -79,13 +79,10 @@ def test_engines_of_another_environment(engines: Libraries, colocated: int | Non
             choose("nccl" if colocated is None else "colocated", colocated, engines=engines)
 
 
-def test_libraries_of_an_environment() -> None:
+def test_libraries_and_delta_of_an_environment() -> None:
     found = Libraries.of({"torch": "2.13.0", "nvidia-nccl-cu13": "2.29.7", "vllm": "0.32.0"})
     assert found == HERE_AND_THERE and str(found) == "torch 2.13.0 with NCCL 2.29.7"
     assert engine_libraries(None).torch == version("torch")
-
-
-def test_colocated_engines_with_delta_always() -> None:
     for on_cuda in (True, False):
         assert choose("auto", 1, on_cuda, delta="always") == "shared_memory"
 
@@ -111,11 +108,8 @@ def gpus(nodes: int, per_node: int = 8) -> list[DevicePlace]:
     return [DevicePlace(f"node-{node}", f"GPU-{node}-{index}") for node in range(nodes) for index in range(per_node)]
 
 
-def test_ranks_without_a_worker() -> None:
+def test_ranks_and_workers_are_paired(rejects: Rejects) -> None:
     assert [rank_on(own, gpus(1)) for own in gpus(1)[5:7]] == [5, 6]
-
-
-def test_unpaired(rejects: Rejects) -> None:
     ranks = gpus(2, 2)
     for several, own in ((ranks, DevicePlace("node-0", "GPU-1-0")), ([*ranks, ranks[1]], ranks[1]), ([], ranks[0])):
         with rejects(WeightSyncError, "unpaired"):

@@ -63,16 +63,6 @@ def test_at_most_two_buckets_are_in_shared_memory(session: str, transport: str) 
     sender.close()
 
 
-def test_missing_bucket(pair: tuple[Sender, Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_APPEARS_S", 0.1)
-    sender, receiver = pair
-    metadata = sender.send(bucket(0))
-    sender.close()
-    with pytest.raises(WeightSyncError, match="its sender closed or died, or ") as caught:
-        receiver.receive(metadata)
-    assert caught.value.code == "bucket-gone"
-
-
 def test_full_shared_memory(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -84,12 +74,21 @@ def test_full_shared_memory(session: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert left(session) == []
 
 
-def test_bucket_of_another_session(pair: tuple[Sender, Receiver], session: str) -> None:
+def test_missing_and_foreign_buckets(
+    pair: tuple[Sender, Receiver], session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sender, _ = pair
     metadata, other = sender.send(bucket(0)), f"{session}x"
     stranger = open_receiver(metadata.transport, sender.rendezvous() | {"session": other, "sender": other})
     with refused("foreign-bucket"):
         stranger.receive(metadata)
+    monkeypatch.setattr(directory, "_APPEARS_S", 0.1)
+    sender, receiver = pair
+    metadata = sender.send(bucket(0))
+    sender.close()
+    with pytest.raises(WeightSyncError, match="its sender closed or died, or ") as caught:
+        receiver.receive(metadata)
+    assert caught.value.code == "bucket-gone"
 
 
 def test_shared_memory_is_locked_for_cuda_on_both_sides(session: str, monkeypatch: pytest.MonkeyPatch) -> None:
