@@ -242,7 +242,7 @@ def test_memory_grows_with_the_text_and_not_with_the_calls(template: str) -> Non
             prompt = tree.prompt([replace(message, content=f"{message.content} "[:-1]) for message in history], [])
             reply = Message("assistant", f"<think>{number}</think>b")
             tree.record(prompt, generation(made.encode(reply.content, add_special_tokens=False)), reply)
-            history += [reply, user(f"{number} " * 2000)]
+            history += [reply, user(f"{number} " * 700)]
         del prompt
         gc.collect()
         size, _ = tracemalloc.get_traced_memory()

@@ -94,7 +94,7 @@ def test_layout_written_out_by_loops(shapes: list[tuple[int, int]], padding: int
     assert (packed.packed_seq_len, packed.actual_total_tokens) == (total + padding, total)
 
 
-def test_padding_belongs_to_no_sequence_and_to_the_vocabulary() -> None:
+def test_padding_belongs_to_no_sequence() -> None:
     """Padding changes no per-response and no per-sequence tensor, and attends only to itself."""
     sequences = batch(SHAPES)
     plain, padded = pack_sequences(sequences), pack_sequences(sequences, target_tokens_per_batch=64)

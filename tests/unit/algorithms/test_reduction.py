@@ -1,4 +1,4 @@
-"""Token weights and denominators against written-out means, also of rollouts that are several rows."""
+"""Token weights and denominators against written-out means, and the vectorized sum of sample means."""
 
 import pytest
 import torch
@@ -6,19 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_like.algorithms import (
-    LossInputs,
-    build_loss,
     kl_penalty,
-    pack_sequences,
     spread_over_tokens,
     step_denominator,
     sum_of_sample_mean,
     token_weights,
 )
-from slime_like.config.algorithm import AlgorithmConfig
-from slime_like.plugins.objective import LOSSES, SEQUENCE_LOSSES, STEP_LOSSES
 from tests.support.properties import examples
-from tests.unit.algorithms.cases import REDUCTIONS, batch, mean_by_definition, options_of
+from tests.unit.algorithms.cases import REDUCTIONS, mean_by_definition, options_of
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -51,7 +46,7 @@ def test_weighted_sum_is_the_mean(reduction: str, rows: list[tuple[int, int]], g
         assert actual == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
-def test_masked_samples_and_groups_in_tensors() -> None:
+def test_a_fully_masked_sample_adds_nothing() -> None:
     for reduction in REDUCTIONS:
         options = options_of(reduction)
         assert token_weights(reduction, [4, 0], [1, 2], **options)[1] == 0.0
@@ -108,45 +103,3 @@ def test_half_precision_adds_up(dtype: torch.dtype) -> None:
     mask = torch.ones(4096, dtype=torch.bool)
     per_token, total = kl_penalty(values, torch.zeros_like(values), mask, torch.tensor([4096]), coefficient=1.0)
     assert float(total) == pytest.approx(float(per_token.double().sum()), rel=1e-6)
-
-
-def test_a_published_example() -> None:
-    """A has 50 + 100 tokens, B 3 x 30 and C 40, each with loss 1. Every rollout contributes a third of the mean.
-
-    If rows were samples, B would contribute half of it.
-    """
-    counts, rollouts = [50, 100, 30, 30, 30, 40], list("AABBBC")
-    weights = token_weights("samples", counts, [0] * 6, rollout_ids=rollouts)
-    assert weights == [1 / 150, 1 / 150, 1 / 90, 1 / 90, 1 / 90, 1 / 40]
-    assert step_denominator("samples", counts, [0] * 6, rollouts) == 3.0
-    parts = {name: sum(w * n for w, n, r in zip(weights, counts, rollouts, strict=True) if r == name) for name in "ABC"}
-    assert parts == pytest.approx({"A": 1.0, "B": 1.0, "C": 1.0})
-    assert sum(parts.values()) / 3 == pytest.approx(1.0, rel=1e-15)
-
-
-def test_rollouts_that_do_not_fit_are_rejected() -> None:
-    with pytest.raises(ValueError, match="rollout id"):
-        token_weights("tokens", [1, 2], [0, 0], rollout_ids=["a"])
-    with pytest.raises(ValueError, match=r"row 1 of rollout 'a' is in group 1"):
-        step_denominator("samples", [1, 2], [0, 1], ["a", "a"])
-
-
-def test_settings_per_sequence() -> None:
-    """Settings that need sequence lengths are listed by name. A level without a correction has no effect."""
-    assert AlgorithmConfig(importance={"level": "sequence"}).per_sequence == ()
-    corrected = {"correction": "mask", "veto": 1e-4, "level": "geometric"}
-    assert AlgorithmConfig(importance=corrected).per_sequence == (
-        "importance.level=geometric", "importance.veto=0.0001",
-    )  # fmt: skip
-    (row,) = batch([(3, 4)])
-    pack = pack_sequences([row])
-    for name in LOSSES.keys() - STEP_LOSSES:
-        config = AlgorithmConfig(loss=name)
-        others = pack.old_logprobs, pack.logprobs, pack.ref_logprobs, pack.advantages
-        inputs = LossInputs(torch.zeros(4), pack.loss_mask, pack.token_weights, torch.zeros(4), *others)
-        if name in SEQUENCE_LOSSES:
-            assert config.per_sequence == (f"loss={name}",)
-            with pytest.raises(ValueError, match="response_lens"):
-                build_loss(config)(inputs)
-        else:
-            assert config.per_sequence == () and build_loss(config)(inputs).loss.isfinite()
