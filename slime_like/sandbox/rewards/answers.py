@@ -47,8 +47,9 @@ def any_answer(function: Function) -> Function:
             listed = json.loads(answer) if answer.startswith('["') else None
         except ValueError:
             listed = None
-        are_texts = isinstance(listed, list) and all(isinstance(text, str) for text in listed)
-        results = [function(prompt, response, right, **options) for right in (listed if are_texts else [answer])]
+        if not (isinstance(listed, list) and all(isinstance(text, str) for text in listed)):
+            listed = [answer]
+        results = [function(prompt, response, right, **options) for right in listed]
         return max(results, key=lambda result: (result.reward, result.success))
 
     return cast(Function, best)
