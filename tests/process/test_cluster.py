@@ -18,7 +18,7 @@ from ray._private import services
 
 from slime_like.config import ClusterConfig
 from slime_like.errors import SlimeLikeError
-from slime_like.orchestration.cluster import cluster, daemons, stopped
+from slime_like.orchestration.cluster import cluster, lean_node, stopped
 from slime_like.orchestration.cluster.cluster import Cluster, orphan_reaper
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.system.interrupts import InterruptHandler
@@ -173,7 +173,7 @@ def test_a_stopped_daemon_interrupts_any_wait(tmp_path: Path, monkeypatch: pytes
     given = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}
     usual = {number: signal.signal(number, handler) for number, handler in given.items()}
     monkeypatch.setattr(stopped, "END_AFTER_S", 1.5)
-    monkeypatch.setattr(daemons, "_FAILS_BEFORE_S", 0.0)  # like on a busy machine
+    monkeypatch.setattr(lean_node, "_FAILS_BEFORE_S", 0.0)  # like on a busy machine
     notes: list[str] = []
     try:
         with (

@@ -44,12 +44,11 @@ def any_answer(function: Function) -> Function:
     @wraps(function)
     def best(prompt: str, response: str, answer: str, **options: Any) -> RewardResult:
         try:
-            listed = json.loads(answer) if answer.startswith('["') else None
+            listed = json.loads(answer) if answer.startswith('["') else [answer]
         except ValueError:
-            listed = None
-        if not (isinstance(listed, list) and all(isinstance(text, str) for text in listed)):
             listed = [answer]
-        results = [function(prompt, response, right, **options) for right in listed]
+        right = listed if all(isinstance(text, str) for text in listed) else [answer]
+        results = [function(prompt, response, text, **options) for text in right]
         return max(results, key=lambda result: (result.reward, result.success))
 
     return cast(Function, best)

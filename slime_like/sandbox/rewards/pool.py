@@ -21,9 +21,6 @@ Result = TypeVar("Result")
 Answer = dict[str, Any]
 """A worker's message about one item: the results of its samples, or the reason why it has none."""
 
-_NOTHING: Answer = {"rewards": (), "successes": (), "metadata": {}}
-"""Results of no functions."""
-
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
@@ -104,25 +101,38 @@ class RewardPool:
             return []
         if not self._workers.about:
             self.start()
-        members = _members(range(len(items)) if groups is None else groups, len(items))
         of_groups = frozenset(self._workers.about["of_groups"])  # only the workers import the functions
         by_prompt = not LOCAL.issuperset(self._functions)  # included functions ignore the prompt
         keys = [(item.response, item.answer, item.prompt if by_prompt else "", item.row) for item in items]
-        equal = _members(keys, len(items)) if len(of_groups) < len(self._functions) else []
+        groups = range(len(items)) if groups is None else groups
+        members = _members(group for _, group in zip(items, groups, strict=True))
+        equal = _members(keys) if len(of_groups) < len(self._functions) else []
         whole = members if of_groups else []
         messages = [_message(items[same[0]]) for same in equal]
         messages += [_message(items[group[0]]) | {"responses": [items[i].response for i in group]} for group in whole]
         answers = self._run(self._answers(messages))
-        of_samples, of_wholes = answers[: len(equal)], answers[len(equal) :]
-        alone, shared = _of_items(of_samples, equal, len(items)), _of_items(of_wholes, whole, len(items))
         last = (items[-1].prompt, items[-1].answer)
         if equal:
             prompts = len({tuple(keys[i] for i in group) for group in members})
-            self._failures.record("prompts", prompts, alone, last)
+            self._failures.record("prompts", prompts, answers[: len(equal)], last)
         if whole:
-            self._failures.record("groups", len(whole), of_wholes, last)
-        kinds = [name in of_groups for name in self._functions]
-        return [_outcome(kinds, pair) for pair in zip(alone, shared, strict=True)]
+            self._failures.record("groups", len(whole), answers[len(equal) :], last)
+        results: list[list[Answer]] = [[] for _ in items]
+        for answer, indices in zip(answers, [*equal, *whole], strict=True):
+            found = answer.get("samples", [answer])  # one for each of the items, or one for all of them
+            for index, result in zip(indices, found if len(found) > 1 else found * len(indices), strict=True):
+                results[index].append(result)
+        return [self._outcome(each) for each in results]
+
+    def _outcome(self, results: Sequence[Answer]) -> RewardOutcome:
+        """Merge the results of functions of single responses and of whole groups."""
+        failed = next((each for each in sorted(results, key=is_failure, reverse=True) if "reason" in each), None)
+        if failed is not None:
+            zeros = (0.0,) * len(self._functions)
+            return RewardOutcome(zeros, zeros, {key: value for key, value in failed.items() if key != "traceback"})
+        scores = sorted(score for each in results for score in each["scores"])  # by the function's number
+        metadata = {name: value for each in results for name, value in each["metadata"].items()}
+        return RewardOutcome(tuple(reward for _, reward, _ in scores), tuple(won for *_, won in scores), metadata)
 
     def close(self) -> None:
         """End every worker by its process id, within a bound. May be called twice."""
@@ -147,12 +157,10 @@ class RewardPool:
         """Return one answer per item, in order. The first error ends the batch."""
         size = min(_CHUNK_ITEMS, math.ceil(len(items) / (2 * self._count)))
         hung = list[str | None]()
+        parts = [items[start : start + size] for start in range(0, len(items), size)]
         try:
             async with asyncio.TaskGroup() as tasks:
-                chunks = [
-                    tasks.create_task(self._chunk_answers(items[start : start + size], hung))
-                    for start in range(0, len(items), size)
-                ]
+                chunks = [tasks.create_task(self._chunk_answers(part, hung)) for part in parts]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [answer for chunk in chunks for answer in chunk.result()]
@@ -210,33 +218,9 @@ def _message(item: RewardItem) -> dict[str, Any]:
     return {"prompt": item.prompt, "response": item.response, "answer": item.answer, ROW: item.row}
 
 
-def _members(groups: Iterable[Hashable], count: int) -> list[list[int]]:
+def _members(groups: Iterable[Hashable]) -> list[list[int]]:
     """Return the indices of each group's items, in order of appearance."""
     found: dict[Hashable, list[int]] = {}
-    for index, group in zip(range(count), groups, strict=True):
+    for index, group in enumerate(groups):
         found.setdefault(group, []).append(index)
     return list(found.values())
-
-
-def _of_items(answers: Sequence[Answer], members: Sequence[Sequence[int]], count: int) -> list[Answer]:
-    """Return each item's result. An answer has a result for each of its members, or one for all of them."""
-    found = [_NOTHING] * count
-    for answer, indices in zip(answers, members, strict=True):
-        results = answer.get("samples", [answer])
-        for index, result in zip(indices, results if len(results) > 1 else results * len(indices), strict=True):
-            found[index] = result
-    return found
-
-
-def _outcome(kinds: Sequence[bool], answers: tuple[Answer, Answer]) -> RewardOutcome:
-    """Merge the results of functions of single responses (kind 0) and of whole groups (kind 1), in order."""
-    zeros = (0.0,) * len(kinds)
-    failed = next((answer for answer in sorted(answers, key=is_failure, reverse=True) if "reason" in answer), None)
-    if failed is not None:
-        return RewardOutcome(zeros, zeros, {key: value for key, value in failed.items() if key != "traceback"})
-    rewards, successes = ([iter(answer[key]) for answer in answers] for key in ("rewards", "successes"))
-    return RewardOutcome(
-        tuple(next(rewards[kind]) for kind in kinds),
-        tuple(next(successes[kind]) for kind in kinds),
-        answers[0]["metadata"] | answers[1]["metadata"],
-    )

@@ -84,23 +84,19 @@ def _prepare(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     functions = [_Function(**function) for function in setup["functions"]]
     for function in functions:
         function.warm_up()
-    samples = [function for function in functions if not function.of_groups]
-    groups = [function for function in functions if function.of_groups]
 
     def handle(item: dict[str, Any]) -> dict[str, Any]:
-        functions = groups if "responses" in item else samples
-        return {
-            "samples": [
-                {
-                    "rewards": [float(result.reward) for result in results],
-                    "successes": [float(result.success) for result in results],
-                    "metadata": {f.name: r.metadata for f, r in zip(functions, results, strict=True) if r.metadata},
-                }
-                for results in zip(*[function.results(item) for function in functions], strict=True)
-            ]
-        }
+        called = [(at, each) for at, each in enumerate(functions) if each.of_groups is ("responses" in item)]
+        samples = [
+            {
+                "scores": [(at, float(r.reward), float(r.success)) for (at, _), r in zip(called, results, strict=True)],
+                "metadata": {each.name: r.metadata for (_, each), r in zip(called, results, strict=True) if r.metadata},
+            }
+            for results in zip(*[each.results(item) for _, each in called], strict=True)
+        ]
+        return {"samples": samples}
 
-    return handle, {"of_groups": [function.name for function in groups]}
+    return handle, {"of_groups": [function.name for function in functions if function.of_groups]}
 
 
 def _checked(found: Any) -> RewardResult:
