@@ -117,7 +117,10 @@ class PromptSource:
         self._issued = 0
         self._mixture = [[name, share] for name, share in zip(self._names, self._shares, strict=False)]
         self._files = [file for part in parts for path in part.train for file in data_files(path)]
-        self._digests = [_digest(file) for file in self._files]
+        self._digests = []
+        for file in self._files:
+            with file.open("rb") as data:
+                self._digests.append(hashlib.file_digest(data, "sha256").hexdigest()[:_DIGEST_DIGITS])
 
     @property
     def num_rows(self) -> int:
@@ -226,8 +229,3 @@ _IDENTITY = {
 
 def _listed(value: Any) -> str:
     return str(value) if not isinstance(value, list) else ", ".join(map(str, value)) or "none"
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()[:_DIGEST_DIGITS]

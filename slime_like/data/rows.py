@@ -186,17 +186,12 @@ def strict_json(text: str) -> Any:
     """Parse JSON that other readers read alike. Raises ``ValueError`` or ``RecursionError``."""
     values = _DECODER.decode(text)
     if "\\ud" in text.lower():
-        _refuse_lone_surrogates(values)
+        try:
+            json.dumps(values, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:  # half a character, which no tokenizer accepts
+            half = error.object[error.start]
+            raise ValueError(f"\\u{ord(half):04x} is half of a surrogate pair, not a character") from error
     return values
-
-
-def _refuse_lone_surrogates(values: Any) -> None:
-    r"""Reject escapes of half a character, such as ``\ud800``, which no tokenizer accepts."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"\\u{ord(half):04x} is half of a surrogate pair, not a character") from error
 
 
 def _read_table(path: Path) -> Iterator[Row]:

@@ -4,6 +4,7 @@ The chat template renders every turn as the model will sample it: the generation
 then the turn while it is the last message. The tokenizer's offsets map these characters to tokens.
 """
 
+import copy
 import json
 import re
 from bisect import bisect_left
@@ -145,7 +146,10 @@ class ChatTemplate:
         if given is not None and given != wanted:
             message = {wanted if key == given else key: value for key, value in message.items()}
         if message.get("tool_calls") and self._takes_json:
-            message = {**message, "tool_calls": list(map(_with_json, message["tool_calls"]))}
+            calls = copy.deepcopy(message["tool_calls"])
+            for function in (call["function"] for call in calls):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            message = {**message, "tool_calls": calls}
         return message
 
     @cached_property
@@ -196,15 +200,15 @@ class ConversationEncoder:
             spans = rows.pop()[1] if rows and text.startswith(rows[-1][0]) else []
             rows.append((text, [*spans, (start, len(text))]))
         _require_tools(self._template, messages[: trained[-1] + 1], tools)
-        return [self._encode_row(*row) for row in rows]
-
-    def _encode_row(self, text: str, turns: Sequence[Range]) -> tuple[list[int], list[Range]]:
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        starts = [start for start, _ in encoding.offsets]
-        spans = [_token_span(turn, encoding.offsets, starts) for turn in turns]
-        if spans[0][0] == 0:
-            raise SpanFault("no-prompt", "the conversation starts with the assistant's turn, without any prompt token")
-        return encoding.ids, spans
+        encoded = []
+        for text, turns in rows:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            starts = [start for start, _ in encoding.offsets]
+            encoded.append((encoding.ids, [_token_span(turn, encoding.offsets, starts) for turn in turns]))
+            if encoded[-1][1][0][0] == 0:
+                problem = "the conversation starts with the assistant's turn, without any prompt token"
+                raise SpanFault("no-prompt", problem)
+        return encoded
 
     def _turn(self, messages: Messages, index: int, tools: Tools) -> tuple[str, int]:
         """Return the text up to the end of a turn, and the index of its first character."""
@@ -238,11 +242,6 @@ class ConversationEncoder:
         return text + self._template.header(following, called)
 
 
-def _with_json(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-
-
 def _untrimmed(tokenizer: Any) -> Any:
     """Copy the tokenizer's backend without post-processing, which may trim white space off the offsets. That would hide
     tokens that straddle a border. Ids are the same."""
@@ -250,11 +249,11 @@ def _untrimmed(tokenizer: Any) -> Any:
     if backend is None:
         problem = "the tokenizer gives no character offsets"
         raise SpanFault("no-offsets", problem, "give model.path a tokenizer.json, from which a fast one is loaded")
-    copy = type(backend).from_str(backend.to_str())
-    copy.post_processor = None
-    copy.no_truncation()
-    copy.no_padding()
-    return copy
+    bare = type(backend).from_str(backend.to_str())
+    bare.post_processor = None
+    bare.no_truncation()
+    bare.no_padding()
+    return bare
 
 
 def _with_thinking(prompt: str, opened: re.Match[str] | None, whole: str, message: Message, number: int) -> str:

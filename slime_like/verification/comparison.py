@@ -134,42 +134,27 @@ def compare_measurements(
     every = torch.cat(gaps)
     parity.logprob_max, parity.logprob_mean = float(every.max()), float(every.mean())
     wrong = [~(gap <= tolerances.logprob_max) for gap in gaps]  # NaN is out of bounds
-    if any(tokens.any() for tokens in wrong):
-        parity.differences.append(_first_token(wrong, found, expected, batch))
+    if (index := next((index for index, tokens in enumerate(wrong) if tokens.any()), None)) is not None:
+        token, sequence = int(wrong[index].nonzero()[0]), batch[index]
+        values = [float(side.logprobs[index][token]) for side in (found, expected)]
+        parity.differences.append(
+            f"logprob of sequence {sequence.sequence_id}, response token {token} (position "
+            f"{sequence.prompt_len + token} of {sequence.total_len}) is {values[0]:.6f} instead of {values[1]:.6f}; "
+            f"{int(torch.cat(wrong).sum())} of {sum(map(len, wrong))} tokens differ"
+        )
     elif not parity.logprob_mean <= tolerances.logprob_mean:
         parity.differences.append(
             f"logprobs differ by {parity.logprob_mean:.2e} nats on average, {tolerances.logprob_mean:.0e} is allowed"
         )
-    parity.loss = _compare_figures("loss", found.loss, expected.loss, 1.0, tolerances.loss, parity)
-    norms = found.grad_norm, expected.grad_norm
-    parity.grad_norm = _compare_figures("gradient norm", *norms, 1e-30, tolerances.grad_norm, parity)
+    for name, title, floor in (("loss", "loss", 1.0), ("grad_norm", "gradient norm", 1e-30)):
+        steps = list(zip(getattr(found, name), getattr(expected, name), strict=True))
+        relative = [abs(a - b) / (floor + abs(b)) for a, b in steps]
+        setattr(parity, name, _largest(relative))
+        first = next((step for step, gap in enumerate(relative) if not gap <= getattr(tolerances, name)), None)
+        if first is not None:
+            a, b = steps[first]
+            parity.differences.append(f"{title} of step {first + 1} is {a:.8g} instead of {b:.8g}")
     return parity
-
-
-def _first_token(
-    wrong: Sequence[Tensor], found: Measurement, expected: Measurement, batch: Sequence[ScoredTrajectory]
-) -> str:
-    """Describe the first token of the first sequence with a logprob that is out of bounds."""
-    index = next(index for index, tokens in enumerate(wrong) if tokens.any())
-    token, sequence = int(wrong[index].nonzero()[0]), batch[index]
-    return (
-        f"logprob of sequence {sequence.sequence_id}, response token {token} (position {sequence.prompt_len + token} "
-        f"of {sequence.total_len}) is {float(found.logprobs[index][token]):.6f} instead of "
-        f"{float(expected.logprobs[index][token]):.6f}; {int(torch.cat(list(wrong)).sum())} of "
-        f"{sum(map(len, wrong))} tokens differ"
-    )
-
-
-def _compare_figures(
-    name: str, found: list[float], expected: list[float], floor: float, bound: float, parity: Parity
-) -> float:
-    """Return the largest gap relative to ``floor + |expected|``; report the first step that is out of bounds."""
-    gaps = [abs(a - b) / (floor + abs(b)) for a, b in zip(found, expected, strict=True)]
-    wrong = [step for step, gap in enumerate(gaps) if not gap <= bound]
-    if wrong:
-        values = f"{found[wrong[0]]:.8g} instead of {expected[wrong[0]]:.8g}"
-        parity.differences.append(f"{name} of step {wrong[0] + 1} is {values}")
-    return _largest(gaps)
 
 
 def _largest(gaps: Iterable[float]) -> float:
