@@ -46,17 +46,20 @@ def _verify_layouts(options: argparse.Namespace, flags: list[str]) -> int:
         baseline = parse_layout(options.baseline)
         layouts = [parse_layout(name) for name in options.layouts or DEFAULT_LAYOUTS]
         config = _layout_config(model, flags, synthetic=options.batch is None)
-        from slime_like.verification.verify import Row, print_table, verify_layouts  # imports torch and Ray
+        from slime_like.verification.verify import LayoutResult, print_table, verify_layouts  # imports torch and Ray
 
         temporary = not has_flag(flags, "run_dir")
         batch = _batch(options.batch, model)
         required = options.layouts is not None
         steps = f"{counted(len(batch), 'sequence')}, {counted(config.steps, 'optimizer step')}"
-        rows: list[Row] = []
+        rows: list[LayoutResult] = []
         try:
             rows += verify_layouts(config, baseline, layouts, batch, required=required, temporary=temporary)
         finally:  # an interrupt keeps the rows so far
-            left = [Row(one.name, one.parallel.world_size, skipped="not compared") for one in layouts[len(rows) - 1 :]]
+            left = [
+                LayoutResult(one.name, one.parallel.world_size, skipped="not compared")
+                for one in layouts[len(rows) - 1 :]
+            ]
             if rows:
                 print_table(f"Differences from {baseline.name} ({config.model.dtype}, {steps})", rows + left)
         if tolerances_of(config.model.dtype, ModelDimensions.from_checkpoint(model)) is ROUTED_BFLOAT16:

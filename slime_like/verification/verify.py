@@ -55,7 +55,7 @@ _FIGURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LayoutResult:
     """Line of one layout: its deviation, the reason why it does not fit the model or machine, or its failure."""
 
     layout: str
@@ -83,7 +83,7 @@ def verify_layouts(
     *,
     required: bool,
     temporary: bool,
-) -> Iterator[Row]:
+) -> Iterator[LayoutResult]:
     """Compare per-token logprobs, gradients, ``config.steps`` optimizer steps, and weights after them.
 
     Args:
@@ -114,7 +114,7 @@ def verify_layouts(
         progress.note(f"{baseline.name}: the baseline of the other layouts")
         weights = stack.enter_context(TemporaryDirectory(prefix="weights-", dir=run_dir))
         measured = Baseline(config, baseline, batch, Path(weights))
-        yield Row(baseline.name, baseline.parallel.world_size, measured.parity)
+        yield LayoutResult(baseline.name, baseline.parallel.world_size, measured.parity)
         progress.update(1, {})
         for done, layout in enumerate(layouts, start=2):
             progress.note(f"{layout.name}: {counted(layout.parallel.world_size, 'rank')}")
@@ -196,15 +196,15 @@ class Baseline:
         self._measured = self._measure(layout, self._gradients.add, self._final.add, self._initial.add)
         self.parity = compare_measurements(self._measured, self._measured, self.batch, self._tolerances)
 
-    def row(self, layout: Layout, misfit: str | None) -> Row:
+    def row(self, layout: Layout, misfit: str | None) -> LayoutResult:
         """Return the line of another layout, which runs unless it has a ``misfit``."""
         ranks = layout.parallel.world_size
         if misfit is not None:
-            return Row(layout.name, ranks, skipped=misfit)
+            return LayoutResult(layout.name, ranks, skipped=misfit)
         try:
-            return Row(layout.name, ranks, self._compare(layout))
+            return LayoutResult(layout.name, ranks, self._compare(layout))
         except TrainerError as error:
-            return Row(layout.name, ranks, failed=str(error))
+            return LayoutResult(layout.name, ranks, failed=str(error))
 
     def _compare(self, layout: Layout) -> Parity:
         """Run another layout. Its tensors are compared bucket by bucket and not kept."""
@@ -256,7 +256,7 @@ def _drain(buckets: Iterable[Mapping[str, Tensor]], sink: _Sink) -> None:
         sink(tensors)
 
 
-def print_table(title: str, rows: Sequence[Row], stream: TextIO | None = None) -> None:
+def print_table(title: str, rows: Sequence[LayoutResult], stream: TextIO | None = None) -> None:
     """Print the table, then a line for every difference, failure and skipped layout."""
     stream = stream or sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else _WIDTH, highlight=False, soft_wrap=False)

@@ -80,8 +80,7 @@ class LeanNode(ray._private.node.Node):
         """Return the vital Ray daemon that ended by itself, if any, with the agent that a raylet ended with."""
         for kind, process in self.dead_processes():
             if kind in VITAL:
-                agent = ended_agent(Path(self.get_logs_dir_path())) if kind == "raylet" else None
-                since = f", since its {agent} had ended" if agent else ""
+                since = ended_agent(Path(self.get_logs_dir_path())) if kind == "raylet" else ""
                 return f"Ray's {kind} ended by itself with {process.returncode}{since}"
         return None
 

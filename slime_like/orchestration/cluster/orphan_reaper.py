@@ -88,16 +88,15 @@ def lost_daemon(logs: Path) -> str | None:
     driver = "".join(end_of_file(log, _END_BYTES) for log in logs.glob("python-core-driver-*.log"))
     for kind, lost in _LOST.items():
         if lost.search(driver):
-            agent = ended_agent(logs) if kind == "raylet" else None
-            return f"its {kind} had ended" + (f", since its {agent} had ended" if agent else "")
+            return f"its {kind} had ended{ended_agent(logs) if kind == 'raylet' else ''}"
     return None
 
 
-def ended_agent(logs: Path) -> str | None:
-    """Return the agent that the raylet ended with, or ``None``."""
+def ended_agent(logs: Path) -> str:
+    """Return ", since its AGENT had ended" if the raylet ended with an agent, or an empty text."""
     log = logs / "raylet.err"
     names = _AGENT.findall(log.read_text(errors="replace")) if log.exists() else []
-    return names[-1] if names else None
+    return f", since its {names[-1]} had ended" if names else ""
 
 
 def clean_up(driver: int, private: Path, logs: Path, run_name: str, bucket_directories: Sequence[Path]) -> None:

@@ -62,7 +62,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PartResult:
     """One part of the objective in one scenario.
 
     Attributes:
@@ -93,7 +93,7 @@ class Finding:
         return not self.scale > _UPHILL or (self.scenario == ON_POLICY and self.bias >= 1)
 
 
-def verify_objective(config: RunConfig) -> list[Finding]:
+def verify_objective(config: RunConfig) -> list[PartResult]:
     """Enumerate the objective in every scenario that the run can meet."""
     algorithm = config.algorithm.model_copy(update={"minibatches": 1, "epochs": 1, "old_logprobs": "score"})
     tested = config.model_copy(update={"reward": _REWARD, "algorithm": algorithm})
@@ -121,7 +121,7 @@ def scenarios(algorithm: AlgorithmConfig, max_staleness: int) -> list[Scenario]:
     return found
 
 
-def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, samples: int) -> Iterator[Finding]:
+def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, samples: int) -> Iterator[PartResult]:
     policies, rewards, first = _problem(tree, scenario, prompts)
     truth = true_gradients(tree, rewards, policies, samples)
     of = configured_estimator(config.algorithm.advantage.name).promise.of or "reward"
@@ -141,7 +141,7 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
         if left < bias - UNBIASED:
             terms[term] = left
     terms = dict(sorted(terms.items(), key=lambda one: one[1]))
-    yield Finding(scenario.name, tree.name, "reward", scale, bias, terms)
+    yield PartResult(scenario.name, tree.name, "reward", scale, bias, terms)
     for part, coefficient in coefficients.items():
         if coefficient > 0:
             added = expected(_without(config, *(coefficients.keys() - {part}))) - reward
@@ -149,7 +149,7 @@ def _findings(config: RunConfig, tree: Tree, scenario: Scenario, prompts: int, s
             scale, bias = _fit(sign * added, true)
             cause = _CAUSES.get(part, "").format(config.algorithm)
             terms = {cause: 0.0} if cause and bias > UNBIASED else {}
-            yield Finding(scenario.name, tree.name, part, scale / coefficient, bias, terms)
+            yield PartResult(scenario.name, tree.name, part, scale / coefficient, bias, terms)
 
 
 def _problem(tree: Tree, scenario: Scenario, prompts: int) -> tuple[Policies, Tensor, Tensor]:
@@ -213,7 +213,7 @@ def _exact_terms(config: RunConfig) -> Iterator[tuple[str, RunConfig, bool]]:
         yield "rollout.drop_zero_spread=true", config.model_copy(update={"rollout": rollout}), False
 
 
-def verify_parts(config: RunConfig) -> Iterator[Finding]:
+def verify_parts(config: RunConfig) -> Iterator[PartResult]:
     """Enumerate every part that promises something next to exact other parts, and compare it with its promise."""
     algorithm, importance, reduction = config.algorithm, config.algorithm.importance, config.algorithm.reduction
     # A built-in part makes its promise for default options.
@@ -242,7 +242,7 @@ def verify_parts(config: RunConfig) -> Iterator[Finding]:
 
 def _checked(
     config: RunConfig, part: str, promise: Promise, settings: dict[str, Any], coefficient: float = 1.0, gap: str = ""
-) -> Iterator[Finding]:
+) -> Iterator[PartResult]:
     """Yield the finding of a part that is on and promises something. ``gap``: attribute of ``Scenario`` to be small."""
     if promise.of is None or not coefficient:
         return
@@ -257,14 +257,14 @@ def _checked(
     found = Enumeration(run, tree, rewards, first, samples).gradient(policies)
     sign = 1 if promise.of in ("KL", "forward KL", "KL of responses") else -1
     scale, bias = _fit(sign * found, true_gradients(tree, rewards, policies, samples)[promise.of])
-    yield Finding(f"algorithm.{part}", tree.name, promise.of, scale, bias, {}, coefficient * promise.scale(samples))
+    yield PartResult(f"algorithm.{part}", tree.name, promise.of, scale, bias, {}, coefficient * promise.scale(samples))
 
 
 def _percent(bias: float) -> str:
     return f"{100 * bias:.3g}%" if bias > UNBIASED else "0%"
 
 
-def sentences(findings: Sequence[Finding]) -> Iterator[str]:
+def sentences(findings: Sequence[PartResult]) -> Iterator[str]:
     for one in findings:
         where = f"{one.scenario}, {one.tree}: {one.part}"
         if one.promised is not None:

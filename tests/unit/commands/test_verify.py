@@ -17,7 +17,7 @@ from slime_like.interfaces.conversion import TensorInfo
 from slime_like.verification import verify
 from slime_like.verification.comparison import Parity
 from slime_like.verification.layouts import parse_layout
-from slime_like.verification.verify import Row, device_misfit, setting_misfit
+from slime_like.verification.verify import LayoutResult, device_misfit, setting_misfit
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
 
 
@@ -57,9 +57,9 @@ def test_an_interrupt_keeps_the_finished_rows(
 ) -> None:
     model = write_checkpoint(tmp_path / "model")
 
-    def interrupted(*given: object, **settings: object) -> Iterator[Row]:
-        yield Row("single", 1, Parity())
-        yield Row("tp2", 2, Parity(differences=["token 3 is wrong"]))
+    def interrupted(*given: object, **settings: object) -> Iterator[LayoutResult]:
+        yield LayoutResult("single", 1, Parity())
+        yield LayoutResult("tp2", 2, Parity(differences=["token 3 is wrong"]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "verify_layouts", interrupted)

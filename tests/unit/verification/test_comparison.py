@@ -33,7 +33,7 @@ from slime_like.verification.layouts import (
     parse_layout,
     tolerances_of,
 )
-from slime_like.verification.verify import Row, TensorStore, print_table
+from slime_like.verification.verify import LayoutResult, TensorStore, print_table
 from tests.conftest import Tiny
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import EXPERTS, write_checkpoint
@@ -235,10 +235,10 @@ def test_a_store_gives_back_what_it_was_given(tmp_path: Path) -> None:
 
 def test_the_table_has_a_line_per_layout_and_a_sentence_per_problem() -> None:
     rows = [
-        Row("single", 1, Parity()),
-        Row("tp2", 2, Parity(logprob_max=0.5, differences=["token 3 is wrong", "layer 1 is wrong"])),
-        Row("tp16", 64, skipped="needs 64 ranks"),
-        Row("cp2", 2, failed="rank 1 died"),
+        LayoutResult("single", 1, Parity()),
+        LayoutResult("tp2", 2, Parity(logprob_max=0.5, differences=["token 3 is wrong", "layer 1 is wrong"])),
+        LayoutResult("tp16", 64, skipped="needs 64 ranks"),
+        LayoutResult("cp2", 2, failed="rank 1 died"),
     ]
     stream = io.StringIO()
     print_table("Differences", rows, stream)

@@ -18,7 +18,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.plugins.objective import ADVANTAGES, LOSSES, REDUCTIONS
 from slime_like.verification.objective import verify
-from slime_like.verification.objective.verify import Finding, sentences, verify_objective, verify_parts
+from slime_like.verification.objective.verify import PartResult, sentences, verify_objective, verify_parts
 
 HERE = Path(__file__)
 LENGTH = 8
@@ -33,12 +33,14 @@ def configured(algorithm: dict[str, Any], **sections: Any) -> RunConfig:
 
 def findings(
     algorithm: dict[str, Any], rollout: dict[str, Any] | None = None, **sections: Any
-) -> dict[tuple[str, str, str], Finding]:
+) -> dict[tuple[str, str, str], PartResult]:
     found = verify_objective(configured(algorithm, rollout=rollout or {}, **sections))
     return {(each.scenario, each.tree, each.part): each for each in found}
 
 
-def on_policy(algorithm: dict[str, Any], *rollout: dict[str, Any], **sections: Any) -> dict[tuple[str, str], Finding]:
+def on_policy(
+    algorithm: dict[str, Any], *rollout: dict[str, Any], **sections: Any
+) -> dict[tuple[str, str], PartResult]:
     """Return findings by tree and part, without the enumerations of other scenarios."""
     with mock.patch.object(verify, "scenarios", lambda *read: [verify.Scenario(verify.ON_POLICY)]):
         found = findings(algorithm, *rollout, **sections)
@@ -233,7 +235,7 @@ def test_right_and_unexcluded_biases_are_told_apart() -> None:
     assert setting not in "".join(sentences([*verify_parts(configured(EXACT | {"advantage": setting}))]))
     found = on_policy(EXACT | {"advantage": setting})["one turn", "reward"]
     assert found.bias > 0.01 and list(found.terms) == [f"algorithm.advantage={setting}"] and not found.is_wrong
-    found = Finding("on-policy", "one turn", "reward", 1.0, 2e-8, {"algorithm.whiten=true": 1e-17})
+    found = PartResult("on-policy", "one turn", "reward", 1.0, 2e-8, {"algorithm.whiten=true": 1e-17})
     (line,) = sentences([found])
     assert "biased by 2e-06% of" in line and "(0% if it were exact)" in line
     found = findings(EXACT | {"loss": f"{HERE}:Reinforce", "advantage": f"{HERE}:leave_one_out"})
