@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backends.common.step.balance import RoutedTokens, choices
 from backends.common.step.grouped_product import grouped_linear
-from backends.common.trainer.lora import ADDED
+from backends.common.trainer.state import ADDED
 
 NAME = "slime_like_grouped"
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backends.common.step.grouped_product import ALIGNMENT, grouped_linear
-from backends.common.trainer.lora import ADDED, is_added, merged
+from backends.common.trainer.lora import merged
+from backends.common.trainer.state import ADDED, is_added
 from backends.fsdp.names import TensorRows, pieces, stored_shapes
 from backends.fsdp.parallel import joined, shard_of
 from slime_like.config import LoraConfig, ModelConfig

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from backends.common.step.balance import RoutedTokens
 from backends.common.step.packs import ResponseRows
-from backends.common.trainer.lora import is_added
+from backends.common.trainer.state import is_added
 from backends.fsdp import attention, experts
 from backends.fsdp.attention import replace_recurrence
 from backends.fsdp.lora import add_lora

@@ -19,7 +19,7 @@ from backends.common.checkpoint.integrity import Checksums, VerifyingReader, dam
 from backends.common.checkpoint.reading import FORMAT, UNREADABLE, brief, cause_of, require_format, require_schedule
 from backends.common.process.agreement import listed, together
 from backends.common.trainer.host_memory import HostCopies
-from backends.common.trainer.lora import is_added
+from backends.common.trainer.state import is_added
 from backends.megatron.checkpoint_writer import PLAIN_FILES, CheckpointWriter
 from backends.megatron.optimizer import Optimizer, sharded_optimizer_state
 from backends.megatron.versions import loading_together

@@ -33,7 +33,8 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from torch import Tensor, nn
 
 from backends.common.step.grouped_product import grouped_linear
-from backends.common.trainer.lora import ADDED, block_diagonal, is_added, merged
+from backends.common.trainer.lora import block_diagonal, merged
+from backends.common.trainer.state import ADDED, is_added
 from backends.megatron.conversion.placement import LORA_WEIGHTS, PlacedParameter, place_parameters
 from backends.megatron.experts import GroupedLinear
 from backends.megatron.families.rules import HfTensor, Rule

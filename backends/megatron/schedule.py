@@ -23,7 +23,6 @@ from torch import Tensor
 
 from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
-from backends.megatron.activations import ActivationOffload
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.versions import require
 from slime_like.trajectory import PackedTrajectory
@@ -61,7 +60,7 @@ class Schedule:
 
     chunks: Sequence[MegatronModule]
     builder: BatchBuilder
-    offload: ActivationOffload | None = None
+    offload: Any = None  # ``ActivationOffload``
 
     def train(
         self,

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from backends.common.trainer.host_memory import HostCopies
-from backends.common.trainer.lora import Initial, is_added
-from backends.common.trainer.state import TrainerState
+from backends.common.trainer.state import TrainerState, is_added
 from backends.megatron import checkpoint, conversion
 from backends.megatron.checkpoint_writer import CheckpointWriter
 from backends.megatron.conversion.placement import fill, named_weights, place_lora_weights
@@ -19,6 +19,9 @@ from backends.megatron.schedule import Communication
 from slime_like.config import CheckpointConfig, ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.models.dimensions import ModelDimensions
+
+if TYPE_CHECKING:
+    from backends.common.trainer.lora import Initial
 
 
 class MegatronState(TrainerState):
@@ -48,7 +51,7 @@ class MegatronState(TrainerState):
     def lora_weights(self) -> list[Tensor]:
         return [each for chunk in self.chunks for name, each in chunk.named_parameters() if is_added(name)]
 
-    def fill_lora_weights(self, source: Callable[[dict[str, Shape]], Initial]) -> None:
+    def fill_lora_weights(self, source: Callable[[dict[str, Shape]], "Initial"]) -> None:
         placements = place_lora_weights(self.chunks, self._dimensions)
         named = (zip(each.source_names(), each.shapes, strict=True) for each in placements)
         fill(placements, source({name: shape for pairs in named for name, shape in pairs}))

@@ -12,7 +12,6 @@ from torch import Tensor
 from backends.common.step.routes import Replay
 from backends.common.trainer.base import TrainerBase
 from backends.megatron import parallel
-from backends.megatron.activations import ActivationOffload
 from backends.megatron.attention import for_lora, machine_problems
 from backends.megatron.conversion.placement import EXPERT_BIAS, set_dropout
 from backends.megatron.head import LogprobModel
@@ -77,9 +76,8 @@ class MegatronTrainer(TrainerBase):
         optimizer = self.state.optimizer = Optimizer(
             self.config.trainer.optimizer, self.config.total_updates, self.wrapped
         )
-        activations = (
-            ActivationOffload(self.chunks, self.state.activations) if self.config.trainer.activation_offload else None
-        )
+        offload = load_option("activation-offload") if self.config.trainer.activation_offload else None
+        activations = offload and offload(self.chunks, self.state.activations)
         self._schedule = Schedule(self.wrapped, self._batch_builder(), activations)
         self._communication = Communication(self.wrapped)
         self._communication.attach()

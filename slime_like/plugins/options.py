@@ -18,6 +18,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "agent": f"{_ROLLOUT}.agents:AgentRollouts",
         "environment": f"{_ROLLOUT}.conversations:Conversations",
         # model.lora
+        "lora-start": "backends.common.trainer.lora:Initial",
+        "lora-trial": "backends.common.trainer.lora:Trial",
         "megatron-lora": "backends.megatron.lora:add_lora",
         "megatron-lora-checkpoint": "backends.megatron.lora:lora_entries",
         # distillation
@@ -28,7 +30,10 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         # layers with linear attention, and with experts
         "recurrence": "backends.common.linear_attention:Recurrence",
         "megatron-experts": "backends.megatron.router:balance_experts",
+        # trainer.activation_offload
+        "activation-offload": "backends.megatron.activations:ActivationOffload",
         # trainer ranks without a GPU
+        "onednn": "slime_like.system.onednn:use_onednn",
         "megatron-on-cpu": "backends.megatron.cpu_runtime:megatron_runtime",
         # sync.delta, sync.quantization
         "delta-sender": "slime_like.weights.delta:DeltaSender",

@@ -21,7 +21,6 @@ from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
 from backends.common.step.objective import named_scores, objective_of
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
-from backends.common.trainer.lora import Initial, Trial
 from backends.common.trainer.state import StepOptimizer, TrainerState
 from slime_like.checks.packages import rejected_on_cuda
 from slime_like.config import RunConfig
@@ -180,7 +179,7 @@ class TrainerBase(TrainerBackend):
         elif model.lora.is_set and model.lora.path is not None:
             self.state.load_adapter(model, model.lora.path, self.device)
         elif model.lora.is_set:
-            self.state.fill_lora_weights(Initial)
+            self.state.fill_lora_weights(load_option("lora-start"))
 
     def _add_frozen(self, role: ModelRole) -> None:
         """Keep the weights of ``role`` for the same modules. Only the initial policy has factors.
@@ -283,7 +282,7 @@ class TrainerBase(TrainerBackend):
         self._trial.close()
         if size is not None:
             self._trial.enter_context(self.state.snapshot(on_device=True))
-            self.state.fill_lora_weights(partial(Trial, size=size / self.config.model.lora.scale))
+            self.state.fill_lora_weights(partial(load_option("lora-trial"), size=size / self.config.model.lora.scale))
 
     @property
     def _bucket_bytes(self) -> int:

@@ -1,6 +1,4 @@
-"""Modules that training adds to a model, and low-rank factors (LoRA, https://arxiv.org/abs/2106.09685).
-
-Both are the same for every backend.
+"""Low-rank factors (LoRA, https://arxiv.org/abs/2106.09685), the same for every backend.
 
 A module can hold several Hugging Face matrices, such as query, key and value. Each has its own factors. The module's A,
 (n r, in), has those of its n targeted matrices one after the other. Its B, (out, r), has the rows of the module's
@@ -13,14 +11,6 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-
-ADDED = "added"
-"""Name of a module that is in no Hugging Face checkpoint of the model."""
-
-
-def is_added(parameter: str) -> bool:
-    """Return whether a parameter belongs to an added module."""
-    return ADDED in parameter.split(".")
 
 
 def initial_a(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -4,7 +4,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,20 @@ from backends.common.checkpoint.writing import RankWriting
 from backends.common.hugging_face.files import Adapter
 from backends.common.process.agreement import together
 from backends.common.trainer.host_memory import HostCopies, HostOffload, HostPool, wait_for_device
-from backends.common.trainer.lora import Initial
 from slime_like.config import ModelConfig
 from slime_like.interfaces import WeightBucket, WeightExport
 from slime_like.weights.expected_tensors import expected_factors
+
+if TYPE_CHECKING:
+    from backends.common.trainer.lora import Initial
+
+ADDED = "added"
+"""Name of a module that training adds: it is in no Hugging Face checkpoint of the model."""
+
+
+def is_added(parameter: str) -> bool:
+    """Return whether a parameter belongs to an added module."""
+    return ADDED in parameter.split(".")
 
 
 class StepOptimizer(Protocol):
@@ -72,7 +82,7 @@ class TrainerState(ABC):
         never change."""
         return []
 
-    def fill_lora_weights(self, source: Callable[[dict[str, tuple[int, ...]]], Initial]) -> None:
+    def fill_lora_weights(self, source: Callable[[dict[str, tuple[int, ...]]], "Initial"]) -> None:
         """Fill all factors from ``source``, such as ``Trial``, which is given PEFT's names and whole shapes."""
         assert not self.lora_weights(), "a state with factors defines it"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends.common.hugging_face.files import HfCheckpoint, ValueModel
 from backends.common.process.agreement import listed, together
-from backends.common.trainer.lora import ADDED, is_added
+from backends.common.trainer.state import ADDED, is_added
 from backends.megatron.families import family_of
 from backends.megatron.families.rules import Rule
 from backends.megatron.families.transforms import Piece, Shape, Sources, TensorRank
