@@ -72,8 +72,8 @@ def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
         penalties |= apply_penalties(run, trajectories, step, clock)
         with clock.phase("train"):
             for index, denominator in optimizer_steps(run, batch, trajectories, step):
-                stats = run.policy.call("training", TrainerRank.train_minibatch, index, denominator)
-                updates += present(stats)[:1]
+                answers = run.policy.start("training", TrainerRank.train_minibatch, index, denominator)
+                updates += present(answers.result())[:1]
             learned = [present(answers.result())[0] for answers in critic]
     return TrainedStep(trajectories, updates, scoring, batch.tokens, penalties=penalties, critic=learned)
 

@@ -78,7 +78,7 @@ class ScoredFields:
             exact distillation.
         values, returns: the critic's value of the state in which each token is chosen, at the start of the step, and
             the target of that value; ``None`` without a critic.
-        set_apart: tokens that the loss has chosen from a whole optimizer step; ``None`` if it chooses none.
+        chosen_tokens: tokens that the loss has chosen from a whole optimizer step; ``None`` if it chooses none.
         mean_weights: the batch's mean importance weight; ``None`` if weights are not divided by it.
         old_logprobs, entropy: logprobs, and entropies in nats, under the trainer's weights at the start of the step;
             ``None`` until the batch is scored.
@@ -92,7 +92,7 @@ class ScoredFields:
     entropy: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     values: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
     returns: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
-    set_apart: Tensor | None = field(default=None, metadata=_tensor(torch.bool, optional=True))
+    chosen_tokens: Tensor | None = field(default=None, metadata=_tensor(torch.bool, optional=True))
     mean_weights: Tensor | None = field(default=None, metadata=_tensor(torch.float32, optional=True))
 
 

@@ -100,7 +100,12 @@ class FsdpTrainer(TrainerBase):
         with self._phase("accumulate"):
             for index, pack in enumerate(micro_batches):
                 self.model.sum_gradients(always or index + 1 == len(micro_batches))
-                self._loss(self._batch(pack, self._step.balance, self._step.replay)).backward()
+                batch = self._batch(pack, self._step.balance, self._step.replay)
+                loss, sums = self._loss(self.loss_inputs(batch, *self._forward(batch)))
+                self._step.add(loss, sums, pack.source)
+                if batch.routed is not None and batch.routed.balance.loss is not None:
+                    loss = loss + balance_loss(self.dimensions, batch.routed, self.groups.context)
+                loss.backward()
 
     def _batch(self, pack: PackedTrajectory, balance: Balance = NO_BALANCE, replay: Replay | None = None) -> FsdpInput:
         """Return this rank's part of a pack. All layers must be able to attend to its whole sequences."""
@@ -115,13 +120,6 @@ class FsdpTrainer(TrainerBase):
         require_computable(pack, self.dimensions.vocab_size)
         context, recurs = self.groups.context, self.model.recurs
         return model_input(pack, self.device, context, self._by_package, balance, replay, recurs)
-
-    def _loss(self, batch: FsdpInput) -> Tensor:
-        """Return the pack's weighted sum plus its share of the routers' loss."""
-        loss = self._objective.add(self._step, batch.given, batch.pack, *self._forward(batch))
-        if batch.routed is None or batch.routed.balance.loss is None:
-            return loss
-        return loss + balance_loss(self.dimensions, batch.routed, self.groups.context)
 
     def _forward(self, batch: FsdpInput) -> tuple[Tensor, ...]:
         shard, self.model.routed = batch.shard, batch.routed

@@ -9,6 +9,7 @@ gathered when the next forward pass reaches them; any other reader of weights se
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from backends.common.step.balance import NO_BALANCE, Balance
 from backends.common.step.routes import Replay
 from backends.megatron.micro_batch import BatchBuilder, ModelInput
 from backends.megatron.versions import require
 from slime_like.trajectory import PackedTrajectory
-
-LossFunction = Callable[..., Tensor]
-"""Function from a micro-batch and the head's (R,) outputs to the weighted sum of per-token losses."""
 
 
 class PipelineMessages(P2PCommunicator):
@@ -62,46 +59,27 @@ class Schedule:
     builder: BatchBuilder
     offload: Any = None  # ``ActivationOffload``
 
-    def train(
-        self,
-        packs: Sequence[PackedTrajectory],
-        loss: LossFunction,
-        balance: Balance = NO_BALANCE,
-        replay: Replay | None = None,
-    ) -> None:
-        """Run forward and backward for one window. ``loss`` is called on the last stage, once per micro-batch."""
+    def passes(
+        self, batches: list[ModelInput], after: Callable[..., Any], forward_only: bool = False
+    ) -> Callable[[], list[Any]]:
+        """Prepare the passes of one window. Call the result to run them.
 
-        def reduce(batch: ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
-            # Zero tokens: the schedule then leaves the sum unscaled, and the step is scaled at its end.
-            return loss(batch, *batch.whole(output)), torch.zeros((), dtype=torch.int, device=output.device), None
+        Args:
+            after: called on the last stage with each micro-batch and its output; returns what Megatron's loss function
+                must return, or with ``forward_only``, when it also gets ``non_loss_data``, what the passes return.
+        """
 
-        self._run(self.builder.build(packs, balance, replay), reduce, forward_only=False)
-
-    @torch.no_grad()
-    def score(self, packs: Sequence[PackedTrajectory], replay: Replay | None = None) -> list[tuple[Tensor, ...]] | None:
-        """Return the head's (R,) outputs for every pack on the last stage, ``None`` on the others."""
-        batches = self.builder.build(packs, replay=replay) if packs else []
-
-        def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, ...]:
-            return batch.whole(output)
-
-        results = self._run(batches, collect, forward_only=True) if packs else []
-        for batch in batches[: len(packs)]:
-            if batch.layout.routed is not None:
-                batch.layout.routed.record(batch.given, parallel_state.get_tensor_and_context_parallel_group())
-        return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
-
-    def _run(self, batches: list[ModelInput], after: Callable[..., Any], forward_only: bool) -> list[Any]:
         def forward(batches: Any, model: MegatronModule) -> tuple[Tensor, Callable[..., Any]]:
             batch: ModelInput = next(batches)
             tokens, positions = batch.shard.tokens.unsqueeze(0), batch.shard.position_ids.unsqueeze(0)
             with contextlib.nullcontext() if self.offload is None else self.offload.saving():
                 output = model(tokens, positions, None, packed_seq_params=batch.layout)
-            return output, lambda *values, **options: after(batch, *values, **options)
+            return output, partial(after, batch)
 
         config = self.chunks[0].config
         shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return get_forward_backward_func()(
+        return partial(
+            get_forward_backward_func(),
             forward_step_func=forward,
             data_iterator=[iter(batches) for _ in self.chunks],
             model=list(self.chunks),
@@ -113,6 +91,20 @@ class Schedule:
             p2p_communicator=PipelineMessages(config, (len(batch.shard.tokens) // shards for batch in batches)),
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
+
+    @torch.no_grad()
+    def score(self, packs: Sequence[PackedTrajectory], replay: Replay | None = None) -> list[tuple[Tensor, ...]] | None:
+        """Return the head's (R,) outputs for every pack on the last stage, ``None`` on the others."""
+        batches = self.builder.build(packs, replay=replay) if packs else []
+
+        def collect(batch: ModelInput, output: Tensor, non_loss_data: bool) -> tuple[Tensor, ...]:
+            return batch.whole(output)
+
+        results = self.passes(batches, collect, forward_only=True)() if packs else []
+        for batch in batches[: len(packs)]:
+            if batch.layout.routed is not None:
+                batch.layout.routed.record(batch.given, parallel_state.get_tensor_and_context_parallel_group())
+        return results[: len(packs)] if parallel_state.is_pipeline_last_stage() else None
 
 
 @dataclass(frozen=True, slots=True)

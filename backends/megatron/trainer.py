@@ -101,10 +101,15 @@ class MegatronTrainer(TrainerBase):
         self._step.open_window(last)
         set_dropout(self.chunks, True)
         with self._phase("accumulate"), self._communication.window(last):
-            self._schedule.train(micro_batches, self._micro_batch_loss, self._step.balance, self._step.replay)
+            batches = self._schedule.builder.build(micro_batches, self._step.balance, self._step.replay)
+            self._schedule.passes(batches, self._micro_batch_loss)()
 
-    def _micro_batch_loss(self, batch: ModelInput, *outputs: Tensor) -> Tensor:
-        return self._objective.add(self._step, batch.given, batch.pack, *outputs)
+    def _micro_batch_loss(self, batch: ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the pack's undivided loss, from the head's output on the last stage."""
+        loss, sums = self._loss(self.loss_inputs(batch, *batch.whole(output)))
+        self._step.add(loss, sums, batch.pack.source)
+        # Zero tokens: the schedule then leaves the sum unscaled, and the step is scaled at its end.
+        return loss, torch.zeros((), dtype=torch.int, device=output.device), None
 
     def finalize_gradients(self, denominator: float) -> None:
         """Sum gradients over data and context ranks, and shared weights over their groups; scale by 1/denominator."""

@@ -20,7 +20,7 @@ class ModelRole:
             outputs are dropped.
         trained, scores: whether optimizer steps change it; whether trainer ranks score every batch with it first.
         head: what it computes for each response token: if it is trained, a key of
-            ``backends.common.step.objective.OBJECTIVES``; if not, perhaps "hidden", its last hidden state.
+            ``backends.common.step.objective.LOSSES_OF_HEADS``; if not, perhaps "hidden", its last hidden state.
         placement: ``trainer``: the policy's ranks hold it. ``workers``: separate ranks score groups during sampling.
             ``ranks``: it has its own trainer ranks.
         parallel: layout of its trainer ranks, or of each worker.

@@ -14,6 +14,8 @@ _VERSION = 1
 _DAMAGE = (UnpicklingError, RuntimeError, EOFError, OSError, LookupError, TypeError, ValueError, AttributeError)
 """Errors that torch or the trajectory constructor raises on a file of another kind."""
 _SAVE_AGAIN = "save it again with debug.save_rollouts"
+_RENAMED = {"set_apart": "chosen_tokens"}
+"""Fields under another name in older files."""
 _FIELDS = tuple(field.name for field in fields(ScoredTrajectory) if field.init)
 
 
@@ -43,7 +45,10 @@ def load_trajectories(path: Path) -> list[ScoredTrajectory]:
         if content["version"] != _VERSION:
             problem = f"rollout dump of version {content['version']}, this program reads {_VERSION}"
             raise DataError(problem, code="dump-version", who=str(path))
-        trajectories = [ScoredTrajectory(**row) for row in content["trajectories"]]
+        trajectories = [
+            ScoredTrajectory(**{_RENAMED.get(name, name): value for name, value in row.items()})
+            for row in content["trajectories"]
+        ]
     except _DAMAGE as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]  # the rest is advice on trusting the file
         problem = f"damaged rollout dump ({type(error).__name__}: {reason})"

@@ -147,7 +147,7 @@ class TrainerBackend(Protocol):
         """
 
     def perturb_adapter(self, size: float | None) -> None:
-        """Replace the factors by others, whose outputs have about this size, or with ``None`` restore them exactly."""
+        """Replace the adapter by random weights with outputs of about ``size``. ``None`` restores it exactly."""
 
     def export_weights(self) -> WeightExport:
         """Export buckets with Hugging Face names, each at most ``config.sync.bucket_mb``, and their manifest.

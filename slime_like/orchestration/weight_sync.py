@@ -21,8 +21,8 @@ from slime_like.weights.transport import is_base_lost
 from slime_like.weights.transports.registry import join_buckets, join_rendezvous, use_delta
 
 _PHASE = "exporting weights"
-_TRIAL_SIZES = (0.1, 0.4, 1.6, 6.4)
-"""Sizes of the trial's factors. The first one that the probe notices is used, since rounding grows with them."""
+_PERTURBATIONS = (0.1, 0.4, 1.6, 6.4)
+"""Sizes of a perturbed adapter. The first one that the probe notices is used, since rounding grows with the size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,24 +130,25 @@ class WeightSync:
         """
         self._version = version
         if self._verifies and self._probe.trial_due:
-            self._try(version)
+            self._sync_perturbed(version)
         return self._run(version)
 
-    def _try(self, version: int) -> None:
-        """Sync factors that change the logprobs, since an engine that ignores factors with B = 0 would not be noticed.
+    def _sync_perturbed(self, version: int) -> None:
+        """Sync a perturbed adapter, then restore the real one, which the caller syncs next.
 
-        It would serve the same before and after the trial, so it fails the probe of one of both. There is no such trial
-        of merged weights, which would cost a whole transfer.
+        A new adapter (B = 0) changes no logprob, so an engine that ignores adapters would pass its probe. Now such an
+        engine serves the same model in both syncs, and fails one of the two probes. Merged weights are not tested like
+        this, since it costs a whole transfer.
         """
-        probe, phase = self._probe, "trying factors"
+        probe, phase = self._probe, "perturbing the adapter"
         before = present(self._policy.call(phase, TrainerRank.probe, probe.sequences))[0]
-        for size in _TRIAL_SIZES:
+        for size in _PERTURBATIONS:
             self._policy.call(phase, TrainerRank.perturb_adapter, size)
             after = present(self._policy.call(phase, TrainerRank.probe, probe.sequences))[0]
             if probe.notices(after, before):
                 break
         else:
-            problem = "no factors change the logprobs of the probe by more than its bound"
+            problem = "no perturbed adapter changes the logprobs of the probe by more than its bound"
             raise WeightSyncError(problem, code="trial-unnoticed", remedy="lower sync.probe_tolerance")
         self._run(version)
         self._turns.training(keep_weights=True)

@@ -129,8 +129,9 @@ def fillers_are_routed_like_samples(patch: Patch) -> None:
 def every_micro_batch_takes_its_own_mean(patch: Patch) -> None:
     correct = MegatronTrainer._micro_batch_loss
 
-    def loss(self: MegatronTrainer, batch: micro_batch.ModelInput, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        return correct(self, batch, logprobs, entropy) / batch.pack.token_weights.sum().clamp_min(1e-6)
+    def loss(self: MegatronTrainer, batch: micro_batch.ModelInput, output: Tensor) -> tuple[Tensor, Tensor, None]:
+        summed, *rest = correct(self, batch, output)
+        return summed / batch.pack.token_weights.sum().clamp_min(1e-6), *rest
 
     patch.setattr(MegatronTrainer, "_micro_batch_loss", loss)
 

@@ -143,7 +143,7 @@ def take(placement: RankPlacement, config: RunConfig, rows: list[ScoredTrajector
         for role in config.roles.scoring:
             rank.score_batch(role.name)
         field = config.distillation.roles[0].fields[0]
-        scores = rank.frozen([row.sequence_id for row in rows], field)
+        scores = rank.stored_scores([row.sequence_id for row in rows], field)
         stats = rank.train_minibatch(0, batch.denominators[0])
         return {name: each[field] for name, each in scores.items()}, stats
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from backends.common.attention import ring_flash_attn
 from backends.common.step.balance import BalanceLoss
-from backends.common.step.objective import Objective
+from backends.common.step.packs import MicroBatch
+from backends.common.trainer.base import TrainerBase
 from backends.fsdp.trainer import FsdpTrainer
 from backends.megatron.micro_batch import BatchBuilder
 from slime_like.algorithms.packing.pack import pack_sequences
@@ -60,13 +61,13 @@ def _packs(config: RunConfig) -> list[PackedTrajectory]:
 
 
 def _read_back_in_the_loss(patch: pytest.MonkeyPatch) -> None:
-    correct = Objective.add
+    correct = TrainerBase.loss_inputs
 
-    def add(self: Objective, step: Any, given: Any, pack: PackedTrajectory, *scored: Tensor) -> Tensor:
-        assert int(pack.targets.max()) >= 0
-        return correct(self, step, given, pack, *scored)
+    def inputs(self: TrainerBase, batch: MicroBatch, *outputs: Tensor) -> Any:
+        assert int(batch.pack.targets.max()) >= 0
+        return correct(self, batch, *outputs)
 
-    patch.setattr(Objective, "add", add)
+    patch.setattr(TrainerBase, "loss_inputs", inputs)
 
 
 Bug = Callable[[pytest.MonkeyPatch], None]

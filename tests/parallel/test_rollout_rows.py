@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from torch import Tensor
 
+from slime_like.algorithms.packing.pack import real_tokens
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.trainer.rank_training import RankTraining
@@ -73,7 +74,8 @@ def _step(
             batch = batcher.batch(rows)
             rank.load_batch(batch.replicas[place.data])
             (denominator,) = batch.denominators
-            rank.accumulate_minibatch(0, denominator)
+            trainer.begin_step(denominator, real_tokens(batch.replicas[place.data][0]))
+            trainer.accumulate(batch.replicas[place.data][0], last=True)
         gradients = exported_gradients(trainer, denominator)
         (stats,) = optimizer_steps(trainer, 1, denominator, lambda: None)
     return gradients, None if stats is None else float(stats.loss)

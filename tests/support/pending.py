@@ -44,8 +44,8 @@ class OneRank:
         assert phase
         return Later(lambda: [getattr(self.part or self, method.__name__)(*arguments)])
 
-    def frozen_scores(self, rows: Sequence[Any], *fields: str) -> Any:
-        return self.call("reporting scores", TrainerRank.frozen, [row.sequence_id for row in rows], *fields)[0]
+    def stored_scores(self, rows: Sequence[Any], *fields: str) -> Any:
+        return self.call("reporting scores", TrainerRank.stored_scores, [row.sequence_id for row in rows], *fields)[0]
 
     def defer(self, answers: Later[Any]) -> None:
         answers.result()

@@ -18,7 +18,8 @@ from backends.common.hugging_face.directory import to_checkpoint_layout
 from backends.common.process.agreement import rank_error
 from backends.common.process.rendezvous import allocator_problems, prepare_processor, use_expandable_segments
 from backends.common.step.balance import Balance, BalanceLoss, ExpertLoads
-from backends.common.step.objective import named_scores, objective_of
+from backends.common.step.objective import LOSSES_OF_HEADS
+from backends.common.step.packs import MicroBatch
 from backends.common.step.routes import Replay
 from backends.common.step.sums import StepSums, reduced_over_data, require_finite_losses, require_finite_norm
 from backends.common.trainer.state import StepOptimizer, TrainerState
@@ -63,7 +64,7 @@ class TrainerBase(TrainerBackend):
         self.placement = placement
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
-        self._objective = objective_of(self._role, config.algorithm, config.critic, config.distillation)
+        self._loss: Any = LOSSES_OF_HEADS[self._role.head](config) if self._role.trained else None
         self._step, self._trial = StepSums(), contextlib.ExitStack()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
@@ -217,6 +218,18 @@ class TrainerBase(TrainerBackend):
             self._step = StepSums(denominator, Balance(loss, loads))
             self._step.replay = Replay.in_training(self._replays, self.dimensions)
 
+    def loss_inputs(self, batch: MicroBatch, *outputs: Tensor) -> Any:
+        """Return the loss's inputs of a micro-batch, from the head's (R,) outputs for the whole pack.
+
+        Without a scoring pass, this pass's logprobs become the pack's old ones: the only update starts from the same
+        weights.
+        """
+        algorithm, pack = self.config.algorithm, batch.pack
+        scored = algorithm.supervised or algorithm.scores_policy or self._role.head != "logprob"
+        if pack.old_logprobs is None and not scored:
+            batch.given.old_logprobs = pack.old_logprobs = outputs[0].detach().float()
+        return self._loss.inputs(pack, *outputs)
+
     def finish_step(self, denominator: float) -> StepStats | None:
         self._step.require_denominator(denominator)
         with self._phase("finish_step"):
@@ -249,10 +262,8 @@ class TrainerBase(TrainerBackend):
     # ---------------------------------------------------------------------------------------------------------- scoring
     def score(self, micro_batches: Sequence[PackedTrajectory], role: str | None = None) -> list[Scores] | None:
         name = role or self._role.name
-        if name == self._role.name:
-            replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
-            return self._named_scores(self._role, micro_batches, replay)
-        if name not in self.state.frozen:
+        own = name == self._role.name
+        if not own and name not in self.state.frozen:
             section = name.partition(".")[0]
             raise rank_error(
                 "score",
@@ -260,16 +271,18 @@ class TrainerBase(TrainerBackend):
                 code=f"no-{section}",
                 remedy="configure one, with placement: trainer",
             )
-        self.settle_weights()
-        with self.state.swap_in(name):
-            return self._named_scores(self.config.roles[name], micro_batches, None)
-
-    def _named_scores(
-        self, role: ModelRole, packs: Sequence[PackedTrajectory], replay: Replay | None
-    ) -> list[Scores] | None:
-        for model in self.models:
-            model.scores_hidden = role.head == "hidden"
-        return named_scores(role, self._score(packs, replay))
+        replay, scorer = None, self.config.roles[name]
+        if own:
+            replay = Replay.in_scoring(self._replays, self.dimensions, micro_batches, is_step=role is not None)
+        else:
+            self.settle_weights()
+        with contextlib.nullcontext() if own else self.state.swap_in(name):
+            for model in self.models:
+                model.scores_hidden = scorer.head == "hidden"
+            scored = self._score(micro_batches, replay)
+        if scored is None:
+            return None
+        return [{name: each.float() for name, each in zip(scorer.fields, outputs, strict=False)} for outputs in scored]
 
     @property
     def _replays(self) -> str:

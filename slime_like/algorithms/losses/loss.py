@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from slime_like.plugins.resolve import require_options, resolve_callable
 if TYPE_CHECKING:
     from slime_like.config.algorithm import AlgorithmConfig  # needs pydantic, which this layer doesn't
     from slime_like.config.base import Part
+    from slime_like.trajectory import PackedTrajectory
 
 
 def build_loss(config: AlgorithmConfig, distillation: float = 0.0) -> Loss:
@@ -113,6 +114,15 @@ class Loss:
             self._kl_estimator = kl_estimator or find_kl_estimator(config.kl.estimator)
         self.needs_behaviour = corrects or config.rejection.estimator != "none"
         self.needs_entropy = config.entropy_coef > 0
+
+    @staticmethod
+    def inputs(
+        pack: PackedTrajectory, logprobs: Tensor, entropy: Tensor, divergence: Tensor | None = None
+    ) -> LossInputs:
+        """Return the inputs of a pack: its fields, and the head's (R,) outputs for the whole pack, with graph."""
+        names = [field.name for field in fields(LossInputs) if hasattr(pack, field.name)]
+        outputs = {"logprobs": logprobs, "entropy": entropy, "divergence": divergence}
+        return LossInputs(**{name: getattr(pack, name) for name in names} | outputs, behaviour_logprobs=pack.logprobs)
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Compute loss and metrics of one micro-batch.

@@ -29,7 +29,7 @@ class LossInputs:
         ref_logprobs: under the reference model.
         advantages: the sequence's advantage on each of its tokens, or per-token advantages.
         response_lens: (S,) int64, needed if the loss has values per sequence.
-        set_apart: bool, tokens that the loss has chosen from the whole optimizer step.
+        chosen_tokens: bool, tokens that the loss has chosen from the whole optimizer step.
         mean_weights: the batch's mean importance weight, by which importance weights are divided.
         divergence: exact KL to the teacher, with graph; needed if the loss distils.
     """
@@ -43,13 +43,13 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     response_lens: Tensor | None = None
-    set_apart: Tensor | None = None
+    chosen_tokens: Tensor | None = None
     mean_weights: Tensor | None = None
     divergence: Tensor | None = None
 
     def check_shapes(self) -> None:
         """Raise ``ValueError`` if torch would broadcast a tensor, or if the mask isn't bool."""
-        others = ("loss_mask", "token_weights", "set_apart", "mean_weights")
+        others = ("loss_mask", "token_weights", "chosen_tokens", "mean_weights")
         require_alike(**{name: getattr(self, name) for name in (*_PER_TOKEN, *others)})
         require_bool_mask(self.loss_mask)
 

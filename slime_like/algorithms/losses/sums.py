@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -128,8 +128,7 @@ class LossSums(Sums):
         )
 
 
-@dataclass(slots=True)
-class LossOutput:
+class LossOutput(NamedTuple):
     """``loss``: scalar with graph, ``sum(token_weights * per_token_loss)``, undivided. ``sums``: detached metrics."""
 
     loss: Tensor

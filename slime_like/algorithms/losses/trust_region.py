@@ -128,7 +128,7 @@ class ClipCov(PPOClip):
         super().__post_init__()
         require_option("share", self.share, 0, 1, above=True)
 
-    def set_apart(self, logprobs: Tensor, advantages: Tensor, generator: torch.Generator) -> Tensor:
+    def choose_tokens(self, logprobs: Tensor, advantages: Tensor, generator: torch.Generator) -> Tensor:
         """Return (n,) bool, True for the tokens drawn among an optimizer step's n loss-carrying tokens."""
         covariances = _covariances(logprobs, advantages)
         (candidates,) = ((covariances > self.least) & (covariances < self.most)).nonzero(as_tuple=True)
@@ -137,7 +137,7 @@ class ClipCov(PPOClip):
         return torch.zeros(len(covariances), dtype=torch.bool).index_fill(0, drawn, True)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        terms, apart = super().__call__(inputs), required(inputs, "set_apart")
+        terms, apart = super().__call__(inputs), required(inputs, "chosen_tokens")
         assert terms.clipped is not None
         return PolicyTerms(terms.per_token.masked_fill(apart, 0.0), terms.ratio, terms.clipped | apart)
 
@@ -163,14 +163,14 @@ class KLCov(RatioLoss):
         require_option("share", self.share, 0, 1, above=True)
         require_option("coef", self.coef, 0)
 
-    def set_apart(self, logprobs: Tensor, advantages: Tensor, generator: torch.Generator) -> Tensor:
+    def choose_tokens(self, logprobs: Tensor, advantages: Tensor, generator: torch.Generator) -> Tensor:
         """Return (n,) bool, True for the loss-carrying tokens of highest covariance in an optimizer step."""
         covariances = _covariances(logprobs, advantages)
         highest = covariances.topk(max(1, int(self.share * len(covariances)))).indices
         return torch.zeros(len(covariances), dtype=torch.bool).index_fill(0, highest, True)
 
     def __call__(self, inputs: LossInputs) -> PolicyTerms:
-        advantages, apart = required(inputs, "advantages"), required(inputs, "set_apart")
+        advantages, apart = required(inputs, "advantages"), required(inputs, "chosen_tokens")
         logs = log_ratio(inputs.logprobs, required(inputs, "old_logprobs"))
         ratio = bounded_exp(logs)
         kl = (ratio - 1 - logs).masked_fill(~apart, 0.0)

@@ -36,57 +36,15 @@ def watch_none() -> None:
     """Don't check other workers while waiting."""
 
 
-def gather(
-    references: Sequence[Any],
-    names: Sequence[str],
-    *,
-    phase: str,
-    timeout_s: float,
-    error: type[SlimeLikeError],
-    watch: Callable[[], None] = watch_none,
-    left: Callable[[Sequence[str]], None] = ignore_answers,
-) -> list[Any]:
-    """Wait for all references. The first failure ends the wait.
-
-    Args:
-        names: name of the actor that answers each reference, for messages ("trainer rank 3").
-        phase: what the actors are doing, for messages ("scoring").
-        timeout_s: bound on the whole wait, in seconds.
-        watch: called every few seconds of waiting; raises if an answer needs a dead worker.
-        left: called with the names that have not answered yet, first at the start and then after every answer.
-    """
-    waiting = dict(zip(references, names, strict=True))
-    values: dict[Any, Any] = {}
-    deadline = time.monotonic() + timeout_s
-    left(list(waiting.values()))
-    while waiting:
-        # Wait for one at a time: a dead rank's peers hang in a collective, so its failure must be seen first.
-        remaining = max(0.0, deadline - time.monotonic())
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, _LOOK_EVERY_S))
-        raise_if_interrupted()
-        if ready:
-            values[ready[0]] = one(ready[0], waiting.pop(ready[0]), phase=phase, timeout_s=timeout_s, error=error)
-            left(list(waiting.values()))
-            continue
-        watch()
-        if remaining <= _LOOK_EVERY_S:
-            late = ", ".join(waiting.values())
-            raise error(
-                f"{late} gave no answer within {timeout_s:.0f} s while {phase}",
-                code="no-answer",
-                remedy="see the worker logs",
-            )
-    return [values[reference] for reference in references]
-
-
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[_Answer]):
     """Answers of several actors to one call.
 
     Attributes:
-        references: Ray's references to the answers, by the actor's name, in order.
-        phase, error, watch: see ``gather``.
-        timeout_s: default bound of the waits.
+        references: Ray's references to the answers, by the actor's name ("trainer rank 3"), in order.
+        phase: what the actors are doing, for messages ("scoring").
+        timeout_s: default bound of a whole wait, in seconds.
+        watch: called every few seconds of waiting; raises if an answer needs a dead worker.
         before: called with the bound before ``result`` waits.
     """
 
@@ -100,15 +58,35 @@ class Answers(Generic[_Answer]):
     def result(
         self, timeout_s: float | None = None, left: Callable[[Sequence[str]], None] = ignore_answers
     ) -> list[_Answer]:
-        """Wait for all answers, and for calls that were deferred before. Raises ``error`` for the first failure.
+        """Wait for all answers, and for calls that were deferred before. The first failure ends the wait, as ``error``.
 
         Args:
-            left: see ``gather``.
+            left: called with the names that have not answered yet, first at the start and then after every answer.
         """
         if self.before is not None:
             self.before(timeout_s)
-        asked, names, bound = list(self.references.values()), list(self.references), timeout_s or self.timeout_s
-        return gather(asked, names, phase=self.phase, timeout_s=bound, error=self.error, watch=self.watch, left=left)
+        waiting, bound = {reference: name for name, reference in self.references.items()}, timeout_s or self.timeout_s
+        values, deadline = dict[Any, Any](), time.monotonic() + bound
+        left(list(waiting.values()))
+        while waiting:
+            # Wait for one at a time: a dead rank's peers hang in a collective, so its failure must be seen first.
+            remaining = max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(remaining, _LOOK_EVERY_S))
+            raise_if_interrupted()
+            if ready:
+                name = waiting.pop(ready[0])
+                values[ready[0]] = one(ready[0], name, phase=self.phase, timeout_s=bound, error=self.error)
+                left(list(waiting.values()))
+                continue
+            self.watch()
+            if remaining <= _LOOK_EVERY_S:
+                late = ", ".join(waiting.values())
+                raise self.error(
+                    f"{late} gave no answer within {bound:.0f} s while {self.phase}",
+                    code="no-answer",
+                    remedy="see the worker logs",
+                )
+        return [values[reference] for reference in self.references.values()]
 
     def is_answered(self) -> bool:
         """Return whether all actors have answered. Raises the error of a failed one. Never waits."""
@@ -129,7 +107,7 @@ class ActorGroup:
     Args:
         timeout_s: default bound of every wait, in seconds.
         error: class of errors about an actor that fails, dies or is late.
-        watch: see ``gather``.
+        watch: see ``Answers``.
 
     Attributes:
         actors, names: Ray's handles, and what messages call them ("trainer rank 3").
@@ -153,17 +131,19 @@ class ActorGroup:
         self, phase: str, method: Callable[Concatenate[Any, _P], _Answer], /, *arguments: _P.args, **options: _P.kwargs
     ) -> "Answers[_Answer]":
         """Call every actor without waiting."""
-        return self.start_each(phase, method, dict.fromkeys(range(len(self.actors)), arguments), **options)
+        pairs = zip(self.names, self.actors, strict=True)
+        sent = {name: getattr(actor, method.__name__).remote(*arguments, **options) for name, actor in pairs}
+        return Answers(sent, phase, self.timeout_s, self._error, self._watch, before=self.settle)
 
     def start_each(
         self, phase: str, method: Callable[..., _Answer], arguments: Mapping[int, tuple[Any, ...]], **options: Any
     ) -> "Answers[_Answer]":
         """Call some actors, each with the arguments under its index, without waiting."""
-        references = {
+        sent = {
             self.names[index]: getattr(self.actors[index], method.__name__).remote(*values, **options)
             for index, values in arguments.items()
         }
-        return Answers(references, phase, self.timeout_s, self._error, self._watch, before=self.settle)
+        return Answers(sent, phase, self.timeout_s, self._error, self._watch, before=self.settle)
 
     def defer(self, answers: "Answers[Any]") -> None:
         """Don't wait for ``answers``. The next call that waits, or ``is_idle``, raises a failure."""
@@ -181,9 +161,29 @@ class ActorGroup:
         for answers in deferred:
             answers.result(timeout_s)
 
-    def liveness(self, phase: str) -> "Liveness":
-        """Return a check of these actors, for use while others are waited for."""
-        return Liveness(self.actors, self.names, phase, self._error)
+    def liveness(self, phase: str) -> Callable[[], None]:
+        """Return a check that raises if one of these actors has died, to call while others are waited for.
+
+        It never waits, since busy actors answer late: at most every two seconds, it reads the answers to its last
+        questions and asks again. Callable from any thread.
+        """
+        actors, asked = dict(zip(self.names, self.actors, strict=True)), dict[str, Any]()
+        lock, due = threading.Lock(), 0.0
+
+        def check() -> None:
+            nonlocal due
+            with lock:
+                if time.monotonic() < due:
+                    return
+                due = time.monotonic() + _ASK_EVERY_S
+                for name, actor in actors.items():
+                    if (answer := asked.get(name)) is not None:
+                        if not ray.wait([answer], timeout=0)[0]:
+                            continue
+                        one(answer, name, phase=phase, error=self._error)
+                    asked[name] = actor.__ray_ready__.remote()
+
+        return check
 
     def shutdown(self, method: Callable[[Any], object], timeout_s: float) -> None:
         """End the actors with ``method`` of theirs, and kill those that don't answer within ``timeout_s``."""
@@ -259,36 +259,3 @@ def _memory(cause: OutOfMemoryError) -> str:
 def _first_line(error: BaseException | None) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-class Liveness:
-    """Repeated check of actors that never waits for an answer: busy actors answer later.
-
-    Args:
-        actors: Ray actors that run one call at a time.
-    """
-
-    def __init__(self, actors: Sequence[Any], names: Sequence[str], phase: str, error: type[SlimeLikeError]) -> None:
-        self._actors = dict(zip(names, actors, strict=True))
-        self._phase = phase
-        self._error = error
-        self._asked: dict[str, Any] = {}
-        self._next = 0.0
-        self._lock = threading.Lock()
-
-    def check(self) -> None:
-        """Read the answers to the last check and ask again, at most every two seconds. Callable from any thread.
-
-        Raises:
-            error: an actor has died.
-        """
-        with self._lock:
-            if time.monotonic() < self._next:
-                return
-            self._next = time.monotonic() + _ASK_EVERY_S
-            for name, actor in self._actors.items():
-                if (asked := self._asked.get(name)) is not None:
-                    if not ray.wait([asked], timeout=0)[0]:
-                        continue
-                    one(asked, name, phase=self._phase, error=self._error)
-                self._asked[name] = actor.__ray_ready__.remote()

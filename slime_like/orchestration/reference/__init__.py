@@ -1,1 +1,1 @@
-"""Reference models on separate ranks, and their refresh from the policy."""
+"""Refresh of the reference model from the policy."""

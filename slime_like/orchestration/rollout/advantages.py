@@ -268,7 +268,7 @@ def distil(policy: ModelRanks, trajectories: Sequence[ScoredTrajectory], coeffic
 
 def _compared(policy: ModelRanks, rows: Sequence[ScoredTrajectory], field: str, role: str) -> dict[str, Scores]:
     """Return the frozen scores ``old_logprobs`` and ``field``, which ``role`` gives. Every row must have both."""
-    frozen = policy.frozen_scores(rows, "old_logprobs", field)
+    frozen = policy.stored_scores(rows, "old_logprobs", field)
     if any(field not in scores for scores in frozen.values()):
         raise TrainerError(
             f"the KL needs {field}, and a sequence has none",
@@ -330,7 +330,7 @@ def normalise_importance(algorithm: AlgorithmConfig, policy: ModelRanks, rows: S
     Raises:
         TrainerError: a custom correction failed.
     """
-    frozen = policy.frozen_scores(rows, "old_logprobs")
+    frozen = policy.stored_scores(rows, "old_logprobs")
     lengths = torch.tensor([row.response_len for row in rows])
     mask = torch.cat([row.loss_mask for row in rows])
     old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])

@@ -1,6 +1,7 @@
 """Engines of an RL run or an evaluation, and everything that starts with them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from itertools import starmap
 
@@ -15,11 +16,11 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
-from slime_like.orchestration.reference.workers import role_pools
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.engine_group import EngineGroup
 from slime_like.orchestration.rollout.role_pool import RolePool
 from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.trainer.batcher import request_tokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.plugins.options import load_option
 from slime_like.sandbox.rewards.pool import RewardPool
@@ -96,7 +97,7 @@ def start_engines(
     if warning := version_warning(config.rollout.python, config.rollout.engine):
         progress.note(warning)
     shared_devices = policy.devices() if colocated else ()
-    watch = policy.liveness("waiting for the engines").check
+    watch = policy.liveness("waiting for the engines")
     supervisor, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
     set_up_trained()
     with progress.waiting("starting reward workers"):
@@ -109,9 +110,37 @@ def start_engines(
     with progress.waiting(
         " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
     ) as waiting:
-        pools = role_pools(stack, workers, waiting.left)
+        pools = _role_pools(stack, workers, waiting.left)
     if not colocated:
         return supervisor, rewards, pools, Turns()
     supervisor.sleep(keep_weights=False)  # the first sync follows
     policy.onload()
     return supervisor, rewards, pools, Turns((policy, supervisor))
+
+
+def _role_pools(
+    stack: ExitStack, workers: Sequence[ModelRanks], left: Callable[[Sequence[str]], None]
+) -> list[RolePool]:
+    """Build a pool per role, which each worker joins after loading its weights. ``stack`` closes them.
+
+    Args:
+        left: called with the workers that are not ready yet.
+    """
+    loading = [worker.name for worker in workers]
+    left(loading)
+    with ThreadPoolExecutor(max(1, len(workers))) as threads:
+        setups = {threads.submit(worker.setup): worker.name for worker in workers}
+        for setup in as_completed(setups):
+            setup.result()
+            loading.remove(setups[setup])
+            left(loading)
+    pools = dict[str, RolePool]()
+    for worker in workers:
+        role = worker.role
+        if role.name not in pools:
+            pools[role.name] = RolePool(
+                role.name, request_tokens(worker.config.trainer), role.max_restarts, role.source
+            )
+            stack.callback(pools[role.name].close)
+        pools[role.name].join(worker)
+    return list(pools.values())

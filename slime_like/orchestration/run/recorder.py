@@ -314,7 +314,7 @@ def debug_tables(
     Policy and reference logprobs are frozen at the step's start.
     """
     chosen = [row for rollout in _spread_over_prompts(trajectories)[:limit] for row in rollout.rows]
-    frozen: dict[str, Any] = policy.frozen_scores(chosen, "old_logprobs", "ref_logprobs")
+    frozen: dict[str, Any] = policy.stored_scores(chosen, "old_logprobs", "ref_logprobs")
     samples = [*failed[:limit], *(replace(row, **frozen[row.sequence_id]) for row in chosen)]
     tables = {
         SAMPLE_TABLE: per_sample_rows(step, samples, stats, decode),

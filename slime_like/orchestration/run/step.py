@@ -88,7 +88,7 @@ def train_critic(
     with clock.phase("critic"), critic.on_devices():
         denominators = critic.load_batch(trajectories).denominators
         critic.call("scoring with the critic", TrainerRank.score_batch, CRITIC)
-        scores = critic.frozen_scores(trajectories, "values")
+        scores = critic.stored_scores(trajectories, "values")
         values = {name: each["values"] for name, each in scores.items()}
         returns, kl = Advantages(run.config).of_values(run.policy, trajectories, values, step, coefficient)
         targets = {name: target.numpy() for name, target in returns.items()}
@@ -134,17 +134,17 @@ def _adapt_kl(run: Run, kl: float) -> dict[str, float]:
 def _choose_tokens(run: Run, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
     """Have the loss choose tokens of every optimizer step, by old logprobs and advantages."""
     algorithm, found = run.config.algorithm, dict[str, np.ndarray]()
-    frozen = run.policy.frozen_scores(trajectories, "old_logprobs")
+    frozen = run.policy.stored_scores(trajectories, "old_logprobs")
     loss: Any = build_policy(algorithm.loss)
     generator = torch.Generator().manual_seed(run.config.seed * 1_000_003 + step)
     for rows in split_by_group(trajectories, algorithm.minibatches):
         mask = torch.cat([row.loss_mask for row in rows])
         old = torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows])
         advantages = torch.cat([row.advantages for row in rows])
-        chosen = torch.zeros_like(mask).masked_scatter(mask, loss.set_apart(old[mask], advantages[mask], generator))
+        chosen = torch.zeros_like(mask).masked_scatter(mask, loss.choose_tokens(old[mask], advantages[mask], generator))
         parts = chosen.split([row.response_len for row in rows])
         found |= {row.sequence_id: part.numpy() for row, part in zip(rows, parts, strict=True)}
-    run.policy.call("receiving chosen tokens", TrainerRank.set_tokens, "set_apart", found)
+    run.policy.call("receiving chosen tokens", TrainerRank.set_tokens, "chosen_tokens", found)
 
 
 def _work_of_trainers(role: str, rows: Sequence[ScoredTrajectory], seconds: float) -> dict[str, float]:
@@ -168,7 +168,7 @@ def optimizer_steps(
 def _of_kept(run: Run, batch: TrainingBatch, rows: Sequence[ScoredTrajectory]) -> list[float]:
     """Return each minibatch's denominator without rejected sequences, or with them if all are: its gradient is 0."""
     algorithm = run.config.algorithm
-    frozen = run.policy.frozen_scores(rows, "old_logprobs")
+    frozen = run.policy.stored_scores(rows, "old_logprobs")
     kept = kept_sequences(
         algorithm.rejection,
         torch.cat([frozen[row.sequence_id]["old_logprobs"] for row in rows]),

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 from slime_like.algorithms.losses.loss import find_policy
 from slime_like.algorithms.packing.pack import pack_sequences, zero_weight_pack
@@ -15,7 +15,7 @@ from slime_like.algorithms.packing.partition import (
     partition_full_batches,
     training_flops,
 )
-from slime_like.algorithms.packing.prefixes import Bundle, Costs, make_bundles, split_bundles
+from slime_like.algorithms.packing.prefixes import Bundle, make_bundles, split_bundles
 from slime_like.algorithms.reduction import step_denominator, token_weights
 from slime_like.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from slime_like.data.token_rows import TokenBudget
@@ -78,7 +78,10 @@ class ExperienceBatcher:
         self._pad_token_id = pad_token_id
 
     def batch(self, trajectories: Sequence[ScoredTrajectory], by_source: bool = False) -> TrainingBatch:
-        """Pack all trajectories of a step into minibatches of whole groups, perhaps each source's apart.
+        """Pack all trajectories of a step into minibatches of whole groups.
+
+        Args:
+            by_source: whether each micro-batch has sequences of only one source.
 
         Raises:
             DataError: there are fewer groups than minibatches, or a sequence is over the token budget.
@@ -132,7 +135,7 @@ class ExperienceBatcher:
         parallel, budget = self._trainer.parallel, self._trainer.target_tokens_per_batch
         found = bundles_of(waiting, self._trainer)
         tokens = [bundle.tokens for bundle in found]
-        partition = with_members(partition_full_batches(tokens, budget, self._replicas), found)
+        partition = _of_sequences(partition_full_batches(tokens, budget, self._replicas), found)
         rounds = len(partition[0])
         fewest = _FEWEST_PER_STAGE * parallel.pipeline if parallel.pipeline > 1 else 1
         rounds = rounds - rounds % parallel.pipeline if rounds >= fewest else 0
@@ -140,7 +143,7 @@ class ExperienceBatcher:
         gone = {index for replica in sent for members in replica for index in members}
         return self._packed(waiting, sent), [t for index, t in enumerate(waiting) if index not in gone]
 
-    def pack_all(self, sequences: Sequence[ScoredTrajectory], by_source: bool = False) -> Window:
+    def pack_all(self, sequences: Sequence[Trajectory], by_source: bool = False) -> Window:
         """Pack all sequences in one window, balanced over replicas. Replicas without a sequence get fillers.
 
         Args:
@@ -151,23 +154,30 @@ class ExperienceBatcher:
             DataError: a sequence is over the token budget.
         """
         budget, costs = self._trainer.target_tokens_per_batch, self._costs
-        parts, window = defaultdict[str | None, list[ScoredTrajectory]](list), Window([] for _ in range(self._replicas))
+        parts, window = defaultdict[str | None, list[Trajectory]](list), Window([] for _ in range(self._replicas))
         for sequence in sequences:
             parts[sequence.source if by_source else None].append(sequence)
         for part in parts.values():
-            partition = partition_over_replicas(bundles_of(part, self._trainer), budget, self._replicas, costs)
-            for packs, more in zip(window, fill_to_equal_counts(self._packed(part, partition)), strict=True):
-                packs += more
+            found = split_bundles(self._replicas, bundles_of(part, self._trainer), costs)
+            used, weights = min(self._replicas, len(found)), [bundle.cost(costs) for bundle in found]
+            partition = partition_by_tokens([bundle.tokens for bundle in found], budget, used, costs=weights)
+            full = self._packed(part, _of_sequences(partition, found))
+            most = max(map(len, full))
+            for replica, packs in enumerate(window):  # pipelines and collectives need equal micro-batch counts
+                own = full[replica] if replica < used else []
+                like = (own or full[0])[0]
+                packs += [*own, *(zero_weight_pack(like) for _ in range(most - len(own)))]
         return window
 
-    def _packed(self, sequences: Sequence[ScoredTrajectory], partition: Partition) -> Window:
-        return [[self._pack([sequences[i] for i in indices]) for indices in replica] for replica in partition]
+    def _packed(self, sequences: Sequence[Trajectory], partition: Partition) -> Window:
+        """Pack sequences by length. CPU attention processes neighbors of equal length together, in place."""
+        options: Any = {"pad_token_id": self._pad_token_id, "sharing": self._trainer.share_prefixes or None}
 
-    def _pack(self, sequences: Sequence[ScoredTrajectory]) -> PackedTrajectory:
-        """Pack sequences sorted by length. CPU attention processes neighbors of equal length together, in place."""
-        ordered = sorted(sequences, key=lambda each: each.total_len)
-        sharing = self._trainer.share_prefixes or None
-        return pack_sequences(ordered, pad_token_id=self._pad_token_id, sharing=sharing)
+        def pack(indices: Sequence[int]) -> PackedTrajectory:
+            ordered = sorted((sequences[i] for i in indices), key=lambda each: each.total_len)
+            return pack_sequences(ordered, **options)
+
+        return [[pack(indices) for indices in replica] for replica in partition]
 
     def _costs(self, lengths: Sequence[int]) -> Sequence[float]:
         """Return the costs to balance replicas by."""
@@ -211,7 +221,7 @@ class WindowStream:
         if holds:
             return None
         window, self._waiting = self._batcher.pack_full(self._waiting)
-        return self._given(window) if window[0] else None
+        return self._counted(window) if window[0] else None
 
     def finish(self) -> tuple[Window, float]:
         """Return (last window, denominator of the whole step). Never empty: the newest groups never fill a window.
@@ -219,9 +229,9 @@ class WindowStream:
         Raises:
             SlimeLikeError: nothing in the step carries loss.
         """
-        return self._given(self._batcher.pack_all(self._waiting)), self._batcher.denominator(self.trajectories)
+        return self._counted(self._batcher.pack_all(self._waiting)), self._batcher.denominator(self.trajectories)
 
-    def _given(self, window: Window) -> Window:
+    def _counted(self, window: Window) -> Window:
         self.tokens += PackTokens.of(pack for replica in window for pack in replica)
         return window
 
@@ -235,21 +245,17 @@ def require_token_ratios(algorithm: AlgorithmConfig) -> None:
         ConfigError: with every setting that has such a ratio.
     """
     problems, name = list(algorithm.row_conflicts()), algorithm.loss.name
-    if ":" in name and _may_be_per_sequence(name):
+    try:  # a custom class may not declare that it is computed per token
+        declared = ":" not in name or getattr(find_policy(name), "per_sequence", True) is False
+    except ValueError as error:
+        raise ConfigError([f"algorithm.loss: {error}"], code="several-rows") from error
+    if not declared:
         problems.append(
             f"algorithm.loss={name}: the loss may need all tokens of a sequence together, but rollouts with several "
             "rows are trained row by row; set per_sequence = False in its class if it is computed per token"
         )
     if problems:
         raise ConfigError(problems, code="several-rows")
-
-
-def _may_be_per_sequence(name: str) -> bool:
-    """Return whether a custom loss does not declare that it is computed per token."""
-    try:
-        return getattr(find_policy(name), "per_sequence", True) is not False
-    except ValueError as error:
-        raise ConfigError([f"algorithm.loss: {error}"], code="several-rows") from error
 
 
 def _loss_tokens(trajectories: Sequence[ScoredTrajectory]) -> tuple[list[int], list[int], list[str]]:
@@ -302,27 +308,6 @@ def bundles_of(sequences: Sequence[Trajectory], trainer: TrainerConfig) -> list[
     return make_bundles(sequences, lengths, sharing, trainer.target_tokens_per_batch)
 
 
-def partition_over_replicas(given: Sequence[Bundle], budget: int, replicas: int, costs: Costs) -> Partition:
-    """Return sequence indices as [replica][pack]. Replicas beyond the number of sequences get none."""
-    found = split_bundles(replicas, given, costs)
-    used = min(replicas, len(found))
-    each = [bundle.cost(costs) for bundle in found]
-    partition = partition_by_tokens([bundle.tokens for bundle in found], budget, used, costs=each)
-    return with_members(partition, found) + [[] for _ in range(replicas - used)]
-
-
-def with_members(partition: Partition, found: Sequence[Bundle]) -> Partition:
+def _of_sequences(partition: Partition, found: Sequence[Bundle]) -> Partition:
     """Replace indices of bundles with indices of sequences."""
     return [[[i for k in members for i in found[k].members] for members in replica] for replica in partition]
-
-
-def fill_to_equal_counts(replicas: list[list[PackedTrajectory]]) -> list[list[PackedTrajectory]]:
-    """Fill replicas with zero-weight packs, since pipelines and collectives need equal micro-batch counts.
-
-    At least one replica must have a pack. No pack is dropped or repeated.
-    """
-    most = max(len(packs) for packs in replicas)
-    like = next(packs[0] for packs in replicas if packs)
-    return [
-        packs + [zero_weight_pack(packs[0] if packs else like) for _ in range(most - len(packs))] for packs in replicas
-    ]

@@ -14,7 +14,7 @@ import ray
 import torch
 from torch import Tensor
 
-from slime_like.algorithms.packing.pack import pack_sequences, unpack_response_logprobs
+from slime_like.algorithms.packing.pack import unpack_response_logprobs
 from slime_like.config import RunConfig
 from slime_like.config.roles import CRITIC, POLICY
 from slime_like.errors import TrainerError
@@ -23,13 +23,7 @@ from slime_like.observability.waiting import ignore_answers
 from slime_like.orchestration.cluster.node import session_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import ActorGroup, Answers
-from slime_like.orchestration.trainer.batcher import (
-    ExperienceBatcher,
-    TrainingBatch,
-    bundles_of,
-    fill_to_equal_counts,
-    partition_over_replicas,
-)
+from slime_like.orchestration.trainer.batcher import ExperienceBatcher, TrainingBatch
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.trajectory import ScoredTrajectory, Trajectory
 
@@ -225,16 +219,16 @@ class ModelRanks(ActorGroup):
         self.defer(self.scatter("receiving a batch", TrainerRank.load_batch, batch.replicas))
         return batch
 
-    def frozen_scores(self, rows: Sequence[Trajectory], *fields: str) -> dict[str, Scores]:
+    def stored_scores(self, rows: Sequence[Trajectory], *fields: str) -> dict[str, Scores]:
         """Return frozen scores of these rows of the loaded batch by sequence id, from whichever rank holds them."""
-        answers = self.call("reporting scores", TrainerRank.frozen, [row.sequence_id for row in rows], *fields)
+        answers = self.call("reporting scores", TrainerRank.stored_scores, [row.sequence_id for row in rows], *fields)
         return {name: scores for answer in answers for name, scores in answer.items()}
 
     def score(self, sequences: Sequence[Trajectory]) -> list[Scores]:
         """Return this model's scores of every response token, at each sequence's own temperature.
 
         Args:
-            sequences: all scored or all unscored. Memory holds them and one packed copy, so pass windows.
+            sequences: all scored or all unscored, with different ids. Memory holds a packed copy of them.
 
         Returns:
             (response_len, ...) float32 each, on the CPU, in the order of ``sequences``.
@@ -245,22 +239,14 @@ class ModelRanks(ActorGroup):
         """
         if not sequences:
             return []
-        trainer = self.config.trainer
-        bundles, sharing = bundles_of(sequences, trainer), trainer.share_prefixes or None
-        partition = partition_over_replicas(bundles, trainer.target_tokens_per_batch, self.num_replicas, list)
-        packs = [
-            [pack_sequences([sequences[i] for i in members], sharing=sharing) for members in replica]
-            for replica in partition
-        ]
-        answers = self.scatter("scoring", TrainerRank.score, fill_to_equal_counts(packs)).result()
-        found = {place: answer for place, answer in zip(self._replicas, answers, strict=True) if answer is not None}
-        scores: dict[int, Scores] = {}
-        for index, replica in enumerate(partition):
-            for members, pack, values in zip(replica, packs[index], found[index], strict=False):  # then fillers
-                columns = [unpack_response_logprobs(pack, column) for column in values.values()]
-                for member, *row in zip(members, *columns, strict=True):
-                    scores[member] = _finite(dict(zip(values, row, strict=True)), sequences[member].sequence_id)
-        return [scores[index] for index in range(len(sequences))]
+        packs, found = self.batcher.pack_all(sequences), dict[str, Scores]()
+        answers = self.scatter("scoring", TrainerRank.score, packs).result()
+        for replica, scored in zip(self._replicas, answers, strict=True):
+            for pack, scores in () if scored is None else zip(packs[replica], scored, strict=True):
+                columns = [unpack_response_logprobs(pack, column) for column in scores.values()]
+                for name, *row in () if pack.is_filler else zip(pack.sequence_ids, *columns, strict=True):
+                    found[name] = _finite(dict(zip(scores, row, strict=True)), name)
+        return [found[sequence.sequence_id] for sequence in sequences]
 
     def exported(
         self, begin: Callable[..., object] = TrainerRank.begin_export, *arguments: Any

@@ -8,6 +8,7 @@ from pathlib import Path
 import ray
 import torch
 
+from slime_like.algorithms.packing.pack import real_tokens
 from slime_like.config import RunConfig, TrainerConfig
 from slime_like.errors import TrainerError
 from slime_like.interfaces import PendingSave, RankCoordinates, RankPlacement, load_backend
@@ -110,7 +111,9 @@ class TrainerRank(RankTraining, RankExport):
 
     def begin_gradient_export(self, index: int, denominator: float) -> None:
         """Make ``next_tensors`` return the gradients of minibatch ``index`` of the loaded batch. Updates nothing."""
-        self.accumulate_minibatch(index, denominator)
+        packs = self._minibatches[index]
+        self.backend.begin_step(denominator, real_tokens(packs))
+        self.backend.accumulate(packs, last=True)
         self._buckets = self.backend.export_gradients(denominator)
 
     # ---------------------------------------------------------------------------------------------------------- end

@@ -65,7 +65,7 @@ class RankTraining:
 
     def score_batch(self, role: str) -> None:
         """Store the role's scores in the loaded packs, under their fields' names. They are frozen for the step."""
-        self._freeze(list(self.packs), role)
+        self._store_scores(list(self.packs), role)
 
     def set_tokens(self, field: str, given: Mapping[str, ArrayLike]) -> None:
         """Replace a field of all loaded packs: (response_len,), or one value to spread, by sequence id."""
@@ -77,14 +77,10 @@ class RankTraining:
 
     def train_minibatch(self, index: int, denominator: float) -> Any:
         """Run one optimizer step on minibatch ``index`` of the loaded batch, and return the ``StepStats``."""
-        self.accumulate_minibatch(index, denominator)
-        return self.backend.finish_step(denominator)
-
-    def accumulate_minibatch(self, index: int, denominator: float) -> None:
-        """Compute the gradients of minibatch ``index`` without an update."""
         packs = self._minibatches[index]
         self.backend.begin_step(denominator, real_tokens(packs))
         self.backend.accumulate(packs, last=True)
+        return self.backend.finish_step(denominator)
 
     # ----------------------------------------------------------------------------------------------- streamed windows
     def begin_stream(self) -> None:
@@ -107,7 +103,7 @@ class RankTraining:
             pack.old_logprobs = None  # see load_batch
         for role in self._scoring:
             scoring = time.perf_counter()
-            self._freeze(packs, role.name)
+            self._store_scores(packs, role.name)
             if not role.trained:
                 self._scoring_s[role.name] += time.perf_counter() - scoring
         self.backend.accumulate(packs, last=last)
@@ -127,7 +123,7 @@ class RankTraining:
             return None
         return [{name: values.cpu() for name, values in scores.items()} for scores in scored]
 
-    def frozen(self, sequence_ids: Sequence[str], *fields: str) -> dict[str, Scores]:
+    def stored_scores(self, sequence_ids: Sequence[str], *fields: str) -> dict[str, Scores]:
         """Return these ``fields``, as far as they are set, of the named sequences in packs that have the first one."""
         wanted, found = set(sequence_ids), dict[str, Scores]()
         for pack in self.packs:
@@ -149,7 +145,7 @@ class RankTraining:
         scored = self.backend.score([pack_sequences(probes)])
         return None if scored is None else scored[0]["old_logprobs"].cpu().numpy()
 
-    def _freeze(self, packs: list[PackedTrajectory], role: str) -> None:
+    def _store_scores(self, packs: list[PackedTrajectory], role: str) -> None:
         """Store scores of the packs of the role's source, of which every replica has the same number."""
         source = next((one.source for one in self._scoring if one.name == role), None)
         own = [pack for pack in packs if source in (None, pack.source)]

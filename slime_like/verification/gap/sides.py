@@ -195,7 +195,7 @@ class Sides:
         colocated = self._config.cluster.placement == "colocated"
         config = self._config.model_copy(update={"model": self._config.model.model_copy(update=self._exported())})
         devices, alive = self._trainers.devices() if colocated else (), self._trainers.liveness("waiting for engines")
-        self._engines, _ = launch_engines(config, self._stack, self._placement, print, devices, alive.check)
+        self._engines, _ = launch_engines(config, self._stack, self._placement, print, devices, alive)
         if colocated:
             self._trainers.offload()
         self._engines.start()

@@ -297,7 +297,7 @@ def test_a_fully_masked_micro_batch_keeps_its_graph() -> None:
         output = build_loss(AlgorithmConfig(loss=name, kl={"coef": 0.1}))(inputs)
         gradient = torch.autograd.grad(output.loss, inputs.logprobs)[0]
         assert output.loss == 0 and not gradient.any() and output.sums.num_tokens == 0
-    absent = ("response_lens", "set_apart", "mean_weights")
+    absent = ("response_lens", "chosen_tokens", "mean_weights")
     empty = {f.name: getattr(inputs, f.name)[:0] for f in fields(inputs) if f.name not in absent}
     assert build_loss(AlgorithmConfig())(LossInputs(**empty)).loss == 0
 

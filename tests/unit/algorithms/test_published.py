@@ -43,11 +43,11 @@ def test_clip_cov_draws_tokens_between_two_covariances() -> None:
     logs, gains = (torch.randn(1000, generator=generator) for _ in range(2))
     each = torch.tensor(covariances(logs.tolist(), gains.tolist()))
     loss: Any = build_policy(Part.model_validate({"name": "clip_cov", "share": 0.01, "least": 0.5, "most": 1.5}))
-    drawn = [loss.set_apart(logs, gains, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    drawn = [loss.choose_tokens(logs, gains, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     for apart in drawn:
         assert apart.sum() == 10 and bool(((each[apart] > 0.5) & (each[apart] < 1.5)).all())
-    assert loss.set_apart(logs[:9], torch.zeros(9), generator).sum() == 0  # no candidates
+    assert loss.choose_tokens(logs[:9], torch.zeros(9), generator).sum() == 0  # no candidates
 
 
 def test_kl_cov_takes_the_highest_covariances() -> None:
@@ -55,13 +55,13 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
     logs, gains = (torch.randn(1000, generator=generator) for _ in range(2))
     each = covariances(logs.tolist(), gains.tolist())
     loss: Any = build_policy(Part.model_validate({"name": "kl_cov", "share": 0.01}))
-    apart = loss.set_apart(logs, gains, generator)
+    apart = loss.choose_tokens(logs, gains, generator)
     assert apart.nonzero().flatten().tolist() == sorted(sorted(range(1000), key=each.__getitem__)[-10:])
 
 
-def test_tokens_set_apart_lose_the_gradient_or_pay_for_moving() -> None:
+def test_chosen_tokens_lose_the_gradient_or_pay_for_moving() -> None:
     apart = torch.arange(sum(LENGTHS)) % 3 == 0
-    inputs = replace(make_inputs(), set_apart=apart)
+    inputs = replace(make_inputs(), chosen_tokens=apart)
     ratio = (inputs.logprobs.detach() - inputs.old_logprobs).exp()
 
     def gradient(name: str, **options: Any) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.common.step.objective import Objective, configured_loss
+from backends.common.step.objective import LOSSES_OF_HEADS, configured_loss
 from slime_like.algorithms import LossInputs
 from slime_like.config import AlgorithmConfig, ModelConfig, RunConfig
 from slime_like.errors import DataError, TrainerError
@@ -100,7 +100,7 @@ def test_a_failing_call_names_its_line(own: Path, name: str, cause: type[Excepti
 def test_a_failing_construction_names_its_line(own: Path, name: str, rejects: Rejects) -> None:
     config = RunConfig(run_dir=own / "run", model=ModelConfig(path=own), algorithm=AlgorithmConfig(loss=name))
     with rejects(TrainerError, "custom-loss-failed"):
-        Objective(config.algorithm, config.distillation)
+        LOSSES_OF_HEADS["logprob"](config)
 
 
 PARTS: dict[str, dict[str, Any]] = {"kl.estimator": {"coef": 0.1}, "importance.correction": {}}

@@ -124,7 +124,7 @@ def test_limit_counts_samples(limit: int, rows: list[int]) -> None:
         sample.sequence_id: {"old_logprobs": sample.old_logprobs, "ref_logprobs": sample.ref_logprobs}
         for sample in samples()
     }
-    policy: Any = SimpleNamespace(frozen_scores=lambda rows, *fields: frozen)
+    policy: Any = SimpleNamespace(stored_scores=lambda rows, *fields: frozen)
     tables = debug_tables(1, samples(), policy, STATS, decode, limit)
     assert [len(table) for table in tables.values()] == rows
 
@@ -133,7 +133,7 @@ def test_samples_come_from_different_prompts() -> None:
     names = ("7-0", "7-1", "7-2", "8-0", "8-1", "9-0")
     batch = [replace(samples()[1], sequence_id=name, rollout_id=name, group_id=int(name[0])) for name in names]
     frozen = {"old_logprobs": torch.tensor([-2.0])}
-    policy: Any = SimpleNamespace(frozen_scores=lambda rows, *fields: {row.sequence_id: frozen for row in rows})
+    policy: Any = SimpleNamespace(stored_scores=lambda rows, *fields: {row.sequence_id: frozen for row in rows})
     rows, _ = debug_tables(1, batch, policy, STATS, decode, limit=5).values()
     assert [row["Sequence ID"] for row in rows] == ["7-0", "8-0", "9-0", "7-1", "8-1"]
 

@@ -17,10 +17,10 @@ def test_names_without_an_answer_are_reported(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ray_calls, "ray", SimpleNamespace(wait=wait, get=lambda reference, timeout: reference.upper()))
     left: list[Any] = []
-    answers = ray_calls.gather(
-        ["a", "b", "c"], ["one", "two", "three"], phase="starting", timeout_s=9, error=EngineError, left=left.append
+    asked: ray_calls.Answers[str] = ray_calls.Answers(
+        {"one": "a", "two": "b", "three": "c"}, "starting", 9, EngineError
     )
-    assert answers == ["A", "B", "C"]
+    assert asked.result(left=left.append) == ["A", "B", "C"]
     assert left == [["one", "two", "three"], ["one", "two"], ["one"], []]
 
 

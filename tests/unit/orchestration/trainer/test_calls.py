@@ -1,6 +1,7 @@
 """Calls of all ranks: arguments, the order of waiting, and when a failure is raised."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,13 @@ from tests.support.rejections import Rejects
 OUT_OF_MEMORY = TrainerError("out of memory")
 
 
+@dataclass(eq=False)
+class Reference:
+    """Reference to an answer: the value or the error of a call."""
+
+    value: Any
+
+
 class Actor:
     """Stand-in for an actor's handle: every method is answered by one function."""
 
@@ -29,11 +37,11 @@ class Actor:
         self.answer = answer
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: [self.answer(method, *arguments)])
+        return SimpleNamespace(remote=lambda *arguments: Reference(self.answer(method, *arguments)))
 
 
 class Cluster:
-    """Stand-in for Ray. An object reference is a list with the value or the error of its task."""
+    """Stand-in for Ray."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[str, float]] = []
@@ -43,18 +51,18 @@ class Cluster:
         return ("stored", value)
 
     def wait(self, references: Sequence[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        assert (num_returns, timeout) == (len(references), 0)
-        running = [reference for reference in references if reference in self.running]
+        if timeout:
+            return list(references[:1]), []
+        assert num_returns == len(references)
+        running = [reference for reference in references if reference.value in self.running]
         return [reference for reference in references if reference not in running], running
 
-    def gather(self, references: Sequence[Any], names: Sequence[str], *, phase: str, timeout_s: float, **_: Any) -> Any:
-        self.phases.append((phase, timeout_s))
-        return [self.one(reference, name) for reference, name in zip(references, names, strict=True)]
-
-    def one(self, reference: Any, name: str, **_: Any) -> Any:
-        if isinstance(reference[0], Exception):
-            raise TrainerError(f"{name}: {reference[0]}")
-        return reference[0]
+    def one(self, reference: Any, name: str, *, phase: str, timeout_s: float = 0.0, **_: Any) -> Any:
+        if timeout_s:
+            self.phases.append((phase, timeout_s))
+        if isinstance(reference.value, Exception):
+            raise TrainerError(f"{name}: {reference.value}")
+        return reference.value
 
 
 @pytest.fixture
@@ -62,7 +70,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     for module in (model_ranks_module, ray_calls):
         monkeypatch.setattr(module, "ray", cluster)
-    monkeypatch.setattr(ray_calls, "gather", cluster.gather)
     monkeypatch.setattr(ray_calls, "one", cluster.one)
     return cluster
 
@@ -91,19 +98,19 @@ def test_each_rank_gets_its_replica_s_element(cluster: Cluster) -> None:
     assert cast(Any, present(answers)) == [["scores of rank 0"], ["scores of rank 2"]]
     elements = ["first", "first", "second", "second"]
     assert sent == [("score", ("stored", element), "more") for element in elements]
-    assert cluster.phases == [("scoring", 60.0)]
+    assert cluster.phases == [("scoring", 60.0)] * 4
 
 
 def test_deferred_calls_are_waited_for_first_and_in_order(cluster: Cluster) -> None:
     calls = ranks([lambda method, *rest: method] * 2)
     calls.defer(calls.start("starting", TrainerRank.begin_stream))
     assert calls.is_idle()
-    cluster.running = [["train_window"]]
+    cluster.running = ["train_window"]
     for last in (False, True):
         calls.defer(calls.scatter("training", TrainerRank.train_window, [[]], last))
         assert not calls.is_idle() and cluster.phases == []
     assert calls.start("updating", TrainerRank.finish_stream, 1.0).result(5.0)
-    assert cluster.phases == [("training", 5.0), ("training", 5.0), ("updating", 5.0)]
+    assert cluster.phases == [("training", 5.0)] * 4 + [("updating", 5.0)] * 2
 
 
 def test_a_failure_of_a_deferred_call_is_raised_once(cluster: Cluster, rejects: Rejects) -> None:

@@ -25,7 +25,8 @@ class TokenScorer(ModelRanks):
     """Ranks for which a token's logprob is minus its id, and its entropy is the length of its sequence's prompt."""
 
     def __init__(self, settings: TrainerConfig) -> None:
-        self.config = cast(Any, SimpleNamespace(trainer=settings))
+        self.config = cast(Any, SimpleNamespace(algorithm=None, trainer=settings, model=None))
+        self._pad_token_id = 0
         self._replicas = list(range(settings.parallel.data))
 
     def scatter(self, phase: str, method: Any, replicas: Sequence[Any], *more: Any) -> Any:
