@@ -21,8 +21,7 @@ from slime_like.observability.progress import DRIVER_LOG
 from slime_like.observability.report import REPORT_FILE
 from slime_like.orchestration.reference.refresh import REFERENCE
 from slime_like.orchestration.run.lock import LOCK_FILE, RunLock
-from slime_like.orchestration.trainer.checkpoint import Checkpoint
-from slime_like.orchestration.trainer.checkpoints import newest_whole
+from slime_like.orchestration.trainer.checkpoint import Checkpoint, newest_whole
 from slime_like.system.words import counted
 
 CONFIG_FILE = "config.yaml"

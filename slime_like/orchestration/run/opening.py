@@ -45,8 +45,7 @@ from slime_like.orchestration.run.run import Run
 from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
 from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
 from slime_like.orchestration.trainer.batcher import require_token_ratios
-from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint
-from slime_like.orchestration.trainer.checkpoints import CheckpointStore, latest_checkpoint
+from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.orchestration.weight_sync import WeightSync

@@ -11,7 +11,7 @@ from slime_like.orchestration.reference.refresh import Reference
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
 from slime_like.orchestration.run.rollout_side import RolloutSide
-from slime_like.orchestration.trainer.checkpoints import CheckpointStore
+from slime_like.orchestration.trainer.checkpoint import CheckpointStore
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 
 

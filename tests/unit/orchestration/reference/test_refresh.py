@@ -7,8 +7,7 @@ from typing import cast
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.role_pool import RolePool
-from slime_like.orchestration.trainer.checkpoint import Checkpoint
-from slime_like.orchestration.trainer.checkpoints import CheckpointStore
+from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank
 from tests.support.rejections import Rejects

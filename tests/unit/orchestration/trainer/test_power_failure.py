@@ -16,8 +16,7 @@ from typing import Any, cast
 import pytest
 
 from slime_like.errors import CheckpointError
-from slime_like.orchestration.trainer.checkpoint import Checkpoint
-from slime_like.orchestration.trainer.checkpoints import CheckpointStore, newest_whole
+from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore, newest_whole
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank
 
