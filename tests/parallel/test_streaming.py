@@ -6,11 +6,15 @@ parity matrix (``test_parity.py``) covers that a layout's update is right.
 
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from slime_like.algorithms.losses.loss import Loss
+from slime_like.algorithms.losses.policy import LossInputs
+from slime_like.algorithms.losses.sums import LossOutput
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowStream
@@ -38,6 +42,10 @@ class Trained:
     weights: list[Tensor]
 
 
+OURS = ("slime_like.", "backends.")
+"""Beginnings of our modules' names. docs/architecture.md names the same frames on the way to a loss."""
+
+
 def _rollouts() -> list[ScoredTrajectory]:
     lengths = [(3 + i % 5, 1 + (7 * i) % 13) for i in range(2 * GROUPS)]
     rollouts = scored_sequences(lengths, fully_masked=(5,))
@@ -63,7 +71,19 @@ def _at_once(
     batch = batcher.batch(rollouts)
     rank.load_batch(batch.replicas[replica])
     rank.score_batch("reference")
-    return 1, rank.train_minibatch(0, batch.denominators[0])
+    frames: list[str] = []
+    correct = Loss.__call__
+
+    def loss(self: Loss, inputs: LossInputs) -> LossOutput:
+        stack = [frame for frame, _ in walk_stack(None) if frame.f_globals["__name__"].startswith(OURS)]
+        frames[:] = [frame.f_code.co_name for frame in reversed(stack)]
+        return correct(self, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loss, "__call__", loss)
+        stats = rank.train_minibatch(0, batch.denominators[0])
+    assert frames == (["train_minibatch", "accumulate", "_micro_batch_loss"] if stats is not None else [])
+    return 1, stats
 
 
 def _streamed(

@@ -65,7 +65,7 @@ class TrainerBase(TrainerBackend):
         self._started: RankWriting | None = None
         self._role = config.roles[placement.role]
         self._loss: Any = LOSSES_OF_HEADS[self._role.head](config) if self._role.trained else None
-        self._step, self._trial = StepSums(), contextlib.ExitStack()
+        self._step, self._perturbed = StepSums(), contextlib.ExitStack()
 
     # ----------------------------------------------------------------------------------------- what a backend computes
     @abstractmethod
@@ -292,9 +292,9 @@ class TrainerBase(TrainerBackend):
     # ------------------------------------------------------------------------------------------- transfer of the state
     def perturb_adapter(self, size: float | None) -> None:
         self.settle_weights()
-        self._trial.close()
+        self._perturbed.close()
         if size is not None:
-            self._trial.enter_context(self.state.snapshot(on_device=True))
+            self._perturbed.enter_context(self.state.snapshot(on_device=True))
             self.state.fill_lora_weights(partial(load_option("lora-trial"), size=size / self.config.model.lora.scale))
 
     @property

@@ -141,7 +141,11 @@ class Loss:
         inputs, rejected = self._without_rejected(inputs.cleaned())
         terms = self._policy(inputs)
         check_terms(self.name, terms, inputs)
-        correction = self._correction(inputs)
+        correction = None
+        if self._correct is not None:
+            old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
+            settings, lengths = self._config.importance, inputs.response_lens
+            correction = configured_weights(settings, old, behaviour, inputs.loss_mask, lengths, self._correct)
         policy = self._corrected(terms.per_token, correction, inputs)
         kl = self._kl(inputs)
         per_token = policy
@@ -166,14 +170,6 @@ class Loss:
         kept = kept_sequences(rejection, old, behaviour, inputs.loss_mask, lengths)
         mask = inputs.loss_mask & spread_over_tokens(kept, lengths, inputs.loss_mask.numel())
         return replace(inputs, loss_mask=mask).cleaned(), before - mask.sum()
-
-    def _correction(self, inputs: LossInputs) -> tuple[Tensor, Tensor] | None:
-        if self._correct is None:
-            return None
-        old, behaviour = required(inputs, "old_logprobs"), required(inputs, "behaviour_logprobs")
-        return configured_weights(
-            self._config.importance, old, behaviour, inputs.loss_mask, inputs.response_lens, self._correct
-        )
 
     def _corrected(self, per_token: Tensor, correction: tuple[Tensor, Tensor] | None, inputs: LossInputs) -> Tensor:
         if correction is not None:
