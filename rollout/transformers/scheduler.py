@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rollout.transformers.decoding import DecodeBatch, Routers
@@ -77,7 +78,7 @@ class DecodeScheduler:
         return done
 
     def resume(self) -> None:
-        self._put(self._resume)
+        self._put(partial(setattr, self, "_paused", False))
 
     def set_version(self, version: int) -> None:
         """Record new weights. Frozen requests recompute their caches. Call while paused."""
@@ -85,7 +86,7 @@ class DecodeScheduler:
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread; return False if it did not end in time."""
-        self._put(self._stop)
+        self._put(partial(setattr, self, "_stopping", True))
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -172,15 +173,9 @@ class DecodeScheduler:
         if mode == "abort":
             self._end(None)
 
-    def _resume(self) -> None:
-        self._paused = False
-
     def _set_version(self, version: int) -> None:
         self._version = version
         self._batch.forget_cache()
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _fail_all(self, error: EngineError) -> None:
         self._error = error

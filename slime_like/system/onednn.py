@@ -51,12 +51,8 @@ def replaced_products() -> tuple[object, ...]:
 
 
 def _is_large(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.dtype == b.dtype == torch.float32
-        and a.shape[0] * b.numel() >= _LEAST_PRODUCTS
-        and a.ndim == b.ndim == 2
-        and a.shape[1] == b.shape[0]
-    )
+    fits = a.dtype == b.dtype == torch.float32 and a.shape[0] * b.numel() >= _LEAST_PRODUCTS
+    return fits and a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -54,6 +54,5 @@ def _unlock(address: int) -> None:
 
 def _check(call: str, code: object) -> None:
     if number := int(code):  # type: ignore[call-overload]
-        raise RuntimeError(
-            f"{call}: CUDA error {number}; raise the limit of locked memory (docker: --ulimit memlock=-1)"
-        )
+        remedy = "raise the limit of locked memory (docker: --ulimit memlock=-1)"
+        raise RuntimeError(f"{call}: CUDA error {number}; {remedy}")

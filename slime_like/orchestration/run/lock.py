@@ -52,16 +52,14 @@ class RunLock:
             holder = ""
             with suppress(FileNotFoundError):
                 holder = self._path.read_text(encoding="utf-8").strip()
-            raise ConfigError(
-                f"run_dir={self._path.parent}: another run uses this directory ({holder or 'another process'}); wait "
-                "for it, end it, or set another run_dir"
-            ) from None
+            problem = f"another run uses this directory ({holder or 'another process'})"
+            remedy = "wait for it, end it, or set another run_dir"
+            raise ConfigError(f"run_dir={self._path.parent}: {problem}; {remedy}") from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            self.warning = (
-                f"{self._path.parent} has no file locks ({error.strerror}): make sure that no other run uses it"
-            )
+            problem = f"{self._path.parent} has no file locks ({error.strerror})"
+            self.warning = f"{problem}: make sure that no other run uses it"
         if self._held is not None:
             self._held.release()
         self._held = held
