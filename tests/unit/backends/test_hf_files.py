@@ -28,7 +28,7 @@ from backends.megatron.families.transforms import (
 )
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
-from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ModelDimensions
+from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ForeignAttention, ModelDimensions
 from slime_like.models.weight_files import stack_parts, weight_file_problems
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.conftest import Tiny
@@ -61,7 +61,8 @@ def _require(directory: Path, ignored: set[str] = frozenset()) -> None:  # type:
 def test_transposed_stacks_and_other_familys_stay_stacks(
     family: str, stacks: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    known = dimensions(family=family)
+    others = {"attention": ForeignAttention("it is not one")} if family == "other" else {}
+    known = dimensions(family=family, **others)
     monkeypatch.setattr(ModelDimensions, "from_checkpoint", lambda directory: known)
     assert not stack_parts(tmp_path, {f"model.layers.0.mlp.experts.{name}": shape for name, shape in stacks.items()})
 
