@@ -14,19 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    EndWeightUpdateReqInput,
-    GenerateReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    RpcReqInput,
-    UpdateWeightVersionReqInput,
-    sock_recv,
-    sock_send,
-)
+from sglang.srt.managers import io_struct
 
 from rollout.ranks import AnswerQueue, common_checksums, results
 from rollout.requests import sample_seed
@@ -87,11 +75,11 @@ class Host:
                 self._abort(running)
             await asyncio.gather(*(ended.wait() for ended in self._sampling.values()))
         # Running requests move back to the queue without their caches.
-        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
         await self._flush()
 
     async def resume(self) -> None:
-        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        await self._manager.continue_generation(io_struct.ContinueGenerationReqInput(torch_empty_cache=False))
         self._open.set()
 
     # ---------------------------------------------------------------------------------------------------------- weights
@@ -101,7 +89,7 @@ class Host:
     async def begin_update(self) -> None:
         await self._close_update()
         await self.receive("begin_update")
-        _require(await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        _require(await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput()))
         self._updating = True
 
     async def received(self) -> tuple[dict[str, int], float]:
@@ -111,22 +99,22 @@ class Host:
     async def _close_update(self) -> None:
         if self._updating:
             self._updating = False
-            _require(await self._manager.end_weight_update(EndWeightUpdateReqInput()))
+            _require(await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput()))
 
     async def finish_update(self, version: int) -> None:
         await self._close_update()
         await self._manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
+            io_struct.UpdateWeightVersionReqInput(new_version=str(version), abort_all_requests=False)
         )
         await self._flush()
         self._version = version
 
     # ----------------------------------------------------------------------------------------------------------- memory
     async def release_memory(self, parts: Sequence[str]) -> None:
-        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=list(parts)))
+        await self._manager.release_memory_occupation(io_struct.ReleaseMemoryOccupationReqInput(tags=list(parts)))
 
     async def resume_memory(self, parts: Sequence[str]) -> None:
-        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=list(parts)))
+        await self._manager.resume_memory_occupation(io_struct.ResumeMemoryOccupationReqInput(tags=list(parts)))
 
     async def ping(self) -> None:
         await self._manager.get_internal_state()
@@ -135,7 +123,7 @@ class Host:
     async def _sample(self, running: _Running, index: int) -> Generation:
         request = running.request
         seed = self._unseeded.getrandbits(62) if request.seed is None else sample_seed(request.seed, index)
-        submission = GenerateReqInput(
+        submission = io_struct.GenerateReqInput(
             rid=f"{running.prefix}{index}.",
             input_ids=list(request.prompt.token_ids),
             sampling_params=sampling_params(request, self._dimensions, seed),
@@ -184,9 +172,9 @@ class _Ranks:
     async def call(self, method: str, **parameters: str) -> list[Any]:
         async with self._turn:
             socket = self._engine.send_to_rpc
-            sock_send(socket, RpcReqInput(method=method, parameters=parameters or None))
+            io_struct.sock_send(socket, io_struct.RpcReqInput(method=method, parameters=parameters or None))
             await asyncio.to_thread(socket.poll, None, zmq.POLLIN)
-            answer = sock_recv(socket)
+            answer = io_struct.sock_recv(socket)
             if not answer.success:
                 raise WeightSyncError(answer.message, code="rank-failed")
             return results([self._answers.get() for _ in range(self._count)])

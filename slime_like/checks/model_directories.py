@@ -13,14 +13,8 @@ from slime_like.config.lora import ADAPTER_CONFIG, ALL_LINEAR, LoraConfig, read_
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE
 from slime_like.config.run import RunConfig
 from slime_like.errors import ConfigError, field_of
+from slime_like.models import weight_files
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.models.weight_files import (
-    WeightFilesError,
-    header_shapes,
-    model_shapes,
-    value_head_of,
-    weight_file_problems,
-)
 from slime_like.system.words import from_here
 from slime_like.weights.adapter import factor_shapes, is_target, module_of, stored_factors, without_tower
 
@@ -50,7 +44,7 @@ def _missing(path: Path, field: str) -> list[str]:
 
 
 def weight_problems(config: RunConfig, dimensions: ModelDimensions) -> list[str]:
-    return [f"model.path: {problem}" for problem in weight_file_problems(config.model.path, dimensions)]
+    return [f"model.path: {problem}" for problem in weight_files.weight_file_problems(config.model.path, dimensions)]
 
 
 def lora_problems(config: RunConfig) -> Iterator[str]:
@@ -62,8 +56,8 @@ def lora_problems(config: RunConfig) -> Iterator[str]:
         for name, value in found.items():
             if (ours := sorted(lora.targets) if isinstance(value, list) else getattr(lora, name)) != value:
                 yield f"model.lora.{name}={ours}: the adapter in model.lora.path has {value}; set it to that"
-    with suppress(WeightFilesError):  # another check reports it
-        yield from target_problems(lora, header_shapes(config.model.path) if lora.is_set else {})
+    with suppress(weight_files.WeightFilesError):  # another check reports it
+        yield from target_problems(lora, weight_files.header_shapes(config.model.path) if lora.is_set else {})
 
 
 def factor_problems(config: RunConfig, dimensions: ModelDimensions | None = None) -> Iterator[str]:
@@ -71,11 +65,11 @@ def factor_problems(config: RunConfig, dimensions: ModelDimensions | None = None
     lora = config.model.lora
     if lora.path is None or not lora.is_set or any(lora_problems(config)):
         return
-    with suppress(WeightFilesError):  # another check reports it
-        expected = factor_shapes(lora, model_shapes(config.model.path))
+    with suppress(weight_files.WeightFilesError):  # another check reports it
+        expected = factor_shapes(lora, weight_files.model_shapes(config.model.path))
         try:
-            found = {without_tower(name): shape for name, shape in header_shapes(lora.path).items()}
-        except WeightFilesError as error:
+            found = {without_tower(name): shape for name, shape in weight_files.header_shapes(lora.path).items()}
+        except weight_files.WeightFilesError as error:
             yield f"model.lora.path: {error}"
             return
         expected = stored_factors(expected, found)
@@ -150,12 +144,12 @@ def _token_problems(setting: str, path: Path, model: Path) -> Iterator[str]:
 def frozen_weight_problems(config: RunConfig) -> Iterator[str]:
     """Check the weight files of the reference and the teacher, if they are not the policy's, and a critic's head."""
     if (critic := config.roles.get(CRITIC)) is not None and critic.path is not None:
-        with suppress(WeightFilesError):  # reading reports it
-            shapes = header_shapes(critic.path)
-            if (name := value_head_of(shapes)) is not None and shapes[name][0] != 1:
+        with suppress(weight_files.WeightFilesError):  # reading reports it
+            shapes = weight_files.header_shapes(critic.path)
+            if (name := weight_files.value_head_of(shapes)) is not None and shapes[name][0] != 1:
                 yield f"critic.path={critic.path}: its head has {shapes[name][0]} labels; use a model with one"
     for role in config.roles.values():
         if role.path is not None and not role.trained:
             model = find_dimensions(role.path, role.setting)[0]
-            found = [] if model is None else weight_file_problems(role.path, model)
+            found = [] if model is None else weight_files.weight_file_problems(role.path, model)
             yield from (f"{role.setting}: {problem}" for problem in found)

@@ -7,23 +7,12 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from slime_like.config import sections
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Section, known
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import CRITIC, POLICY, REFERENCE, ModelRole, Roles
 from slime_like.config.rollout import AGENT, ENVIRONMENT, RewardConfig, RolloutConfig, SyncConfig
-from slime_like.config.sections import (
-    CheckpointConfig,
-    ClusterConfig,
-    CriticConfig,
-    DataConfig,
-    DebugConfig,
-    DistillationConfig,
-    EvaluationConfig,
-    LoggingConfig,
-    ModelConfig,
-    ReferenceConfig,
-)
 from slime_like.config.trainer import FSDP, TrainerConfig
 from slime_like.plugins.objective import BATCH_ADVANTAGES, DEMONSTRATION_LOSSES
 
@@ -45,21 +34,21 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, le=MAX_SEED, description="Seed of data order, sampling and initialization.")
     resume: str = "auto"
     """auto: from the latest checkpoint, if any. never: start over and rename the earlier run. PATH: that checkpoint."""
-    model: ModelConfig
-    reference: ReferenceConfig = ReferenceConfig()
-    distillation: DistillationConfig = DistillationConfig()
-    critic: CriticConfig = CriticConfig()
-    data: DataConfig = DataConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
+    model: sections.ModelConfig
+    reference: sections.ReferenceConfig = sections.ReferenceConfig()
+    distillation: sections.DistillationConfig = sections.DistillationConfig()
+    critic: sections.CriticConfig = sections.CriticConfig()
+    data: sections.DataConfig = sections.DataConfig()
+    evaluation: sections.EvaluationConfig = sections.EvaluationConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     sync: SyncConfig = SyncConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
-    debug: DebugConfig = DebugConfig()
-    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    logging: sections.LoggingConfig = sections.LoggingConfig()
+    debug: sections.DebugConfig = sections.DebugConfig()
+    cluster: sections.ClusterConfig = sections.ClusterConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -136,8 +125,8 @@ class RunConfig(Section):
         """Return the configuration of a role's own ranks, whose modules hold its weights."""
         path = {} if role.path is None else {"path": role.path, "weights": None, "lora": LoraConfig()}
         layout = {"parallel": role.parallel, "rendezvous_port": None}
-        sections = {"model": self.model.model_copy(update=path), "trainer": self.trainer.model_copy(update=layout)}
-        return self.model_copy(update=sections)
+        update = {"model": self.model.model_copy(update=path), "trainer": self.trainer.model_copy(update=layout)}
+        return self.model_copy(update=update)
 
     def bucket_bytes(self, on_gpus: bool) -> int:
         """Return the largest bucket of a weight sync. Shared GPUs have room, because the KV cache is released."""

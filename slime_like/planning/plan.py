@@ -21,7 +21,7 @@ from slime_like.interfaces import TrainerBackend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
-from slime_like.planning import checks
+from slime_like.planning import checks, step_time
 from slime_like.planning.memory import (
     EnginePlan,
     NodeMemory,
@@ -34,14 +34,6 @@ from slime_like.planning.memory import (
 )
 from slime_like.planning.planned_run import Note, PlannedRun, estimate_kinds, plannable_backend
 from slime_like.planning.search import choose_recompute
-from slime_like.planning.step_time import (
-    GenerationTime,
-    StepTime,
-    critic_seconds,
-    predict_generation,
-    predict_step,
-    worker_seconds,
-)
 from slime_like.system.gpus import local_gpus
 from slime_like.system.words import memory_text, traffic_text
 
@@ -78,9 +70,9 @@ class Plan:
     references: list[KindPlan] = field(default_factory=list)
     engine: EnginePlan | None = None
     engine_phase: PhaseMemory | None = None
-    generation: GenerationTime | None = None
+    generation: step_time.GenerationTime | None = None
     host: NodeMemory | None = None
-    step: StepTime | None = None
+    step: step_time.StepTime | None = None
     transport: str | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -224,7 +216,7 @@ def _estimate_run(plan: Plan, backend: type[TrainerBackend], note: Note) -> None
     run, config = plan.run, plan.run.config
     if config.starts_engines:
         plan.engine = plan_engine(run)
-        plan.generation = predict_generation(run, plan.engine)
+        plan.generation = step_time.predict_generation(run, plan.engine)
         plan.engine_phase = None if run.colocated else engine_phase(run, plan.engine)
         try:
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
@@ -235,7 +227,7 @@ def _estimate_run(plan: Plan, backend: type[TrainerBackend], note: Note) -> None
         if found := _estimate_role(config.for_worker(role), role.name, backend, note):
             phases = [worker_phase(run.hardware, role.name, kind, one) for kind, one in found]
             plan.references += [KindPlan(*pair, (phase,)) for pair, phase in zip(found, phases, strict=True)]
-            references = max(references, worker_seconds(run, role, [one for _, one in found]))
+            references = max(references, step_time.worker_seconds(run, role, [one for _, one in found]))
     kinds = estimate_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
     plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in kinds]
     critics: list[RankEstimate] = []
@@ -244,10 +236,10 @@ def _estimate_run(plan: Plan, backend: type[TrainerBackend], note: Note) -> None
         critic, engine = run.for_critic(), plan.engine if config.critic.placement == "shared" else None
         plan.references += [KindPlan(*pair, tuple(trainer_phases(critic, engine, *pair)[:1])) for pair in found]
         critics = [one for _, one in found]
-        critic_s = critic_seconds(critic, critics)
+        critic_s = step_time.critic_seconds(critic, critics)
     estimates = [one for _, one in kinds]
     plan.host = host_memory(run, estimates, plan.engine, plan.transport, critics)
-    plan.step = predict_step(run, estimates, plan.engine, plan.transport, references, critic_s)
+    plan.step = step_time.predict_step(run, estimates, plan.engine, plan.transport, references, critic_s)
 
 
 def _estimate_role(

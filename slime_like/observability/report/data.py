@@ -10,15 +10,7 @@ from typing import Any
 
 from slime_like.config.reading.load import read_yaml
 from slime_like.errors import SlimeLikeError
-from slime_like.observability.metrics import (
-    METRICS_FILE,
-    current_records,
-    read_lines,
-    read_metrics,
-    running_mean,
-    series,
-    smoothing_window,
-)
+from slime_like.observability import metrics
 from slime_like.observability.names import ACCURACY, FAILURES, HELD_OUT_FAILURES, LOSS, REWARD, ROLLOUT_SPEED, STEP_TIME
 from slime_like.observability.progress import DRIVER_LOG, FAILED
 from slime_like.observability.tables import TOKEN_TABLE, Row
@@ -68,17 +60,17 @@ class RunData:
 
     @property
     def trained_steps(self) -> int:
-        current = current_records(self.records)
+        current = metrics.current_records(self.records)
         return max((record["step"] for record in current if STEP_TIME in record or LOSS in record), default=0)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        return series(self.records, name)
+        return metrics.series(self.records, name)
 
     def by_step(self, name: str) -> dict[int, float]:
         return dict(zip(*self.series(name), strict=True))
 
     def non_finite_steps(self, name: str) -> list[int]:
-        last = {record["step"]: record[name] for record in current_records(self.records) if name in record}
+        last = {record["step"]: record[name] for record in metrics.current_records(self.records) if name in record}
         return sorted(step for step, value in last.items() if value is None)
 
 
@@ -88,7 +80,7 @@ def read_run(run_dir: Path) -> RunData:
     Raises:
         SlimeLikeError: ``run_dir`` has no metrics, or a file in it is damaged.
     """
-    records = read_metrics(run_dir / METRICS_FILE)
+    records = metrics.read_metrics(run_dir / metrics.METRICS_FILE)
     log = run_dir / DRIVER_LOG
     last = end_of_file(log, _LOG_BYTES).rstrip("\n").rpartition("\n")[2] if log.is_file() else ""
     failure = last.removeprefix(FAILED) if last.startswith(FAILED) else None
@@ -146,8 +138,8 @@ def _results(run: RunData) -> list[tuple[str, str]]:
         names = ", ".join(path.name for path in changed)
         entries.append(("settings changed", f"earlier values may not be comparable: {names}"))
     if rewards:
-        window = min(smoothing_window(len(rewards)), len(rewards))
-        means = running_mean(rewards, window)
+        window = min(metrics.smoothing_window(len(rewards)), len(rewards))
+        means = metrics.running_mean(rewards, window)
         text = f"{means[window - 1]:.3f} → {means[-1]:.3f} (first and last {counted(window, 'step')})"
         short = f"{means[-1]:.3f} (of {counted(window, 'step')})"
         entries.append(("mean reward", text if len(rewards) > window else short))
@@ -203,7 +195,7 @@ def shorten(text: str, limit: int) -> str:
 
 def _read_table(path: Path) -> StoredTable:
     """Read a table's newest rows. Damage in older rows is not found."""
-    newest = list(read_lines(path, NEWEST_TOKENS if path.stem == TOKEN_TABLE else NEWEST_ROWS))
+    newest = list(metrics.read_lines(path, NEWEST_TOKENS if path.stem == TOKEN_TABLE else NEWEST_ROWS))
     rows: list[Row] = []
     columns: dict[str, None] = {}
     for _, row in newest:

@@ -11,22 +11,7 @@ import torch
 
 from slime_like.config.rollout import RewardFunction
 from slime_like.data.dump import dump_path, save_trajectories
-from slime_like.observability.names import (
-    FAILURES,
-    FLAT_GROUPS,
-    GROUPS,
-    PERFORMANCE,
-    REWARD,
-    REWARD_OF,
-    ROLLOUT_SPEED,
-    SOURCE_REWARD,
-    SOURCES,
-    TURN_LIMIT,
-    phase_metrics,
-    ratio,
-    source_kls,
-    update_metrics,
-)
+from slime_like.observability import names
 from slime_like.observability.records import PhaseTimes
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
@@ -80,16 +65,16 @@ class StepRecorder:
         figures, is_sampled = run.rollout.figures(times.step_s), not run.config.supervised
         rollouts = rollouts_of(trained.trajectories)
         metrics = {
-            **update_metrics(trained.updates),
-            **update_metrics(trained.critic, "train_critic"),
+            **names.update_metrics(trained.updates),
+            **names.update_metrics(trained.critic, "train_critic"),
             **trained.penalties,
-            **phase_metrics(times, trained.busy_s),
+            **names.phase_metrics(times, trained.busy_s),
             **_token_metrics(rollouts, trained.tokens, times.step_s),
-            **{f"{PERFORMANCE}/memory/{name}": value for name, value in self._memory.items()},
+            **{f"{names.PERFORMANCE}/memory/{name}": value for name, value in self._memory.items()},
             "queues/train_replay_buffer_size": float(figures.ready_groups),
             **(self.sampled(step, rollouts, times, figures) if is_sampled else {}),
             **source_metrics(rollouts, run.config.reward.functions if is_sampled else ()),
-            **source_kls([update.source_kls for update in trained.updates]),
+            **names.source_kls([update.source_kls for update in trained.updates]),
             **figures.scoring,
             **trained.scoring,
             **({} if figures.sync is None else figures.sync.metrics(times.step_s)),
@@ -165,18 +150,18 @@ def reward_metrics(
     unscored = sum("reason" in entry and OUTCOME not in entry for entry in metadata)  # their reward is 0
     prefix, metrics = "ref_actor_rewards", dict[str, float]()
     for function, reward, success in zip(functions, rewards.mean(axis=0), successes.mean(axis=0), strict=True):
-        metrics[f"{REWARD_OF}{function.label}_mean"] = float(reward)
+        metrics[f"{names.REWARD_OF}{function.label}_mean"] = float(reward)
         metrics[f"{prefix}/successes_func_{function.label}_mean"] = float(success)
     return {
         f"{prefix}/rewards_mean": float(rewards.mean()),
         f"{prefix}/successes_mean": float(successes.mean()),
-        REWARD: float(totals.mean()),
-        FAILURES: float(len(outcomes)),
+        names.REWARD: float(totals.mean()),
+        names.FAILURES: float(len(outcomes)),
         f"{prefix}/unscored_answers": float(unscored),
         **{f"{prefix}/failures_{name}": float(outcomes.count(name)) for name in (MASKED, RESAMPLED, ZEROED)},
         **metrics,
-        FLAT_GROUPS: float(sum(spread < _ZERO_SPREAD for spread in spreads)),
-        GROUPS: float(len(spreads)),
+        names.FLAT_GROUPS: float(sum(spread < _ZERO_SPREAD for spread in spreads)),
+        names.GROUPS: float(len(spreads)),
     }
 
 
@@ -195,9 +180,9 @@ def rollout_metrics(rollouts: Rollouts, step: int, seconds: float) -> dict[str, 
         "rollout/staleness_max": float(max(staleness)),
     }
     if seconds > 0:  # rollouts from disk took no time, so they have no speed (rather than a speed of 0)
-        metrics[ROLLOUT_SPEED] = sum(lengths) / seconds
+        metrics[names.ROLLOUT_SPEED] = sum(lengths) / seconds
     if turns:
-        metrics |= {"rollout/turns_mean": fmean(turns), TURN_LIMIT: ends.count("turns") / len(ends)}
+        metrics |= {"rollout/turns_mean": fmean(turns), names.TURN_LIMIT: ends.count("turns") / len(ends)}
     if max(rows) > 1:
         metrics["rollout/rows_mean"] = fmean(rows)
     return metrics
@@ -208,14 +193,14 @@ def source_metrics(rollouts: Rollouts, functions: Sequence[RewardFunction]) -> d
     are no rewards."""
     columns = {"/response_length_mean": np.asarray([rollout.sampled_len for rollout in rollouts], np.float64)}
     if functions:
-        _, successes, columns[SOURCE_REWARD] = _rewards(rollouts, functions)
+        _, successes, columns[names.SOURCE_REWARD] = _rewards(rollouts, functions)
         columns["/success"] = successes[:, 0]
         columns["/truncated_fraction"] = np.asarray([rollout.finish_reason == "length" for rollout in rollouts])
     sources, metrics = np.asarray([rollout.last.source or "" for rollout in rollouts]), dict[str, float]()
     for name in sorted({*sources.tolist()} - {""}):
         own = sources == name
-        metrics[f"{SOURCES}{name}/share"] = float(own.mean())
-        metrics |= {f"{SOURCES}{name}{what}": float(values[own].mean()) for what, values in columns.items()}
+        metrics[f"{names.SOURCES}{name}/share"] = float(own.mean())
+        metrics |= {f"{names.SOURCES}{name}{what}": float(values[own].mean()) for what, values in columns.items()}
     return metrics
 
 
@@ -232,11 +217,11 @@ def _token_metrics(rollouts: Rollouts, tokens: PackTokens, step_s: float) -> dic
     padded = tokens.computed - (whole - tokens.shared)
     metrics = {
         "train_actor_training/response_lengths": fmean(lengths),
-        f"{PERFORMANCE}/tokens_per_second": ratio(sum(lengths), step_s),
-        f"{PERFORMANCE}/padded_tokens_percentage (%)": 100 * ratio(padded, tokens.computed),
+        f"{names.PERFORMANCE}/tokens_per_second": names.ratio(sum(lengths), step_s),
+        f"{names.PERFORMANCE}/padded_tokens_percentage (%)": 100 * names.ratio(padded, tokens.computed),
     }
     if tokens.shared:
-        metrics[f"{PERFORMANCE}/shared_tokens_percentage (%)"] = 100 * ratio(tokens.shared, whole)
+        metrics[f"{names.PERFORMANCE}/shared_tokens_percentage (%)"] = 100 * names.ratio(tokens.shared, whole)
     return metrics
 
 
