@@ -21,17 +21,7 @@ from slime_like.interfaces import TrainerBackend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.models.dimensions import HEADS, ModelDimensions
 from slime_like.models.weight_files import WeightFilesError
-from slime_like.planning import checks, step_time
-from slime_like.planning.memory import (
-    EnginePlan,
-    NodeMemory,
-    PhaseMemory,
-    engine_phase,
-    host_memory,
-    plan_engine,
-    trainer_phases,
-    worker_phase,
-)
+from slime_like.planning import checks, memory, step_time
 from slime_like.planning.planned_run import Note, PlannedRun, estimate_kinds, plannable_backend
 from slime_like.planning.search import choose_recompute
 from slime_like.system.gpus import local_gpus
@@ -46,7 +36,7 @@ class KindPlan:
 
     kind: RankKind
     estimate: RankEstimate
-    phases: tuple[PhaseMemory, ...]
+    phases: tuple[memory.PhaseMemory, ...]
 
 
 @dataclass(slots=True)
@@ -68,10 +58,10 @@ class Plan:
     gpus_in_use: int
     kinds: list[KindPlan] = field(default_factory=list)
     references: list[KindPlan] = field(default_factory=list)
-    engine: EnginePlan | None = None
-    engine_phase: PhaseMemory | None = None
+    engine: memory.EnginePlan | None = None
+    engine_phase: memory.PhaseMemory | None = None
     generation: step_time.GenerationTime | None = None
-    host: NodeMemory | None = None
+    host: memory.NodeMemory | None = None
     step: step_time.StepTime | None = None
     transport: str | None = None
     problems: list[str] = field(default_factory=list)
@@ -79,7 +69,7 @@ class Plan:
     seconds: float = 0.0
 
     @property
-    def phases(self) -> list[PhaseMemory]:
+    def phases(self) -> list[memory.PhaseMemory]:
         phases = [phase for kind in (*self.kinds, *self.references) for phase in kind.phases]
         return phases + ([self.engine_phase] if self.engine_phase is not None else [])
 
@@ -215,9 +205,9 @@ def _estimate_run(plan: Plan, backend: type[TrainerBackend], note: Note) -> None
     """Add the memory and the time of engines, workers, trainer ranks, critic and hosts to the plan."""
     run, config = plan.run, plan.run.config
     if config.starts_engines:
-        plan.engine = plan_engine(run)
+        plan.engine = memory.plan_engine(run)
         plan.generation = step_time.predict_generation(run, plan.engine)
-        plan.engine_phase = None if run.colocated else engine_phase(run, plan.engine)
+        plan.engine_phase = None if run.colocated else memory.engine_phase(run, plan.engine)
         try:
             plan.transport = chosen_transport(config, on_cuda=True, num_hosts=plan.nodes)
         except ConfigError as error:
@@ -225,20 +215,22 @@ def _estimate_run(plan: Plan, backend: type[TrainerBackend], note: Note) -> None
     references = 0.0
     for role in config.roles.with_workers:
         if found := _estimate_role(config.for_worker(role), role.name, backend, note):
-            phases = [worker_phase(run.hardware, role.name, kind, one) for kind, one in found]
+            phases = [memory.worker_phase(run.hardware, role.name, kind, one) for kind, one in found]
             plan.references += [KindPlan(*pair, (phase,)) for pair, phase in zip(found, phases, strict=True)]
             references = max(references, step_time.worker_seconds(run, role, [one for _, one in found]))
     kinds = estimate_kinds(config, backend, backend.planner().rank_kinds(config.trainer), note)
-    plan.kinds += [KindPlan(kind, one, tuple(trainer_phases(run, plan.engine, kind, one))) for kind, one in kinds]
+    plan.kinds += [
+        KindPlan(kind, one, tuple(memory.trainer_phases(run, plan.engine, kind, one))) for kind, one in kinds
+    ]
     critics: list[RankEstimate] = []
     critic_s = 0.0
     if config.algorithm.needs_critic and (found := _estimate_role(config.for_critic(), CRITIC, backend, note, CRITIC)):
         critic, engine = run.for_critic(), plan.engine if config.critic.placement == "shared" else None
-        plan.references += [KindPlan(*pair, tuple(trainer_phases(critic, engine, *pair)[:1])) for pair in found]
+        plan.references += [KindPlan(*pair, tuple(memory.trainer_phases(critic, engine, *pair)[:1])) for pair in found]
         critics = [one for _, one in found]
         critic_s = step_time.critic_seconds(critic, critics)
     estimates = [one for _, one in kinds]
-    plan.host = host_memory(run, estimates, plan.engine, plan.transport, critics)
+    plan.host = memory.host_memory(run, estimates, plan.engine, plan.transport, critics)
     plan.step = step_time.predict_step(run, estimates, plan.engine, plan.transport, references, critic_s)
 
 
