@@ -15,6 +15,7 @@ from slime_like.checks.names import reward_problems
 from slime_like.checks.packages import logging_problems, missing_compiler
 from slime_like.config import LoggingConfig, RunConfig
 from slime_like.config.reading.load import load_config
+from slime_like.interfaces import engine_limits
 from slime_like.weights.transports.names import Libraries
 from tests.unit.checks.checkpoint import sound_flags
 
@@ -48,6 +49,24 @@ def test_the_packages_of_another_interpreter_are_read_without_starting_it(tmp_pa
     assert engines.version_warning(python, "vllm") == warning
     assert engines.version_warning(python, "sglang") is None
     assert engines.engine_libraries(tmp_path / "none" / "bin" / "python") == Libraries("")
+
+
+def test_an_engines_package_states_its_limits_without_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (package := tmp_path / "own_engine").mkdir()
+    (package / "__init__.py").touch()
+    (package / "engine.py").write_text("raise ImportError\n")
+    limits = (
+        "from slime_like.interfaces.engine_limits import EngineLimits\nLIMITS = EngineLimits(name='own', tested='7')\n"
+    )
+    (package / "limits.py").write_text(limits)
+    monkeypatch.syspath_prepend(tmp_path)
+    places = {"own": "own_engine.engine:Own", "silent": "own_engine:Silent", "gone": "no_such.package.engine:Gone"}
+    monkeypatch.setattr(engine_limits, "installed_places", lambda group: places)
+    found = {name: engine_limits.engine_limits.__wrapped__(name) for name in (*places, "unknown")}
+    assert {name: each.tested for name, each in found.items()} == {"own": "7", "silent": "", "gone": "", "unknown": ""}
+    assert all(found[name] == engine_limits.EngineLimits(name=name) for name in ("silent", "gone", "unknown"))
 
 
 def test_codes_are_unique_and_every_check_is_used() -> None:

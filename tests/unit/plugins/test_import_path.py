@@ -115,6 +115,8 @@ def test_names_traits_and_options_are_those_of_the_code() -> None:
     assert [find_policy(name).name for name in objective.LOSSES] == [*objective.LOSSES]
     per_sequence = [name for name in objective.LOSSES if find_policy(name).per_sequence]
     assert per_sequence == [*objective.SEQUENCE_LOSSES]
+    unrewarded = [name for name in objective.LOSSES if not find_policy(name).needs_advantages]
+    assert unrewarded == [*objective.DEMONSTRATION_LOSSES]
     scopes = {name: find_estimator(name).scope for name in objective.ADVANTAGES}
     assert {name for name, scope in scopes.items() if scope == "batch"} == {*objective.BATCH_ADVANTAGES}
     assert {name for names in objective.ALIASES.values() for name in names}.isdisjoint(PARTS)
