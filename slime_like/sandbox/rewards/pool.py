@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
@@ -144,6 +144,12 @@ class RewardPool:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the pool's thread, and wait for its result. An interrupted wait cancels it."""
