@@ -112,7 +112,8 @@ def wishes(request: BaseModel, choice: Any = None) -> dict[str, Any]:
     formats = {f"{name}.format": value.get("format") for name, value in given.items() if isinstance(value, dict)}
     for name, value in sorted((given | formats).items()):
         if name in _SHAPING and value and value != (1 if name == "n" else _PLAIN):
-            raise unsupported(name, value)
+            problem = f"{name}={str(value)[:_SHOWN_CHARS]!r} is not supported; leave it out"
+            raise CallRejected(400, "unsupported_parameter", problem)
     found = {name: value for name, value in given.items() if name not in _LABELS | _SHAPING}
     if choice not in (None, "auto", "none"):
         found["tool_choice"] = choice  # training needs freely sampled tokens
@@ -157,10 +158,3 @@ def shown_tool(given: Mapping[str, Any], of_text: bool) -> Tool:
 def server_sent(kind: str, data: Mapping[str, Any]) -> str:
     """Return a named server-sent event. Its data repeats the name as ``type``."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data}, ensure_ascii=False)}\n\n"
-
-
-def unsupported(setting: str, value: Any) -> CallRejected:
-    """Build the rejection of a setting that would change what the model samples from."""
-    return CallRejected(
-        400, "unsupported_parameter", f"{setting}={str(value)[:_SHOWN_CHARS]!r} is not supported; leave it out"
-    )

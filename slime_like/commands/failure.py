@@ -5,11 +5,12 @@ import os
 import select
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.errors import SlimeLikeError, with_notes
-from slime_like.plugins.traceback import causes, full_traceback
+from slime_like.plugins.traceback import causes
 
 TRACEBACK_FILE = "traceback.txt"
 _LONGEST = 300
@@ -48,7 +49,7 @@ def traceback_kept(run_dir: Path | None) -> Iterator[None]:
             remedy = "install it; the extra train has all that training needs: pip install -e '.[train]' in the clone"
             raise SlimeLikeError(str(error), code="package-missing", remedy=remedy) from error
         what = "check that path" if isinstance(error, OSError) else "unexpected error"
-        remedy = f"{what}; traceback: {_write(full_traceback(error), run_dir)}"
+        remedy = f"{what}; traceback: {_write(''.join(traceback.format_exception(error)), run_dir)}"
         name, text = type(error).__name__, " ".join(str(error).split())
         summary = f"{name}: {text[:_LONGEST]}" if text else name
         if isinstance(error, OSError) and error.filename is not None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from slime_like.errors import ConfigError
-from slime_like.plugins.traceback import find_module, is_file
+from slime_like.plugins.traceback import find_module
 from slime_like.system.processes import permanent_allocations
 from slime_like.system.words import from_here
 
@@ -31,12 +31,13 @@ def import_path_problem(path: str) -> str | None:
     that the module lacks is therefore not found here.
     """
     module, _, name = path.rpartition(":")
-    if not name.isidentifier() or not (is_file(module) or all(part.isidentifier() for part in module.split("."))):
+    is_file = module.endswith(".py")
+    if not name.isidentifier() or not (is_file or all(part.isidentifier() for part in module.split("."))):
         return f"is not an import path; give {CUSTOM}"
     spec, missing = find_module(module)
     if spec is not None:
         return None
-    if is_file(module):
+    if is_file:
         return f"cannot be found: there is no file {module}{from_here(Path(module))}; correct the path"
     return (
         f"cannot be found: there is no module {missing}; install it, start in its directory, or give "
@@ -69,7 +70,7 @@ def resolve(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     if not colon:
         raise ValueError(f"unknown {kind} {name!r}; use one of: {', '.join(sorted(known))}, or {CUSTOM}")
     try:
-        module = _import_file(module_name) if is_file(module_name) else import_module(module_name)
+        module = _import_file(module_name) if module_name.endswith(".py") else import_module(module_name)
         return getattr(module, attribute)
     except (ImportError, AttributeError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None

@@ -19,17 +19,12 @@ from slime_like.errors import SlimeLikeError
 _LONGEST = 300
 
 
-def is_file(module: str) -> bool:
-    """Return whether ``module:name`` names a file instead of a module."""
-    return module.endswith(".py")
-
-
 def find_module(module: str) -> tuple[ModuleSpec | None, str]:
     """Return the spec of a module or of a file ``x.py``, or ``None`` and the name of the first part that is missing.
 
     Nothing is imported.
     """
-    if is_file(module):
+    if module.endswith(".py"):
         return spec_from_file_location(module, module) if Path(module).is_file() else None, module
     places: list[str] | None = None
     spec: ModuleSpec | None = None
@@ -61,9 +56,17 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def place(error: BaseException, code: CodeType) -> str:
+def place(error: BaseException, file: str, otherwise: str) -> str:
+    """Return the innermost line of ``file`` in the traceback of the error or of its causes, or ``otherwise``."""
+    for link in causes(error):
+        if lines := [frame.lineno for frame in traceback.extract_tb(link.__traceback__) if frame.filename == file]:
+            return f"{file}:{lines[-1]}"
+    return otherwise
+
+
+def place_in_code(error: BaseException, code: CodeType) -> str:
     """Return the line of the code's file that raised the error, or the definition if its result was rejected."""
-    return _raised_in(code.co_filename, error) or f"{code.co_filename}:{code.co_firstlineno}"
+    return place(error, code.co_filename, f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def named_place(error: BaseException, path: str, member: str) -> str:
@@ -76,7 +79,7 @@ def named_place(error: BaseException, path: str, member: str) -> str:
     file = (spec.origin if spec else None) or module
     found = getattr(sys.modules.get(module), name, None)
     code = code_of(getattr(found, member, found))
-    return _raised_in(file, error) or (place(error, code) if code else file)
+    return place(error, file, place_in_code(error, code) if code else file)
 
 
 def format_error(field: str, path: str, error: BaseException, member: str = "__call__") -> str:
@@ -94,18 +97,5 @@ def naming(error: type[SlimeLikeError], code: str, field: str, path: str, member
     except SlimeLikeError:
         raise
     except Exception as cause:
-        problem, trace = format_error(field, path, cause, member), full_traceback(cause)
+        problem, trace = format_error(field, path, cause, member), "".join(traceback.format_exception(cause))
         raise error(problem, code=code, who=who, remedy="correct it", users_traceback=trace) from cause
-
-
-def full_traceback(error: BaseException) -> str:
-    """Format the whole traceback, with causes."""
-    return "".join(traceback.format_exception(error))
-
-
-def _raised_in(file: str, error: BaseException) -> str | None:
-    """Return the innermost line of ``file`` in the traceback of the error or of its causes."""
-    for link in causes(error):
-        if lines := [frame.lineno for frame in traceback.extract_tb(link.__traceback__) if frame.filename == file]:
-            return f"{file}:{lines[-1]}"
-    return None

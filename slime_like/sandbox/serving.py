@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -21,7 +22,7 @@ from types import CodeType
 from typing import Any, BinaryIO
 
 from slime_like.errors import ConfigError
-from slime_like.plugins.traceback import full_traceback, place
+from slime_like.plugins.traceback import place_in_code
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """Function from an item to its answer. It runs the item's code inside ``untrusted``."""
@@ -125,11 +126,12 @@ def untrusted(name: str, code: CodeType | None, fault: str | None = None) -> Ite
 def _reason(error: BaseException, code: CodeType | None) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         return {"reason": "memory"}
-    where_raised = "" if code is None else f" ({place(error, code)})"
+    where_raised = "" if code is None else f" ({place_in_code(error, code)})"
     if isinstance(error, TimeoutError):  # the item's code waited for something too long
         return {"reason": "timeout", "detail": f"{str(error)[:_LONGEST]}{where_raised}"}
     detail = f"{type(error).__name__}: {error}"[:_LONGEST] + where_raised
-    return {"reason": "error", "detail": detail, "traceback": full_traceback(error)[-_LONGEST_TRACEBACK:]}
+    trace = "".join(traceback.format_exception(error))
+    return {"reason": "error", "detail": detail, "traceback": trace[-_LONGEST_TRACEBACK:]}
 
 
 def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
