@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime_like.errors import SlimeLikeError, with_notes
-from slime_like.plugins.traceback import causes
+from slime_like.plugins.resolve import causes
 
 TRACEBACK_FILE = "traceback.txt"
 _LONGEST = 300

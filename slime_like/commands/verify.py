@@ -137,7 +137,7 @@ def _verify_engine(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _try_all(config: RunConfig) -> int:
-    from slime_like.verification.engine.verify import verify_engine
+    from slime_like.verification.engine.claims import verify_engine
 
     log = config.run_dir / "worker_logs" / "engine.log"
     log.parent.mkdir(exist_ok=True)

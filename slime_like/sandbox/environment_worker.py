@@ -8,8 +8,7 @@ from typing import Any
 
 from slime_like.errors import ConfigError
 from slime_like.interfaces.environment import Environment, Step, Task
-from slime_like.plugins.resolve import require_options, resolve_callable
-from slime_like.plugins.traceback import code_of
+from slime_like.plugins.resolve import code_of, require_options, resolve_callable
 from slime_like.sandbox.serving import Handler, serve, untrusted
 
 REGISTERED: Mapping[str, str] = {"calculator": "slime_like.examples.calculator:Calculator"}

@@ -22,7 +22,7 @@ from types import CodeType
 from typing import Any, BinaryIO
 
 from slime_like.errors import ConfigError
-from slime_like.plugins.traceback import place_in_code
+from slime_like.plugins.resolve import place_in_code
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 """Function from an item to its answer. It runs the item's code inside ``untrusted``."""

@@ -22,11 +22,10 @@ from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import Generation, GenerationRequest, PromptInput, Supports
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine import claims
-from slime_like.verification.engine.claims import every_tensor, truncated_sampling
+from slime_like.verification.engine.claims import _others as others
+from slime_like.verification.engine.claims import _prompts as prompts
+from slime_like.verification.engine.claims import every_tensor, truncated_sampling, verify_engine
 from slime_like.verification.engine.subject import ClaimFailed, DrivenEngine, Reference, Subject, started
-from slime_like.verification.engine.verify import _others as others
-from slime_like.verification.engine.verify import _prompts as prompts
-from slime_like.verification.engine.verify import verify_engine
 from tests.engines.harness import run_config
 from tests.support.acceptance import some_in_acceptance
 

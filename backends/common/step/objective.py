@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from slime_like.plugins.traceback import naming
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error
@@ -16,7 +17,7 @@ from slime_like.algorithms.losses.sums import ValueSums
 from slime_like.config import AlgorithmConfig, RunConfig
 from slime_like.config.base import Part
 from slime_like.errors import TrainerError
-from slime_like.plugins.traceback import naming
+from slime_like.plugins.resolve import naming
 from slime_like.trajectory import PackedTrajectory
 
 ValueInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -6,22 +6,30 @@ engines run the same list.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces import Manifest
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError, SlimeLikeError, WeightSyncError
+from slime_like.interfaces import Manifest, load_engine
+from slime_like.models.dimensions import ModelDimensions
 from slime_like.verification.engine.interruptions import interrupted, routes, routes_amid_update, updated_amid
-from slime_like.verification.engine.subject import COLD, TOKENS, ClaimFailed, Subject
+from slime_like.verification.engine.subject import COLD, TOKENS, ClaimFailed, DrivenEngine, Reference, Subject, started
 
 _MOVES = {"float32": 1e-2, "bfloat16": 0.33}
 """Minimum ``Reference.gap`` of the most affected logprobs before and after a tensor's change."""
 _FOLLOWS = 0.02
 """Share of this gap by which engine and reference may differ afterwards, because changed weights round differently."""
+_PROMPTS = 8
+LONGEST_PROMPT, LONGEST_RESPONSE = 64, 256
+"""Maximum tokens of the engine's prompts and responses."""
 _DRAWS = 8
 
 _CUTS = ((0.9, 40, 0.0), (1.0, 5, 0.0), (0.5, 512, 0.0), (0.9, 40, 0.2))
@@ -293,3 +301,72 @@ CLAIMS: Sequence[Claim] = (
     routes_amid_update,
 )
 """In this order; some change the weights that the engine serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of one claim.
+
+    Attributes:
+        claim: the claim as a sentence.
+        gap: ``Reference.gap``; ``None`` if the claim does not measure one.
+        problem: why the claim does not hold; ``None`` if it does.
+    """
+
+    claim: str
+    gap: float | None
+    seconds: float
+    problem: str | None = None
+
+
+def verify_engine(config: RunConfig) -> Iterator[Verdict]:
+    """Check each claim in turn on one engine of ``config`` in this process.
+
+    Args:
+        config: configuration of the engine, with a small model in one file.
+
+    Raises ``SlimeLikeError`` if the engine does not start.
+    """
+    kind = load_engine(config.rollout.engine)
+    dimensions = ModelDimensions.from_checkpoint(config.model.path)
+    routed = dimensions.num_experts > 0 and getattr(kind, "returns_routes", False)
+    if routed:
+        algorithm = config.algorithm.model_copy(update={"routing_replay": "rollout"})
+        config = config.model_copy(update={"algorithm": algorithm})
+    engine = kind(config, 0)
+    with started(engine) as loop:
+        driven = DrivenEngine(engine, loop)
+        try:
+            reference = Reference(config.model.path, config.model.dtype)
+            subject = Subject(driven, reference, _others(reference.weights), _prompts(config.model.path), routed)
+            yield from (_tried(claim, subject) for claim in CLAIMS)
+        finally:
+            driven.close()
+
+
+def _tried(claim: Claim, subject: Subject) -> Verdict:
+    sentence = " ".join((claim.__doc__ or "").split())
+    began, gap, problem = time.monotonic(), None, None
+    try:
+        gap = claim(subject)
+    except ClaimFailed as refuted:
+        problem = str(refuted)
+    except (SlimeLikeError, TimeoutError) as error:  # other claims may still hold
+        problem = f"{type(error).__name__}: {error}"
+    return Verdict(sentence, gap, time.monotonic() - began, problem)
+
+
+def _others(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with noise of half their standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: tensor + (torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0) / 2).to(tensor.dtype)
+        for name, tensor in weights.items()
+    }
+
+
+def _prompts(model: Path) -> list[list[int]]:
+    generator = np.random.default_rng(0)
+    vocabulary = ModelDimensions.from_checkpoint(model).vocab_size
+    lengths = generator.integers(8, LONGEST_PROMPT, _PROMPTS)
+    return [generator.integers(0, vocabulary, length).tolist() for length in lengths]
