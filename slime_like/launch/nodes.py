@@ -31,7 +31,7 @@ from slime_like.launch.commands import (
 )
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.gcs import Gcs, UnreachableError, WrongTokenError
-from slime_like.orchestration.cluster.place import Place, find_place
+from slime_like.orchestration.cluster.node import Place, find_place
 from slime_like.orchestration.cluster.ray_node import RayNode, node_parameters, ray_environment
 from slime_like.orchestration.cluster.ray_session import await_token, create_token
 from slime_like.plugins.resolve import ENGINE_GROUP, installed_names

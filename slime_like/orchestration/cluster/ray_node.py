@@ -22,8 +22,8 @@ from ray._private.parameter import RayParams
 from slime_like.errors import LaunchError
 from slime_like.orchestration.cluster.bundles import RANK_LABEL
 from slime_like.orchestration.cluster.lean_node import LeanNode
+from slime_like.orchestration.cluster.node import Place
 from slime_like.orchestration.cluster.orphan_reaper import end_writers
-from slime_like.orchestration.cluster.place import Place
 from slime_like.orchestration.cluster.ray_session import RAY_DIRECTORY, keep_logs_only
 from slime_like.system.gpus import local_gpus
 from slime_like.system.interrupts import raise_if_interrupted

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from slime_like.orchestration.cluster.place import Place, find_place
 
 from slime_like.commands.root import run
 from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.errors import ConfigError, LaunchError
 from slime_like.launch.commands import ExitNotes, NodeEndedError, RunVerdict
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
-from slime_like.orchestration.cluster.place import Place, find_place
+from slime_like.orchestration.cluster.node import Place, find_place
 from slime_like.orchestration.cluster.ray_session import await_token, create_token
 from tests.support.rejections import Rejects
 from tests.unit.orchestration.cluster.test_bundles import config
