@@ -9,9 +9,9 @@ from pathlib import Path
 
 from slime_like.commands.command import Command, has_flag, option
 from slime_like.config import RunConfig
-from slime_like.config.launch import DEFAULT_PORT, LaunchOptions
 from slime_like.config.reading.load import load_config
 from slime_like.errors import ConfigError, Problem
+from slime_like.launch.commands import DEFAULT_PORT, LaunchOptions
 from slime_like.system.gpus import local_gpus
 from slime_like.system.network import expand_node_list
 from slime_like.system.words import counted

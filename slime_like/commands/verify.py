@@ -166,7 +166,7 @@ def _engine_config(model: Path, flags: Sequence[str]) -> RunConfig:
     import torch
 
     from slime_like.checks.check import require_valid
-    from slime_like.verification.engine.verify import LONGEST_PROMPT, LONGEST_RESPONSE
+    from slime_like.verification.engine.claims import LONGEST_PROMPT, LONGEST_RESPONSE
 
     default = "bfloat16" if torch.cuda.is_available() else "float32"  # CUDA's kernels require bfloat16
     settings = ["--model.path", str(model), "--model.dtype", default, "--data.max_prompt_tokens", str(LONGEST_PROMPT)]

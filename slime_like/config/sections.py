@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import Field, field_serializer, field_validator
 
 from slime_like.config.base import Section
-from slime_like.config.gpus import GpuName
 from slime_like.config.lora import LoraConfig
 from slime_like.config.roles import TEACHER, ModelRole
 from slime_like.config.rollout import MIN_TEMPERATURE
@@ -288,6 +287,9 @@ class DebugConfig(Section):
     def conflicts(self) -> Iterator[str]:
         if self.load_rollouts is not None and self.shuffle_advantages:
             yield "shuffle_advantages=true does not apply to debug.load_rollouts; sample again, or set it to false"
+
+
+GpuName = Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200"]
 
 
 class ClusterConfig(Section):

@@ -15,12 +15,12 @@ from typing import Any
 
 from slime_like.checks.check import require_valid
 from slime_like.config import RunConfig
-from slime_like.config.launch import LaunchOptions
 from slime_like.config.reading.fields import all_fields, value_text
 from slime_like.errors import FAILED, INTERRUPTED, LaunchError, SlimeLikeError
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.launch.commands import (
     ExitNotes,
+    LaunchOptions,
     NodeEndedError,
     RefusedError,
     RunVerdict,

@@ -18,11 +18,10 @@ from unittest.mock import Mock
 import pytest
 
 from slime_like.config import RunConfig
-from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.config.reading.load import load_config
 from slime_like.errors import SlimeLikeError
 from slime_like.launch import commands, nodes
-from slime_like.launch.commands import RefusedError, RunVerdict
+from slime_like.launch.commands import LaunchOptions, RefusedError, RunVerdict, launch_directory
 from slime_like.launch.nodes import facts, launch
 from slime_like.orchestration.cluster import gcs
 from slime_like.orchestration.cluster.bundles import RANK_LABEL

@@ -9,12 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from slime_like.orchestration.cluster.place import Place, find_place
 
 from slime_like.commands.root import run
-from slime_like.config.launch import LaunchOptions, launch_directory
 from slime_like.errors import ConfigError, LaunchError
-from slime_like.launch.commands import ExitNotes, NodeEndedError, RunVerdict
+from slime_like.launch.commands import ExitNotes, LaunchOptions, NodeEndedError, RunVerdict, launch_directory
 from slime_like.orchestration.cluster.bundles import pieces_of, slots_per_node
 from slime_like.orchestration.cluster.node import Place, find_place
 from slime_like.orchestration.cluster.ray_session import await_token, create_token
