@@ -103,8 +103,7 @@ class EngineBase(EngineHooks[Running]):
     async def start(self) -> None:
         """Load the model as weight version 0, awake and not paused.
 
-        Raises:
-            EngineError: the start failed, or took longer than ``rollout.start_timeout_s``.
+        Raises ``EngineError`` if the start failed, or took longer than ``rollout.start_timeout_s``.
         """
         self._reset()
         timeout = self._config.engine_start_timeout_s

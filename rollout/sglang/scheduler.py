@@ -132,10 +132,8 @@ def load(scheduler: EngineScheduler, metadata: dict[str, Any]) -> None:
 def serve_adapter(scheduler: EngineScheduler, settings: dict[str, Any], *source: Any) -> None:
     """Replace the adapter by factors from ``source``.
 
-    SGLang's own calls would wait until no request uses the adapter, but frozen requests do.
-
-    Raises:
-        WeightSyncError: SGLang rejects the factors.
+    SGLang's own calls would wait until no request uses the adapter, but frozen requests do. Raises ``WeightSyncError``
+    if SGLang rejects the factors.
     """
     manager = scheduler.tp_worker.model_runner.lora_manager
     adapter = LoRARef(lora_id=ADAPTER, lora_name=ADAPTER, lora_path="__tensor__", pinned=False)

@@ -112,8 +112,7 @@ class WorkerExtension(_Worker):
 def serve_adapter(worker: Any, settings: dict[str, Any], *source: Any) -> None:
     """Replace the adapter by factors from ``source``. vLLM scales B in place, so they must be copies.
 
-    Raises:
-        WeightSyncError: vLLM has no such module. It would ignore the factors.
+    Raises ``WeightSyncError`` if vLLM has no such module. It would ignore the factors.
     """
     lora = worker.model_runner.lora_manager
     manager = lora._adapter_manager

@@ -48,10 +48,8 @@ def fill(config: RunConfig, names: Collection[str]) -> RunConfig:
     """Replace these fields with the largest sizes that fit the cluster, at least 1.
 
     Replicas get the GPUs that separate engines and workers do not use. Separate engines get the GPUs that the trainer
-    and workers do not use. Colocated engines share the trainer's GPUs.
-
-    Raises:
-        ConfigError: the cluster's size is not given, or both separate engines and replicas are ``auto``.
+    and workers do not use. Colocated engines share the trainer's GPUs. Raises ``ConfigError`` if the cluster's size is
+    not given, or both separate engines and replicas are ``auto``.
     """
     rollout, trainer, cluster = config.rollout, config.trainer, config.cluster
     given = " and ".join(f"{name}={AUTO}" for name in FILLING if name in names)

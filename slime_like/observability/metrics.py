@@ -76,8 +76,7 @@ class MetricLogger:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return all records of a metrics file, in order. Skips a truncated last line, which a killed run may leave.
 
-    Raises:
-        DataError: the file is missing or damaged.
+    Raises ``DataError`` if the file is missing or damaged.
     """
     if not path.is_file():
         remedy = "give the directory of a run (its `run_dir`)"
@@ -217,8 +216,7 @@ def smoothing_window(num_steps: int) -> int:
 def read_lines(path: Path, newest: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the ``newest`` objects (by default all), each with its line number, from 1. Skips an unfinished last line.
 
-    Raises:
-        DataError: one of these lines is finished, but is not a JSON object with a step.
+    Raises ``DataError`` if one of these lines is finished, but is not a JSON object with a step.
     """
     lines = _lines(path) if newest is None else deque(_lines(path), maxlen=newest)
     for number, line in lines:
@@ -247,8 +245,7 @@ def open_for_append(path: Path) -> FileIO:
 def write_lines(file: FileIO, records: Iterable[Mapping[str, Any]]) -> None:
     """Append one line per record. Numbers that are not finite become ``null``.
 
-    Raises:
-        SlimeLikeError: the disk rejects the write.
+    Raises ``SlimeLikeError`` if the disk rejects the write.
     """
     lines = (json.dumps(_finite(dict(record)), allow_nan=False) for record in records)
     rest = memoryview("".join(f"{line}\n" for line in lines).encode())

@@ -69,8 +69,7 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
 def tensor_problems(path: Path, expected: dict[str, tuple[int, ...]]) -> Iterator[str]:
     """Compare the names and shapes of stored tensors with the expected ones. Reads only headers.
 
-    Raises:
-        WeightFilesError: the weight files cannot be read.
+    Raises ``WeightFilesError`` if the weight files cannot be read.
     """
     shapes = header_shapes(path)
     found = {own: shapes[name] for name, own in language_names(path, shapes).items()}

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from slime_like.plugins.traceback import naming
 from torch import Tensor
 
 from backends.common.process.agreement import rank_error

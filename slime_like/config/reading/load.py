@@ -285,10 +285,8 @@ def _with_snapshots(data: dict[str, Any]) -> Any:
     """Download what ``owner/name[@revision]`` names, and replace it with its snapshot's path, which has the commit.
 
     Data may name files: ``owner/name/main/train-*.parquet``. A run that resumes keeps the commits of its start. Without
-    a connection or an earlier download, the id stays, and checks reject it.
-
-    Raises:
-        ConfigError: the hub does not provide it.
+    a connection or an earlier download, the id stays, and checks reject it. Raises ``ConfigError`` if the hub does not
+    provide it.
     """
     saved = Path(os.path.expanduser(str(data.get("run_dir"))), "config.yaml")  # noqa: PTH111 (it never raises)
     is_resumed = data.get("resume") != "never" and os.path.lexists(saved)

@@ -26,7 +26,6 @@ from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
 from slime_like.plugins.resolve import format_error, naming
-from slime_like.plugins.traceback import format_error, naming
 from slime_like.trajectory import ScoredTrajectory
 
 _OF_TOKENS = ("logprobs", "values")
