@@ -80,8 +80,8 @@ CHECKS: Sequence[Check] = (
     Check("cluster.gpus-idle", {"training"}, lengths.idle_gpu_problems),
     Check("cluster.placement", {"training", "engine"}, lengths.colocation_problems),
     Check("rollout.nodes", {"engine"}, engines.node_problems),
-    Check("reward.functions", {"engine"}, lambda run: names.reward_problems(run.reward)),
-    Check("rollout.environment", {"engine"}, lambda run: names.environment_problems(run.rollout.environment)),
+    Check("reward.functions", {"engine"}, names.reward_problems),
+    Check("rollout.environment", {"engine"}, names.environment_problems),
     Check("rollout.agent", {"engine"}, names.agent_problems),
     # the model's sizes
     Check("model.adapter", {"files", "model"}, sized=model_directories.factor_problems),

@@ -12,13 +12,7 @@ from slime_like.checks.rows import first_row
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.base import Part
 from slime_like.config.reading.parts import documented
-from slime_like.config.rollout import (
-    AGENT,
-    ENVIRONMENT,
-    NODE,
-    EnvironmentConfig,
-    RewardConfig,
-)
+from slime_like.config.rollout import AGENT, ENVIRONMENT, NODE, RewardConfig
 from slime_like.config.run import RunConfig
 from slime_like.plugins.objective import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, LOSSES, REDUCTIONS
 from slime_like.plugins.resolve import (
@@ -83,9 +77,9 @@ def _part_problems(field: str, part: Part, known: Mapping[str, str]) -> Iterator
         yield from (f"{field}.{problem}" for problem in problems)
 
 
-def reward_problems(reward: RewardConfig) -> Iterator[str]:
+def reward_problems(config: RunConfig) -> Iterator[str]:
     """Check the names of reward functions, and try the options of registered ones."""
-    for index, function in enumerate(reward.functions):
+    for index, function in enumerate(config.reward.functions):
         field = f"reward.functions.{index}.name={function.name}"
         if function.name in REGISTERED:
             try:
@@ -93,7 +87,7 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
             except ValueError as error:
                 yield f"reward.functions.{index}.options={_shown(function.options)} do not fit: {error}"
             else:
-                yield from _too_patient(reward, index)
+                yield from _too_patient(config.reward, index)
         elif ":" not in function.name and not function.is_given:
             known = (*REGISTERED, ENVIRONMENT, AGENT)
             near = "".join(f" (did you mean {name}?)" for name in get_close_matches(function.name, known, n=1))
@@ -144,9 +138,9 @@ def custom_reward_problems(config: RunConfig) -> Iterator[str]:
         yield from start_problems(config.reward, index, sample)
 
 
-def environment_problems(environment: EnvironmentConfig) -> Iterator[str]:
+def environment_problems(config: RunConfig) -> Iterator[str]:
     """Check the environment's name and template, and create a built-in environment."""
-    prefix = "rollout.environment"
+    environment, prefix = config.rollout.environment, "rollout.environment"
     if environment.name is None:
         return
     if environment.name in ENVIRONMENTS:

@@ -18,14 +18,7 @@ from slime_like.interfaces import TrainerBackend
 from slime_like.interfaces.estimate import RankEstimate, RankKind
 from slime_like.planning.checks import placement_problems
 from slime_like.planning.memory import ACTIVATIONS, TRAINING, PhaseMemory, host_memory, plan_engine, trainer_phases
-from slime_like.planning.planned_run import (
-    CONTEXT_BYTES,
-    Note,
-    PlannedRun,
-    Workload,
-    estimate_kinds,
-    plannable_backend,
-)
+from slime_like.planning.planned_run import CONTEXT_BYTES, Note, PlannedRun, Workload, estimate_kinds, plannable_backend
 from slime_like.planning.step_time import StepTime, predict_step
 
 ERROR = 0.1

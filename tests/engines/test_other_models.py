@@ -23,15 +23,7 @@ from slime_like.interfaces import load_engine
 from slime_like.system.processes import mapped_files, process_ids
 from slime_like.weights.transports.names import SHARED_MEMORY
 from tests.engines.conftest import ENGINES
-from tests.engines.harness import (
-    EngineUnderTest,
-    Reference,
-    check_gaps,
-    check_logprobs,
-    run_config,
-    started,
-    tiny_pair,
-)
+from tests.engines.harness import EngineUnderTest, Reference, check_gaps, check_logprobs, run_config, started, tiny_pair
 from tests.parallel.tiny import edited_weights
 from tests.parallel.towers import save_tower
 from tests.support.acceptance import some_in_acceptance

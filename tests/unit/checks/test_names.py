@@ -24,7 +24,7 @@ def test_no_credential_of_options_is_printed(tmp_path: Path) -> None:
     options = {"url": "https://u:hidden@h/x?token=hidden", "headers": {"Key": "hidden"}, "no_option": 1}
     functions = json.dumps([{"name": "http", "options": options}])
     config = load_config(None, [*sound_flags(tmp_path), "--reward.functions", functions])
-    (problem,) = reward_problems(config.reward)
+    (problem,) = reward_problems(config)
     assert "'url': 'https://...@h/x?...'" in problem and "hidden" not in problem
 
 
