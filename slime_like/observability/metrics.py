@@ -20,7 +20,7 @@ from slime_like.observability.names import ACCURACY, REWARD
 from slime_like.observability.tables import SAMPLE_TABLE, reading_order
 from slime_like.system.disk import refusal
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, REPORT_FILE = "metrics.jsonl", "report.html"
 WANDB_ID = "wandb_id"
 _REWARD_COLOR = "#0072B2"  # color-blind readers can tell blue and vermilion apart
 _ACCURACY_COLOR = "#D55E00"

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slime_like.errors import SlimeLikeError
+from slime_like.observability.metrics import REPORT_FILE
 from slime_like.observability.report import REPORT_FILE
 from slime_like.observability.report.data import Row, RunData, shorten, spell_out, summary
 from slime_like.observability.report.panels import key_metrics, panels, phase_picture

@@ -16,7 +16,7 @@ from slime_like.config.reading.load import load_config, save_config
 from slime_like.data.ledger import FILE_NAME as LEDGER_FILE
 from slime_like.errors import ConfigError, SlimeLikeError
 from slime_like.models.weight_files import fingerprint
-from slime_like.observability.metrics import METRICS_FILE, WANDB_ID
+from slime_like.observability.metrics import METRICS_FILE, REPORT_FILE, WANDB_ID
 from slime_like.observability.progress import DRIVER_LOG
 from slime_like.observability.report import REPORT_FILE
 from slime_like.orchestration.reference.refresh import REFERENCE
