@@ -189,10 +189,10 @@ def lora_rank(
         base = exported_from(trainer)
         fill(trainer, factors)
         frozen, role = _untrained(trainer), config.roles["reference"]
-        trainer._freeze(role)  # as if the run continued an adapter
+        trainer._add_frozen(role)  # as if the run continued an adapter
         scored, initial = trainer.score(filled), trainer.score(filled, "reference")
         same_values(initial, scored)
-        trainer._freeze(replace(role, path=config.model.path))
+        trainer._add_frozen(replace(role, path=config.model.path))
         reference = trainer.score(filled, "reference")
         train_windows(trainer, filled, denominator)
         exported = exported_gradients(trainer, denominator)

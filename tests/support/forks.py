@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from slime_like.plugins.options import OPTIONS
+
 # Forks have imported these modules. A module that fails to import in the server is imported by every fork.
 PRELOADED = [
     "tests.support.uncollected",  # the first one
@@ -23,6 +25,9 @@ PRELOADED = [
     "slime_like.orchestration.trainer.rank", "slime_like.train", "aiohttp", "math_verify",
     "matplotlib.backends.backend_agg", "matplotlib.figure",  # which draw the curve of a run
     "pyarrow",  # which Ray imports in every worker
+    *sorted({path.partition(":")[0] for path in OPTIONS.values()}),
+    "slime_like.models.families.deepseek_v3", "slime_like.models.families.gemma3",
+    "slime_like.models.families.gpt_oss", "slime_like.models.families.qwen3_next",
     "tests.parallel.frozen",  # the last one
 ]  # fmt: skip
 
