@@ -26,7 +26,8 @@ class FsdpOptimizer:
         self._shards = {name: nn.Parameter(shard_of(p).detach()) for name, p in self._parameters.items()}
         groups: list[dict[str, Any]] = []
         for decays, decay in ((True, settings.weight_decay), (False, 0.0)):
-            shards = [self._shards[name] for name, p in self._parameters.items() if _decays(name, p) == decays]
+            named = ((name, p.ndim > 1 and not name.endswith("bias")) for name, p in self._parameters.items())
+            shards = [self._shards[name] for name, may_decay in named if may_decay == decays]
             groups.append({"params": shards, "weight_decay": decay, "decays": decays})
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -107,10 +108,6 @@ class FsdpOptimizer:
         """Clear all gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
-
-
-def _decays(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim > 1 and not name.endswith("bias")
 
 
 def learning_rate(settings: OptimizerConfig, total: int, update: int) -> float:

@@ -41,25 +41,23 @@ def load_hf_weights(model: FsdpModel, directory: Path, device: torch.device, ada
         CheckpointError: missing or unexpected tensors, wrong shapes, damaged files, NaN or infinity; on every rank,
             even if only one found it.
     """
+
+    def open_checked() -> HfCheckpoint:
+        checkpoint = ValueModel(directory, adapter) if model.values else HfCheckpoint(directory)
+        expected, tied = checkpoint_shapes(model), model.tied_names()
+        checkpoint.require(expected, tied)
+        if dist.get_rank() == 0 and EMBEDDING in expected:  # only this rank reads more than its part
+            checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)
+        return checkpoint
+
+    def fill_all() -> None:
+        fill(model, model.own_by_name(), checkpoint)
+        for name, bias in model.kept_by_name().items():
+            bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
+
     what = f"loading {directory}"
-    with together(lambda: _open_checked(model, directory, adapter), what, device) as checkpoint:
-        together(lambda: _fill_all(model, checkpoint), what, device)
-
-
-def _open_checked(model: FsdpModel, directory: Path, adapter: Path | None) -> HfCheckpoint:
-    checkpoint = ValueModel(directory, adapter) if model.values else HfCheckpoint(directory)
-    expected = checkpoint_shapes(model)
-    tied = model.tied_names()
-    checkpoint.require(expected, tied)
-    if dist.get_rank() == 0 and EMBEDDING in expected:  # only this rank reads more than its part
-        checkpoint.require_copies(tied.intersection(HEADS, checkpoint.shapes()), EMBEDDING)
-    return checkpoint
-
-
-def _fill_all(model: FsdpModel, checkpoint: HfCheckpoint) -> None:
-    fill(model, model.own_by_name(), checkpoint)
-    for name, bias in model.kept_by_name().items():
-        bias.copy_(checkpoint.read(name, 0, 0, len(bias)))
+    with together(open_checked, what, device) as checkpoint:
+        together(fill_all, what, device)
 
 
 @torch.no_grad()

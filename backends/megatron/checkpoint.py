@@ -87,7 +87,11 @@ def load_checkpoint(
     _set_adam_step(optimizer, loaded["adam_step"])
     _restore_schedule(directory, optimizer.scheduler, loaded["scheduler"], any_schedule)
     if same_layout:
-        _set_random_state(loaded["random"])
+        random = loaded["random"]
+        torch.set_rng_state(random["cpu"])
+        if random["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random["cuda"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(random["tracker"])
 
 
 def save_weights(directory: Path, model_chunks: Sequence[GPTModel]) -> None:
@@ -284,10 +288,3 @@ def _sharded_random_state() -> ShardedObject:
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

@@ -47,7 +47,11 @@ def _patches(on_meta: bool) -> tuple[Patch, ...]:
         Patch(p2p_communication, "_batched_p2p_ops", _tagged_p2p_ops),
         # The router reads it, but it is bound only if Transformer Engine can be imported.
         Patch(moe_utils, "te_general_gemm", None, adds=True),
-        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
+        Patch(
+            token_dispatcher,
+            "maybe_move_tensor_to_cpu",
+            lambda x, as_numpy=False, **_: x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x,
+        ),
         *(Patch(fused_bias_swiglu, name, getattr(fused_bias_swiglu, name).__wrapped__) for name in _COMPILED),
         Patch(fused_bias_swiglu, "swiglu_back", _swiglu_back),
         Patch(param_and_grad_buffer, "_coalescing_manager", _coalescing_manager),
@@ -134,10 +138,6 @@ def _tagged_p2p_ops(
         if tensor is not None
     ]
     return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _set_main_param_and_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -46,14 +46,17 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 def transformer_config(model: ModelConfig, trainer: TrainerConfig, dimensions: ModelDimensions) -> TransformerConfig:
     """Build Megatron's configuration of this model under the run's parallel layout."""
-    dtype = getattr(torch, model.dtype)
+    dtype, layers = getattr(torch, model.dtype), trainer.recomputed_layers(dimensions.num_layers)
     family = family_of(dimensions)
     return family.config(
         **(_architecture(dimensions) | family.settings(dimensions)),
         **_experts(trainer.parallel, dtype, dimensions, model.lora.rank or 0),
         **_parallelism(trainer.parallel, dtype),
         **_stages(trainer.parallel, dimensions),
-        **_recompute(trainer.recomputed_layers(dimensions.num_layers)),
+        # ``block`` recomputes the first layers of every chunk, or all if it has fewer.
+        recompute_granularity="full" if layers else None,
+        recompute_method="block" if layers else None,
+        recompute_num_layers=layers or None,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Weights come from the checkpoint; the rest (vocabulary padding) is zeroed after construction. Megatron marks
@@ -106,6 +109,15 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         # Pipelines with variable lengths require this dispatcher even for dense models.
         return {"moe_token_dispatcher_type": "alltoall"}
     pattern = [int(layer in dimensions.expert_layers) for layer in range(dimensions.num_layers)]
+    grouped = dimensions.moe_groups > 1
+    sigmoid = {  # the bias is not a setting: ``BalancedRouter`` holds it
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": dimensions.moe_groups if grouped else None,
+        "moe_router_group_topk": dimensions.moe_top_groups if grouped else None,
+        "moe_router_topk_scaling_factor": dimensions.moe_scaling,
+        # Like the published model and engines: choices by groups are too close for lower precision.
+        "moe_router_dtype": "fp32",
+    }
     return {
         "num_moe_experts": dimensions.num_experts,
         "moe_router_topk": dimensions.moe_top_k,
@@ -124,7 +136,7 @@ def _experts(parallel: ParallelConfig, dtype: torch.dtype, dimensions: ModelDime
         "moe_shared_expert_gate": dimensions.moe_shared_gate,
         # A list, even of equal layers, would store every layer under a separate name.
         **({"moe_layer_freq": pattern} if dimensions.dense_layers else {}),
-        **_sigmoid_router(dimensions),
+        **({} if not dimensions.moe_sigmoid else sigmoid),
     }
 
 
@@ -132,21 +144,6 @@ def can_be_grouped(parallel: ParallelConfig, dtype: torch.dtype, dimensions: Mod
     """Return whether torch has a grouped product for experts of these sizes, with factors of ``rank`` (0: none)."""
     width = dimensions.moe_ffn_hidden_size // expert_tensor_size(parallel)
     return all(size * dtype.itemsize % ALIGNMENT == 0 for size in (dimensions.hidden_size, width, rank))
-
-
-def _sigmoid_router(dimensions: ModelDimensions) -> dict[str, Any]:
-    """Return a sigmoid router's settings. The bias is not one: ``BalancedRouter`` holds it."""
-    if not dimensions.moe_sigmoid:
-        return {}
-    grouped = dimensions.moe_groups > 1
-    return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_num_groups": dimensions.moe_groups if grouped else None,
-        "moe_router_group_topk": dimensions.moe_top_groups if grouped else None,
-        "moe_router_topk_scaling_factor": dimensions.moe_scaling,
-        # Like the published model and engines: choices by groups are too close for lower precision.
-        "moe_router_dtype": "fp32",
-    }
 
 
 def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -178,13 +175,6 @@ def _stages(parallel: ParallelConfig, dimensions: ModelDimensions) -> dict[str, 
         return {}
     stages = [["decoder"] * count for count in layers]
     return {"pipeline_model_parallel_layout": [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]}
-
-
-def _recompute(layers: int) -> dict[str, Any]:
-    """Recompute the first ``layers`` of every model chunk, or all layers if it has fewer."""
-    if layers == 0:
-        return {}
-    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
 
 
 def build_chunks(config: RunConfig, dimensions: ModelDimensions) -> list[LogprobModel]:
@@ -266,7 +256,9 @@ def block_spec(
     """Return the spec of all layers of this rank's (virtual) pipeline stage, including the final norm."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    experts = {number: _experts_of(config, number) for number in numbers}
+    pattern = config.moe_layer_freq  # layers with experts; the others are dense
+    has_experts = {number: isinstance(pattern, int) or bool(pattern[number]) for number in numbers}
+    experts = {number: config.num_moe_experts if has_experts[number] else None for number in numbers}
     norm: Any = RMSNorm
     if layers == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
@@ -276,12 +268,6 @@ def block_spec(
     else:
         specs = [local_layer_spec(family, config, number, count) for number, count in experts.items()]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
-
-
-def _experts_of(config: TransformerConfig, layer: int) -> int | None:
-    """Return the number of the layer's experts; ``None`` if it is dense."""
-    pattern = config.moe_layer_freq
-    return config.num_moe_experts if isinstance(pattern, int) or pattern[layer] else None
 
 
 def local_layer_spec(

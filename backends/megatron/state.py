@@ -92,17 +92,15 @@ class MegatronState(TrainerState):
         weights = self.weights()
         of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
         # In float32, main weights are the weights. With trainer.optimizer.offload, they and moments are elsewhere.
+        optimizers = [part.optimizer for part in self.optimizer.parts]
+        tensors = [each for one in optimizers for group in one.param_groups for each in group["params"]]
+        tensors += [each for one in optimizers for state in one.state.values() for each in state.values()]
         self.offloaded.offload(
             tensor
-            for tensor in self._optimizer_tensors()
-            if tensor.device == weights[0].device and tensor.untyped_storage().data_ptr() not in of_weights
+            for tensor in tensors
+            if isinstance(tensor, Tensor)
+            and tensor.device == weights[0].device
+            and tensor.untyped_storage().data_ptr() not in of_weights
         )
         if not keep_weights:
             self.offloaded.offload(weights)
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        for part in self.optimizer.parts:
-            for group in part.optimizer.param_groups:
-                yield from group["params"]
-            for state in part.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))

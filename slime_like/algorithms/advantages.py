@@ -87,8 +87,10 @@ class Groups:
     """
 
     def __init__(self, group_ids: Sequence[int] | Tensor, device: torch.device | None = None) -> None:
-        ids = _integer_ids(group_ids).to(device)
-        _, self.index, self.sizes = torch.unique(ids, return_inverse=True, return_counts=True)
+        ids = group_ids if isinstance(group_ids, Tensor) else torch.tensor(list(group_ids))
+        if ids.numel() and ids.is_floating_point():  # truncating 1.2 and 1.7 to 1 would merge two groups
+            raise ValueError(f"group_ids are {ids.dtype}; give integers")
+        _, self.index, self.sizes = torch.unique(ids.long().to(device), return_inverse=True, return_counts=True)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return (N,) means of the samples' groups."""
@@ -119,14 +121,6 @@ class Groups:
     @classmethod
     def all_in_one(cls, values: Tensor) -> Self:
         return cls(torch.zeros_like(values, dtype=torch.int64))
-
-
-def _integer_ids(group_ids: Sequence[int] | Tensor) -> Tensor:
-    """Return the ids as (N,) int64. Truncating 1.2 and 1.7 to 1 would merge two groups."""
-    ids = group_ids if isinstance(group_ids, Tensor) else torch.tensor(list(group_ids))
-    if ids.numel() and ids.is_floating_point():
-        raise ValueError(f"group_ids are {ids.dtype}; give integers")
-    return ids.to(torch.int64)
 
 
 def compute_advantages(

@@ -99,6 +99,8 @@ def split_for_context_parallel(
     place = torch.where(inside, true_starts[segment] + offset, -1)
     index, slot = _responses(packed, place)
     source = _sources(packed, place)
+    if (parents := packed.segment_parents) is not None:
+        parents = torch.nn.functional.pad(parents, (0, len(padded_lengths) - len(parents)), value=-1)
     return ContextShard(
         tokens=torch.where(inside, packed.tokens[source.clamp_min(0)], 0),
         position_ids=torch.where(inside, packed.position_ids[source.clamp_min(0)], offset.to(torch.int32)),
@@ -106,7 +108,7 @@ def split_for_context_parallel(
         cu_seqlens=packed.cu_seqlens,
         cu_seqlens_padded=cu_padded.to(torch.int32),
         max_seqlen_padded=int(padded_lengths.max()),
-        parents=_parents(packed, len(padded_lengths)),
+        parents=parents,
         response_index=index,
         response_slot=slot,
         num_responses=packed.targets.numel(),
@@ -135,12 +137,6 @@ def _sources(packed: PackedTrajectory, place: Tensor) -> Tensor:
     padding = torch.arange(packed.actual_total_tokens, packed.packed_seq_len + 1, device=place.device)
     padding[-1] = -1
     return torch.cat([segment_sources(packed), padding])[place]
-
-
-def _parents(packed: PackedTrajectory, segments: int) -> Tensor | None:
-    if packed.segment_parents is None:
-        return None
-    return torch.nn.functional.pad(packed.segment_parents, (0, segments - len(packed.segment_parents)), value=-1)
 
 
 def padded_length(length: int, cp_size: int, layout: Layout = "zigzag") -> int:

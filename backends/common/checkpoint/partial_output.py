@@ -128,17 +128,9 @@ def _still_whole(directory: Path, lines: Sequence[str]) -> dict[str, FinishedFil
             file = FinishedFile.from_json(line)
         except (ValueError, KeyError, TypeError):
             continue  # the line being written when the process ended
-        if _as_written(directory / file.name, file.pieces):
-            finished[file.name] = file
+        path, end = directory / file.name, max((piece.offset + piece.length for piece in file.pieces), default=0)
+        if path.is_file() and path.stat().st_size == end:
+            with path.open("rb") as content:
+                if all(piece.is_in(content) for piece in file.pieces):
+                    finished[file.name] = file
     return finished
-
-
-def _as_written(path: Path, pieces: Sequence[ByteRange]) -> bool:
-    """Return whether all pieces hold the bytes that were written, with nothing after them."""
-    if not path.is_file():
-        return False
-    end = max((piece.offset + piece.length for piece in pieces), default=0)
-    if path.stat().st_size != end:
-        return False
-    with path.open("rb") as file:
-        return all(piece.is_in(file) for piece in pieces)

@@ -120,15 +120,12 @@ def _require_parts(index: Metadata) -> None:
         raise UnpicklingError("a place in it is invalid")
     stored = {(key.fqn, key.offset): info.length for key, info in places.items()}
     for name, entry in entries.items():
-        parts = {None: 0} if isinstance(entry, BytesStorageMetadata) else _part_bytes(entry)
+        parts: dict[torch.Size | None, int] = {None: 0}
+        if isinstance(entry, TensorStorageMetadata):  # a forged shape must not request more memory than there are bytes
+            itemsize = entry.properties.dtype.itemsize
+            parts = {chunk.offsets: math.prod(chunk.sizes) * itemsize for chunk in entry.chunks}
         if any(stored.get((name, part), -1) < nbytes for part, nbytes in parts.items()):
             raise UnpicklingError(f"{name} has no place in it, or one that is too small")
-
-
-def _part_bytes(entry: TensorStorageMetadata) -> dict[torch.Size, int]:
-    """Return each piece's size by offset, so that a forged shape cannot request more memory than there are bytes."""
-    itemsize = entry.properties.dtype.itemsize
-    return {chunk.offsets: math.prod(chunk.sizes) * itemsize for chunk in entry.chunks}
 
 
 def _is_tensor(entry: Any) -> bool:

@@ -123,32 +123,28 @@ def _stream(exported: Sequence[PlacedParameter], bucket_bytes: int) -> Iterator[
     first, first_of_experts = _is_first_replica(), parallel_state.get_expert_data_parallel_rank() == 0
     if not (first or first_of_experts):
         return
-    batches = in_files(exported, _gathered_bytes, bucket_bytes)  # consecutive parameters, gathered together
+
+    def nbytes(placement: PlacedParameter) -> int:
+        whole = sum(math.prod(shape) for shape in placement.shapes) * placement.parameter.element_size()
+        return whole * len(_expert_numbers(placement))
+
+    batches = in_files(exported, nbytes, bucket_bytes)  # consecutive parameters, gathered together
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     expert_group = parallel_state.get_expert_tensor_and_model_parallel_group()
     arena = _Arena(exported[0].parameter.device)
     for batch in batches:
         arena.clear()
-        shards = _gathered(_dense(batch), tensor_group) if first else {}
+        split = [item for item in batch if item.rule.transform.sharded and not _of_experts(item)]
+        shards = _gathered(split, tensor_group) if first else {}
         if first_of_experts:
             shards |= _gathered([item for item in batch if _of_experts(item)], expert_group)
         parts = (part for item in batch for part in _tensors(item, shards, _sends(), arena))
         yield from _buckets(parts, bucket_bytes)
 
 
-def _dense(placements: Sequence[PlacedParameter]) -> list[PlacedParameter]:
-    """Return parameters that are split over tensor-parallel ranks."""
-    return [item for item in placements if item.rule.transform.sharded and not _of_experts(item)]
-
-
 def _of_experts(placement: PlacedParameter) -> bool:
     """Return whether it is a parameter of experts, which differ between expert-parallel ranks."""
     return placement.expert is not None or placement.rule.stacked
-
-
-def _gathered_bytes(placement: PlacedParameter) -> int:
-    nbytes = sum(math.prod(shape) for shape in placement.shapes) * placement.parameter.element_size()
-    return nbytes * len(_expert_numbers(placement))
 
 
 def _gathered(placements: Sequence[PlacedParameter], group: dist.ProcessGroup) -> dict[str, list[Tensor]]:

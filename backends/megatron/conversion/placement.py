@@ -146,10 +146,19 @@ def _place(name: str, parameter: Tensor, rules: Sequence[Rule], dimensions: Mode
 
 
 def _global_parameters(model_chunks: Sequence[GPTModel], dimensions: ModelDimensions) -> Iterator[tuple[str, Tensor]]:
-    for chunk in model_chunks:
-        for name, parameter in named_weights(chunk):
-            if not is_added(name):
-                yield _global_expert(_global_layer(_canonical(name), chunk), dimensions), parameter
+    """Yield parameters under canonical names, with the model's numbers of layers and experts instead of the chunk's."""
+    first = local_experts(dimensions) * parallel_state.get_expert_model_parallel_rank()
+    for chunk, (name, parameter) in ((part, each) for part in model_chunks for each in named_weights(part)):
+        if is_added(name):
+            continue
+        for pattern, replacement in _FUSED_NAMES:
+            name = re.sub(rf"^{pattern}$", replacement, name)
+        if match := re.match(r"decoder\.layers\.(\d+)\.", name):
+            layer = chunk.decoder.layers[int(match[1])].layer_number - 1
+            name = f"decoder.layers.{layer}.{name[match.end() :]}"
+        if match := re.search(r"\.local_experts\.(\d+)\.", name):
+            name = f"{name[: match.start()]}.local_experts.{first + int(match[1])}.{name[match.end() :]}"
+        yield name, parameter
 
 
 def named_weights(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
@@ -163,29 +172,6 @@ def set_dropout(chunks: Iterable[GPTModel], is_active: bool) -> None:
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         if (factors := getattr(parameter, LORA_WEIGHTS, None)) is not None:
             factors.train(is_active)
-
-
-def _canonical(name: str) -> str:
-    for pattern, replacement in _FUSED_NAMES:
-        name = re.sub(rf"^{pattern}$", replacement, name)
-    return name
-
-
-def _global_layer(name: str, chunk: GPTModel) -> str:
-    """Replace the layer's index in the chunk, which Megatron uses, by its index in the model."""
-    return re.sub(
-        r"^decoder\.layers\.(\d+)\.",
-        lambda match: f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}.",
-        name,
-    )
-
-
-def _global_expert(name: str, dimensions: ModelDimensions) -> str:
-    def renumber(match: re.Match[str]) -> str:
-        first = local_experts(dimensions) * parallel_state.get_expert_model_parallel_rank()
-        return f".local_experts.{first + int(match[1])}."
-
-    return re.sub(r"\.local_experts\.(\d+)\.", renumber, name)
 
 
 def local_experts(dimensions: ModelDimensions) -> int:

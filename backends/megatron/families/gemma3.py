@@ -1,5 +1,6 @@
 """Gemma 3: layers whose attention and MLP end with a norm."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,17 +64,16 @@ _NORMS = tuple(
 )
 
 
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 class Gemma3Family(MegatronFamily):
     """Layers with a norm before and after each part, and GELU."""
 
     scales_embeddings = True
 
     def settings(self, dimensions: ModelDimensions) -> dict[str, Any]:
-        return super().settings(dimensions) | {"activation_func": _gelu, "bias_activation_fusion": False}
+        return super().settings(dimensions) | {
+            "activation_func": partial(F.gelu, approximate="tanh"),
+            "bias_activation_fusion": False,
+        }
 
     def attention(self, config: TransformerConfig, layer: int, attention: ModuleSpec) -> ModuleSpec:
         attention.module = NormedAttention

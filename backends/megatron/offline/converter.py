@@ -46,8 +46,11 @@ class MegatronConverter(HuggingFaceConverter):
         return self.model.model_copy(update={"lora": LoraConfig()})
 
     def prove(self) -> dict[str, tuple[int, ...]]:
-        dimensions = ModelDimensions.from_checkpoint(self.model.path)
-        plan_ranks(self._base, _without_replicas(self.trainer), dimensions)
+        dimensions, layout = ModelDimensions.from_checkpoint(self.model.path), self.trainer.parallel
+        # The fewest ranks that hold every shard: only replicas that experts are spread over.
+        fewest = {"context": 1, "data": layout.expert // math.gcd(layout.expert, layout.tensor)}
+        trainer = self.trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
+        plan_ranks(self._base, trainer, dimensions)
         return {name: tuple(shape) for name, shape in family_of(dimensions).hf_shapes(dimensions).items()}
 
     def to_checkpoint(self, output: Path, options: ConversionOptions, report: Report) -> ConversionSummary:
@@ -55,13 +58,6 @@ class MegatronConverter(HuggingFaceConverter):
 
     def _open(self, checkpoint: Path) -> TensorSource:
         return MegatronSource(self.model, self.trainer, checkpoint)
-
-
-def _without_replicas(trainer: TrainerConfig) -> TrainerConfig:
-    """Return the layout with the fewest ranks that hold every shard: only replicas that experts are spread over."""
-    layout = trainer.parallel
-    fewest = {"context": 1, "data": layout.expert // math.gcd(layout.expert, layout.tensor)}
-    return trainer.model_copy(update={"parallel": layout.model_copy(update=fewest)})
 
 
 class MegatronSource:

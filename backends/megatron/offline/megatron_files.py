@@ -1,7 +1,6 @@
 """Megatron's distributed checkpoint format (torch_dist) on disk, written and read entry by entry."""
 
 import io
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -193,8 +192,9 @@ class MegatronCheckpoint:
 
     def _load(self, index: MetadataIndex) -> Tensor:
         info = self._storage[index]
-        with (self.directory / info.relative_path).open("rb", buffering=0) as file:
-            content = _read_all(file.fileno(), info.offset, info.length)
+        with (self.directory / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
         self._checksums.verify_bytes(content, info.relative_path, info.offset)
         tensor: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if tensor.dtype != (dtype := self._tensors[index.fqn].properties.dtype):
@@ -204,15 +204,3 @@ class MegatronCheckpoint:
 
 def _within(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))]
-
-
-def _read_all(descriptor: int, offset: int, length: int) -> bytes:
-    """Read ``length`` bytes, or fewer at the end of the file."""
-    blocks = []
-    while length:
-        block = os.pread(descriptor, length, offset)
-        if not block:
-            break
-        blocks.append(block)
-        offset, length = offset + len(block), length - len(block)
-    return blocks[0] if len(blocks) == 1 else b"".join(blocks)
