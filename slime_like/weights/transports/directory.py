@@ -100,8 +100,10 @@ def _write(path: Path, bucket: WeightBucket) -> tuple[tuple[TensorEntry, ...], f
     data = torch.zeros(max(bucket_nbytes(bucket), 1), dtype=torch.uint8)
     entries, hash_s = write_bucket(bucket, data)
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data.numpy().data)
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        left = data.numpy().data
+        while left:
+            left = left[os.write(file.fileno(), left) :]
     return entries, hash_s
 
 
