@@ -23,7 +23,7 @@ from slime_like.interfaces import BucketMetadata, WeightBucket
 from slime_like.weights.checksums import tensor_checksum
 from slime_like.weights.transport import Sender, TransportSettings
 from slime_like.weights.transports.registry import join_rendezvous, open_receiver, open_sender
-from tests.process.conftest import python
+from tests.process.conftest import in_a_fork
 from tests.support.forks import clean_forks
 from tests.support.weight_buckets import bucket, left, refused
 
@@ -292,17 +292,14 @@ def test_stranger_cannot_join_by_guessing_names(engines: Start) -> None:
     sender.close()
 
 
+def _received(rendezvous: dict[str, Any], metadata: BucketMetadata) -> list[tuple[str, int]]:
+    found = open_receiver("shared_memory", rendezvous).receive(metadata)
+    return [(name, tensor_checksum(tensor)) for name, tensor in found]
+
+
 def test_another_process_sees_the_same_bytes(session: str) -> None:
     sender = open_sender("shared_memory", session)
     metadata = sender.send(bucket(3))
-    program = (
-        "import sys\n"
-        "from slime_like.interfaces import BucketMetadata, TensorEntry\n"
-        "from slime_like.weights.checksums import tensor_checksum\n"
-        "from slime_like.weights.transports.registry import open_receiver\n"
-        f"receiver = open_receiver('shared_memory', {sender.rendezvous()!r})\n"
-        f"print(*(tensor_checksum(t) for _, t in receiver.receive({metadata!r})))\n"
-    )
-    assert python(program).split() == [str(tensor_checksum(tensor)) for _, tensor in bucket(3).tensors]
+    assert in_a_fork(_received, sender.rendezvous(), metadata) == checksums(bucket(3))
     assert len(left(session)) == 1  # the reader's exit removed nothing
     sender.close()

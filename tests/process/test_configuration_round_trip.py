@@ -22,8 +22,8 @@ def value_types(data: Any) -> Any:
     return [value_types(item) for item in data] if isinstance(data, list) else type(data)
 
 
-@examples(30)  # of many values, since a file takes longer than its values
-@given(entries=st.dictionaries(KEYS, PLAIN | st.lists(PLAIN) | st.dictionaries(KEYS, PLAIN), min_size=12))
+@examples(10)  # of many values, since a file takes longer than its values
+@given(entries=st.dictionaries(KEYS, PLAIN | st.lists(PLAIN) | st.dictionaries(KEYS, PLAIN), min_size=36))
 @example(entries={})
 @example(
     entries={"a": "\x85", "b": "off", "c": "5e-4", "d": "010", "e": "2024-01-01", "f": "none", "g": "<<", "h": "\u2028"}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,43 +17,64 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from slime_like.commands.main import main
 from slime_like.config.reading.load import load_config
 from slime_like.launch.commands import why_it_does_not_fit
 
 REPO = Path(__file__).parents[2]
 
 
-def dry_run(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
-    environment |= {"SLIME": str(Path(sys.executable).with_name("slime-like")), "DRY_RUN": "1", **variables}
-    command = ["bash", str(REPO / "scripts" / "run_qwen_32b.sh"), "--run_dir", "/shared/runs/first", "--seed", "7"]
-    command += flags
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
+Done = tuple[int, str, str]
+"""Exit code, standard output and standard error."""
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run the launch script with these variables, and in this process the command that it builds."""
+    (tmp_path / "slime-like").write_text("#!/bin/sh\npwd\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "slime-like").chmod(0o755)
+
+    def done(**variables: str) -> Done:
+        environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        environment |= {"SLIME": str(tmp_path / "slime-like"), "DRY_RUN": "1", **variables}
+        command = ["bash", str(REPO / "scripts" / "run_qwen_32b.sh"), "--run_dir", "/shared/runs/first", "--seed", "7"]
+        built = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
+        if built.returncode:
+            return built.returncode, built.stdout, built.stderr
+        place, *arguments = built.stdout.splitlines()
+        monkeypatch.chdir(place)
+        return main(arguments), *capsys.readouterr()
+
+    return done
 
 
 @pytest.mark.parametrize(("recipe", "engine", "nodes"), [("qwen3_32b", "sglang", 5), ("qwen2.5_32b", "vllm", 8)])
-def test_slurms_variables_suffice_and_every_gpu_is_used(recipe: str, engine: str, nodes: int) -> None:
+def test_slurms_variables_suffice_and_every_gpu_is_used(
+    dry_run: Callable[..., Done], recipe: str, engine: str, nodes: int
+) -> None:
     """The nodes of the step count, not those of the job (``salloc --nodes 16``, then ``srun --nodes 4``)."""
     slurm = {"SLURM_JOB_NODELIST": "gpu[1-16]", "SLURM_STEP_NODELIST": f"gpu[1-{nodes}]", "SLURM_NODEID": "3"}
     slurm |= {"SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(nodes), "GPUS_PER_NODE": "8"}
-    done = dry_run(CONFIG=f"configs/{recipe}.yaml", ENGINE=engine, **slurm)
-    assert done.returncode == 0, done.stderr
-    assert f"nodes:    {nodes} (gpu1, " in done.stdout and "this one: node 3" in done.stdout
-    assert f"devices:  {8 * nodes} needed, {nodes} x 8 there; {8 * nodes} trainer ranks" in done.stdout
-    assert "GPUs are idle" not in done.stdout
-    assert f"slime-like train configs/{recipe}.yaml --rollout.engine {engine} --run_dir /shared" in done.stdout
-    assert f"--seed 7 --cluster.nodes {nodes} --cluster.gpus_per_node 8 --cluster.address" in done.stdout
+    code, out, err = dry_run(CONFIG=f"configs/{recipe}.yaml", ENGINE=engine, **slurm)
+    assert code == 0, err
+    assert f"nodes:    {nodes} (gpu1, " in out and "this one: node 3" in out
+    assert f"devices:  {8 * nodes} needed, {nodes} x 8 there; {8 * nodes} trainer ranks" in out
+    assert "GPUs are idle" not in out
+    assert f"slime-like train configs/{recipe}.yaml --rollout.engine {engine} --run_dir /shared" in out
+    assert f"--seed 7 --cluster.nodes {nodes} --cluster.gpus_per_node 8 --cluster.address" in out
 
 
-def test_given_variables_take_precedence() -> None:
+def test_given_variables_take_precedence(dry_run: Callable[..., Done]) -> None:
     slurm = {"SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_NODEID": "1"}
-    done = dry_run(**slurm, NODES="4", NODE_RANK="2", HEAD_ADDR="10.0.0.1", PORT="7000", TOKEN_FILE="/k", PLAN="0")
-    assert done.returncode == 0, done.stderr
-    assert "this one: node 2" in done.stdout and "listens on 10.0.0.1:7000" in done.stdout
-    assert "key:      /k " in done.stdout and "slime-like plan" not in done.stdout
+    code, out, err = dry_run(
+        **slurm, NODES="4", NODE_RANK="2", HEAD_ADDR="10.0.0.1", PORT="7000", TOKEN_FILE="/k", PLAN="0"
+    )
+    assert code == 0, err
+    assert "this one: node 2" in out and "listens on 10.0.0.1:7000" in out
+    assert "key:      /k " in out and "slime-like plan" not in out
     slurm["SLURM_JOB_NODELIST"] = "gpu[1-4]"  # names node 0
-    done = dry_run(**slurm, NODES="4")
-    assert done.returncode == 0 and "listens on gpu1:6380" in done.stdout, done.stderr
+    code, out, err = dry_run(**slurm, NODES="4")
+    assert code == 0 and "listens on gpu1:6380" in out, err
 
 
 @pytest.mark.parametrize(
@@ -67,9 +89,9 @@ def test_given_variables_take_precedence() -> None:
         ),
     ],
 )
-def test_wrong_variables_are_rejected(variables: dict[str, str], problem: str) -> None:
-    done = dry_run(**variables)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(f"slime-like: {problem}")
+def test_wrong_variables_are_rejected(dry_run: Callable[..., Done], variables: dict[str, str], problem: str) -> None:
+    code, out, err = dry_run(**variables)
+    assert (code, out) == (2, "") and err.startswith(f"slime-like: {problem}")
 
 
 def pins() -> dict[str, str]:

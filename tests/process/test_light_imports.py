@@ -1,15 +1,18 @@
 """New interpreters: light imports, how much a run imports, interrupts, memory, and oneDNN."""
 
+import gc
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import slime_like
 from slime_like.plugins.options import OPTIONS
-from tests.process.conftest import python
+from slime_like.system.onednn import replaced_products
+from tests.process.conftest import in_a_fork, python
 
 # Log readers and progress. No import may choose a plotting backend for the user.
 OBSERVABILITY = tuple(f"observability.{name}" for name in ("records", "names", "metrics", "progress"))
@@ -152,25 +155,22 @@ def test_permanent_objects_are_freed_when_the_process_ends() -> None:
     assert python(_CYCLE) == "freed\n"
 
 
-WHICH = """
-import gc, torch
-from slime_like.system.onednn import replaced_products
-
-def by_onednn():
+def _by_onednn() -> bool:
     a = torch.ones(300, 300)
     with torch.profiler.profile() as profile:
         torch.mm(a, a)
     return "mkldnn::_linear_pointwise" in [event.key for event in profile.key_averages()]
 
-print(by_onednn())
-kept = replaced_products()
-print(by_onednn())
-del kept
-gc.collect()
-print(by_onednn())
-"""
+
+def _before_during_and_after() -> list[bool]:
+    found = [_by_onednn()]
+    kept = replaced_products()
+    found.append(_by_onednn())
+    del kept
+    gc.collect()
+    return [*found, _by_onednn()]
 
 
 def test_large_products_use_onednn_during_the_handles_lifetime() -> None:
     """An engine may have replaced them permanently in the test process."""
-    assert python(WHICH).split() == ["False", "True", "False"]
+    assert in_a_fork(_before_during_and_after) == [False, True, False]
