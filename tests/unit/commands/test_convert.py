@@ -79,6 +79,8 @@ flag-excluded convert to-megatron model out --model.dtype float16
 wrong-checkpoint convert to-hf model out
 wrong-checkpoint convert to-hf meg/trainer out
 wrong-checkpoint convert check notes meg
+no-weights convert check dimensions meg
+no-gguf convert from-gguf model/config.json out
 wrong-checkpoint score nowhere {FILES} in.jsonl
 wrong-checkpoint score run {FILES} in.jsonl
 flag-excluded score model {FILES} in.jsonl --model.path model
