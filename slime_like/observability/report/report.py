@@ -20,7 +20,6 @@ from rich.text import Text
 
 from slime_like.errors import SlimeLikeError
 from slime_like.observability.metrics import REPORT_FILE
-from slime_like.observability.report import REPORT_FILE
 from slime_like.observability.report.data import Row, RunData, shorten, spell_out, summary
 from slime_like.observability.report.panels import key_metrics, panels, phase_picture
 from slime_like.observability.tables import HELD_OUT_TABLE, SAMPLE_TABLE, TOKEN_TABLE, reading_order, response_column
