@@ -2,8 +2,8 @@
 
 A model of 0.1 B parameters with random weights answers the same prompts with the same seeds, twice. Bare: the engine in
 one process, without Ray, given everything at once (vLLM by AsyncLLM; the others, which have no such interface
-for token ids with whole-vocabulary logprobs, by our adapter). Whole path: prompts become requests, which the
-EngineClient sends over Ray to an engine with the same arguments; the answers become trajectories, are rewarded in a
+for token ids with whole-vocabulary logprobs, by our adapter). Whole path: prompts become requests, which
+``Engines`` sends over Ray to an engine with the same arguments; the answers become trajectories, are rewarded in a
 worker process and get their advantages. Both sides have as many threads, and are warm when they are measured.
 """
 
@@ -168,7 +168,6 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
     from slime_like.orchestration.cluster.bundles import pieces_of
     from slime_like.orchestration.cluster.cluster import Cluster
     from slime_like.orchestration.cluster.placement import Placement
-    from slime_like.orchestration.rollout.engine_client import EngineCall, EngineClient
     from slime_like.orchestration.rollout.scoring import Scorer
     from slime_like.orchestration.run.engines import launch_engines
 
@@ -178,27 +177,20 @@ def measure_path(config: RunConfig, batches: Sequence[Sequence[Prompt]]) -> Figu
         slots = sum(pieces_of(config, with_trainers=False).bundles)
         stack.enter_context(Cluster(config.cluster, config.run_dir / "worker_logs", slots))
         placement = stack.enter_context(Placement(config, with_trainers=False))
-        supervisor, pool = launch_engines(config, stack, placement, print)
+        engines, pool = launch_engines(config, stack, placement, print)
         pool.start()
-        supervisor.start()
+        engines.start()
         scorer = Scorer(config, pool, load_tokenizer(config.model.path))
         for index, prompts in enumerate(batches):
             started = time.perf_counter()
-            client = EngineClient(supervisor)
-            prompt_of = dict(zip(map(EngineCall, requests_of(config, prompts)), prompts, strict=True))
-            answers: dict[int, list[Generation]] = {}
-            rewarded = []
-            while prompt_of:
-                arrived = [(prompt_of.pop(call), found) for call, found in client.poll(list(prompt_of), 5.0)[0]]
-                answers |= {prompt.group_id: found for prompt, found in arrived}
-                groups = [to_group(prompt, found, 1.0) for prompt, found in arrived]
-                rewarded += scorer.rewards(groups) if groups else []
-            trajectories = scorer.scored(rewarded, step=index + 1)
+            answers = engines.generate_all(requests_of(config, prompts))
+            groups = [to_group(prompt, found, 1.0) for prompt, found in zip(prompts, answers, strict=True)]
+            trajectories = scorer.scored(scorer.rewards(groups), step=index + 1)
             taken = time.perf_counter() - started
             if index:
                 seconds.append(taken)
                 tokens.append(sum(trajectory.response_len for trajectory in trajectories))
-                sampled = _hash(sampled, [answers[prompt.group_id] for prompt in prompts])
+                sampled = _hash(sampled, answers)
     return Figures(seconds, tokens, sampled)
 
 

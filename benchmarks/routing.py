@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import ray
 
 from benchmarks.report import heading, met, parser, publish, table
-from slime_like.config import ClusterConfig, RolloutConfig
+from slime_like.config import ClusterConfig, RunConfig
+from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
 from slime_like.orchestration.cluster.cluster import Cluster
-from slime_like.orchestration.rollout.supervisor import EngineStart, EngineSupervisor
+from slime_like.orchestration.rollout.engine_instance import EngineCall, EngineInstance
+from slime_like.orchestration.rollout.engines import Engines
 
 WORKERS, REQUESTS, IN_FLIGHT, ASKED = 64, 50_000, 64 * 64, 2_000
 GOAL_PER_S, GOAL_IMBALANCE = 5_000, 0.10
@@ -37,55 +40,54 @@ class Figures:
     largest: float
 
 
-class Engines:
-    """An ``EngineGroup`` whose engines only have names."""
+class Router:
+    """Engines that only have names, with room for ``capacity`` requests each."""
 
-    def __len__(self) -> int:
-        return WORKERS
+    def __init__(self, capacity: int) -> None:
+        rollout = {"num_engines": WORKERS, "max_concurrent_requests": capacity}
+        config = RunConfig(run_dir=Path("run"), model={"path": Path("model")}, rollout=rollout)
+        self.engines = Engines(config, cast(Any, SimpleNamespace(device="CPU")), print)
+        self.engines.instances = [EngineInstance(n, f"engine {n}", None, serves=True) for n in range(WORKERS)]
 
-    def start(self, left: object) -> None: ...
+    def acquire(self, tokens: int) -> EngineCall:
+        """Assign a request of so many tokens."""
+        sampling = SamplingParams(max_new_tokens=tokens)
+        call, engine = EngineCall(GenerationRequest("", PromptInput(()), sampling)), self.engines.least_loaded()
+        assert engine is not None
+        call.assign(engine)
+        return call
 
-    def actor(self, index: int) -> None: ...
-
-    def name(self, index: int) -> str:
-        return f"engine {index}"
-
-
-def arguments(capacity: int) -> tuple[Any, ...]:
-    """Return the arguments of a supervisor whose engines hold ``capacity`` requests each."""
-    return Engines(), RolloutConfig(max_concurrent_requests=capacity), print
+    def is_assigned(self, tokens: int) -> bool:
+        """Assign a request like ``acquire``, for other processes."""
+        return self.acquire(tokens).engine is not None
 
 
 def route(sizes: Sequence[int]) -> Figures:
     """Route requests of these sizes."""
-    registry = EngineSupervisor(*arguments(256))
-    registry.start()
-    running: deque[tuple[EngineStart, int]] = deque()
+    router = Router(256)
+    running: deque[EngineCall] = deque()
     imbalances: list[float] = []
     spent = mean = 0.0
     for index, size in enumerate(sizes):
         started = time.perf_counter()
-        worker = registry.acquire(size)
-        assert worker is not None
-        running.append((worker, size))
+        running.append(router.acquire(size))
         if len(running) > IN_FLIGHT:
-            registry.release(*running.popleft())
+            running.popleft().release()
         spent += time.perf_counter() - started
         if len(running) == IN_FLIGHT and index % 100 == 0:
-            loads = [engine.tokens for engine in registry.serving]
+            loads = [engine.tokens for engine in router.engines.serving]
             mean = sum(loads) / len(loads)
             imbalances.append(max(loads) / mean - 1)
     return Figures(len(sizes) / spent, max(imbalances), max(sizes) / mean)
 
 
 def ask_an_actor(sizes: Sequence[int]) -> float:
-    """Return the decisions per second of a registry in a Ray actor, asked one after another."""
+    """Return the decisions per second of a router in a Ray actor, asked one after another."""
     with TemporaryDirectory() as directory, Cluster(ClusterConfig(), Path(directory) / "worker_logs", slots=1):
-        registry = ray.remote(EngineSupervisor).options(num_cpus=0).remote(*arguments(len(sizes)))
-        ray.get(registry.start.remote(), timeout=60)
+        router = ray.remote(Router).options(num_cpus=0).remote(len(sizes))
         started = time.perf_counter()
         for size in sizes:
-            ray.get(registry.acquire.remote(size), timeout=60)
+            ray.get(router.is_assigned.remote(size), timeout=60)
         return len(sizes) / (time.perf_counter() - started)
 
 

@@ -1,4 +1,4 @@
-"""Rollout engines, which implement ``slime_like.interfaces.RolloutEngine``.
+"""The rollout engines, which implement ``slime_like.interfaces.RolloutEngine``.
 
-``slime_like.orchestration.rollout`` sends them requests, and handles staleness and deaths.
+Sampling with them, and their replacement, are in ``slime_like.orchestration.rollout``.
 """

@@ -14,7 +14,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.errors import EngineError, WeightSyncError
 from slime_like.hosting.process import EngineFaults, code_of, one_line
 from slime_like.interfaces import BucketMetadata, EngineHealth, GenerationRequest, Manifest, PauseMode, UpdateReceipt
-from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.interfaces.weights import MODEL
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.plugins.options import load_option
@@ -85,7 +85,7 @@ class EngineBase(EngineHooks[Running]):
     returns_routes = False
     prompt_fields: Collection[str] = ()
 
-    def __init__(self, config: RunConfig, engine_index: int, kind: str, part: EnginePart = WHOLE) -> None:
+    def __init__(self, config: RunConfig, engine_index: int, kind: str, part: EngineNode = WHOLE) -> None:
         self._config = config
         self._records_routes = config.algorithm.routing_replay == "rollout"
         self._index, self._part = engine_index, part

@@ -20,7 +20,6 @@ from slime_like.observability.tables import held_out_rows
 from slime_like.orchestration.cluster.bundles import pieces_of
 from slime_like.orchestration.cluster.cluster import Cluster
 from slime_like.orchestration.cluster.placement import Placement
-from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator, held_out
 from slime_like.orchestration.rollout.requests import stop_tokens
 from slime_like.orchestration.rollout.scoring import Scorer
@@ -49,13 +48,13 @@ def evaluate(config: RunConfig, temporary: bool = False, keep_all: bool = False)
         with progress.waiting("starting Ray"):
             stack.enter_context(Cluster(config.cluster, run_dir / "evaluation_worker_logs", slots, note=progress.note))
             placement = stack.enter_context(Placement(config, with_trainers=False))
-        supervisor, pool = launch_engines(config, stack, placement, progress.note)
+        engines, pool = launch_engines(config, stack, placement, progress.note)
         with progress.waiting("starting reward workers"):
             pool.start()  # engines load the model in the meantime
-        with progress.waiting("engines", len(supervisor.engines)) as waiting:
-            supervisor.start(waiting.left)
+        with progress.waiting("engines", len(engines.instances)) as waiting:
+            engines.start(waiting.left)
         scorer = Scorer(config, pool, tokenizer, stop_tokens(config.rollout, config.model))
-        return Evaluator(config, EngineClient(supervisor), scorer, datasets).run(0, progress, keep_all)
+        return Evaluator(config, engines, scorer, datasets).run(0, progress, keep_all)
 
 
 def write_responses(model: ModelConfig, result: EvaluationResult, output: Path) -> None:

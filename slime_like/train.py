@@ -2,7 +2,7 @@
 
 Work that runs concurrently:
 
-- With ``rollout.max_staleness`` above 0, a thread samples and rewards later steps while this loop runs.
+- An event loop in a thread samples and rewards groups: with ``rollout.max_staleness`` above 0, for later steps, too.
 - With ``rollout.stream``, trainer ranks accumulate windows of a step while its other groups are still being sampled.
 - Reference workers score groups while other groups are sampled.
 - During a sync, trainer ranks gather the next bucket while engines load the previous one.
@@ -44,15 +44,15 @@ def train(config: RunConfig) -> TrainSummary:
         recorder = StepRecorder(run)
         milestones = Milestones(run, recorder)
         with run.progress.waiting("first weight sync"):
-            run.rollout.start(version=run.finished_steps)
+            run.source.start(version=run.finished_steps)
         milestones.before_first()
         clock = PhaseClock()
         for step in range(run.finished_steps + 1, config.steps + 1):
             trained = train_step(run, step, clock)
             with clock.phase("sync"), run.progress.waiting("syncing weights"):
                 run.reference.refresh(step)
-                run.rollout.sync(version=step)
-            run.rollout.advance(step, trained.trajectories)
+                run.source.sync(version=step)
+            run.source.advance(step, trained.trajectories)
             recorder.record(step, trained, clock.finish())
             if milestones.after(step):
                 clock.finish()  # milestones are not part of a step
@@ -61,8 +61,8 @@ def train(config: RunConfig) -> TrainSummary:
 
 def _train_on_batch(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     """Sample the whole batch, then run its optimizer steps."""
-    with run.rollout.sampling(run.progress):
-        trajectories = run.rollout.source.next_batch(step, clock)
+    with run.source.sampling(run.progress):
+        trajectories = run.source.next_batch(step, clock)
     batch, updates = run.policy.load_batch(trajectories), []
     with clock.phase("sync"):
         run.devices.training()
@@ -84,10 +84,10 @@ def _train_on_stream(run: Run, step: int, clock: PhaseClock) -> TrainedStep:
     Each window has a cost. Trainers therefore get one only when they would idle, with everything that is full by then.
     The rest is the last window. If all groups are ready together, the last window is the whole batch.
     """
-    policy, source = run.policy, run.rollout.source
+    policy, source = run.policy, run.source
     windows = WindowStream(policy.batcher)
     policy.defer(policy.start(_WINDOW, TrainerRank.begin_stream))
-    with run.rollout.sampling(run.progress):
+    with run.source.sampling(run.progress):
         for groups in source.stream(step, clock):
             holds = source.is_complete(step) or not policy.is_idle()
             if window := windows.add(groups, holds):

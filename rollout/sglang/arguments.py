@@ -13,7 +13,7 @@ from rollout.sglang.limits import LIMITS, WEIGHTS_BACKUP
 from slime_like.checks.packages import expandable_segments
 from slime_like.config import ClusterConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.errors import EngineError
-from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import has_tower
 from slime_like.models.weight_files import header_shapes
@@ -30,7 +30,7 @@ _SPARE_POSITIONS = 8
 """Added to the context length, because SGLang ends a sequence a few positions before it."""
 
 
-def environment(rollout: RolloutConfig, scratch: Path, part: EnginePart = WHOLE) -> dict[str, str]:
+def environment(rollout: RolloutConfig, scratch: Path, part: EngineNode = WHOLE) -> dict[str, str]:
     """Return the variables of SGLang's process and its children. Variables set by the user stay unchanged.
 
     An engine's ranks meet in a file if they share a host, because torch's TCP store would listen on every interface. On
@@ -57,7 +57,7 @@ def memory_saver_problem(rollout: RolloutConfig, cluster: ClusterConfig, environ
 
 
 def engine_arguments(
-    config: RunConfig, engine_index: int, known: Collection[str], part: EnginePart = WHOLE
+    config: RunConfig, engine_index: int, known: Collection[str], part: EngineNode = WHOLE
 ) -> dict[str, Any]:
     """Return SGLang's arguments. Raises ``EngineError`` if one in ``rollout.engine_args`` is not ``known``."""
     given = config.rollout.own_engine_args
@@ -71,7 +71,7 @@ def engine_arguments(
     }
 
 
-def _owned(config: RunConfig, engine_index: int, part: EnginePart) -> dict[str, Any]:
+def _owned(config: RunConfig, engine_index: int, part: EngineNode) -> dict[str, Any]:
     sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
     keeps = LIMITS.keeps_weights(config, ModelDimensions.from_checkpoint(config.model.path))
     return {

@@ -15,7 +15,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.process import ChildProcess, ProcessEnded
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
-from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import ADAPTER
 
@@ -33,7 +33,7 @@ class SglangEngine(EngineBase[ChildProcess]):
     returns_supports = True
     returns_routes = True
 
-    def __init__(self, config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> None:
+    def __init__(self, config: RunConfig, engine_index: int, part: EngineNode = WHOLE) -> None:
         super().__init__(config, engine_index, "SGLang", part)
         self._process: ChildProcess | None = None
         if config.model.lora.sends_factors:

@@ -11,7 +11,7 @@ from rollout.vllm.sampling import MOST_TIES
 from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.errors import EngineError
-from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.models.tower import has_tower
 from slime_like.models.weight_files import header_shapes
@@ -31,7 +31,7 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BATCHED_TOKENS = 8192
 
 
-def prepare_environment(rollout: RolloutConfig, part: EnginePart = WHOLE) -> None:
+def prepare_environment(rollout: RolloutConfig, part: EngineNode = WHOLE) -> None:
     """Set variables that vLLM and torch read on import. Variables set by the user stay unchanged."""
     # Otherwise, looking for a device initializes CUDA, and vLLM forks its engine process from this one.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -39,7 +39,7 @@ def prepare_environment(rollout: RolloutConfig, part: EnginePart = WHOLE) -> Non
         os.environ.setdefault(name, value)
 
 
-def environment(rollout: RolloutConfig, cpu: bool, part: EnginePart = WHOLE) -> dict[str, str]:
+def environment(rollout: RolloutConfig, cpu: bool, part: EngineNode = WHOLE) -> dict[str, str]:
     """Return the variables by name.
 
     On a CPU, OpenMP threads are not bound to cores, because engines and trainers share them. A single rank then needs
@@ -59,7 +59,7 @@ def environment(rollout: RolloutConfig, cpu: bool, part: EnginePart = WHOLE) -> 
     return shared
 
 
-def engine_arguments(config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> AsyncEngineArgs:
+def engine_arguments(config: RunConfig, engine_index: int, part: EngineNode = WHOLE) -> AsyncEngineArgs:
     """Build vLLM's arguments, after ``prepare_environment``.
 
     Raises:
@@ -104,7 +104,7 @@ def sleep_level(keep_weights: bool, is_whole: bool, dimensions: ModelDimensions)
     return 1 if keep_weights or not is_whole or not dimensions.attention.reloads else 2
 
 
-def _owned(config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> dict[str, Any]:
+def _owned(config: RunConfig, engine_index: int, part: EngineNode = WHOLE) -> dict[str, Any]:
     sleeps = sleep_mode(config.rollout, config.cluster, SLEEP_ARGUMENT)
     return {
         "model": str(config.model.path),

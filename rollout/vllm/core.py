@@ -16,7 +16,7 @@ from rollout.vllm.arguments import prepare_environment
 from slime_like.config import RolloutConfig
 from slime_like.errors import SlimeLikeError
 from slime_like.hosting.process import EngineFaults, one_line
-from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.system.processes import end_processes, is_alive, mapped_files, process_ids, start_tracker
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EngineCore:
         rollout: RolloutConfig,
         arguments: Callable[[], AsyncEngineArgs],
         faults: EngineFaults,
-        part: EnginePart = WHOLE,
+        part: EngineNode = WHOLE,
     ) -> None:
         self.process_ids: tuple[int, ...] = ()
         self._rollout, self._arguments, self._part = rollout, arguments, part

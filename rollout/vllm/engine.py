@@ -16,7 +16,7 @@ from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.hosting.process import one_line
 from slime_like.interfaces import BucketMetadata, Generation, GenerationRequest, PauseMode
-from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.adapter import ADAPTER
 
@@ -35,7 +35,7 @@ class VllmEngine(EngineBase["AsyncLLM"]):
     returns_supports = True
     returns_routes = True
 
-    def __init__(self, config: RunConfig, engine_index: int, part: EnginePart = WHOLE) -> None:
+    def __init__(self, config: RunConfig, engine_index: int, part: EngineNode = WHOLE) -> None:
         super().__init__(config, engine_index, "vLLM", part)
         arguments = partial(engine_arguments, config, engine_index, part)
         self._core = EngineCore(config.rollout, arguments, self._faults, part)

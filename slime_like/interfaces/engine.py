@@ -193,7 +193,7 @@ PauseMode = Literal["abort", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePart:
+class EngineNode:
     """The ranks of an engine on one of its nodes.
 
     Attributes:
@@ -225,7 +225,7 @@ class EnginePart:
         return variables if self.spans else {}
 
 
-WHOLE = EnginePart()
+WHOLE = EngineNode()
 """An engine on one node."""
 
 

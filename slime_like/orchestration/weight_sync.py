@@ -12,7 +12,7 @@ from slime_like.interfaces import BucketMetadata, UpdateReceipt
 from slime_like.observability.names import PERFORMANCE, ratio, timed
 from slime_like.orchestration.cluster.ray_calls import Answers
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.trainer.model_ranks import ModelRanks, present
 from slime_like.orchestration.trainer.rank import TrainerRank
@@ -96,21 +96,20 @@ class WeightSync:
         dtype: str,
         probe: Probe,
         policy: ModelRanks,
-        supervisor: EngineSupervisor,
+        engines: Engines,
         turns: Turns,
         run_name: str,
     ) -> None:
         self._verifies = config.verify
         self._turns = turns
         self._policy = policy
-        self._supervisor = supervisor
-        self._engines = supervisor.engines
+        self._engines = engines
         self._run_name = run_name
         self._probe = probe
         self._transport = transport
         self._delta = use_delta(config.delta, transport, dtype)
         self._version = 0
-        supervisor.replace_and_sync = lambda: self.run(self._version)
+        engines.replace_and_sync = lambda: self.run(self._version)
         self._connected: int | None = None  # generation of the engines that have joined the transport
 
     def connect(self) -> None:
@@ -118,7 +117,7 @@ class WeightSync:
         phase, arguments = "opening the weight transport", (self._transport, self._run_name, self._delta)
         rendezvous = self._policy.call(phase, TrainerRank.open_transport, *arguments)
         self._engines.connect(self._transport, join_rendezvous(present(rendezvous)))
-        self._connected = self._supervisor.generation
+        self._connected = self._engines.generation
 
     def run(self, version: int) -> SyncReport:
         """Send the current weights as ``version``, after replacing dead engines.
@@ -157,20 +156,20 @@ class WeightSync:
 
     def _run(self, version: int) -> SyncReport:
         while True:
-            if self._supervisor.has_dead:
+            if self._engines.dead:
                 self._turns.starting_engines()
-                self._supervisor.replace_dead()
+                self._engines.replace_dead()
             try:
                 self._turns.begin_sync()
-                if self._supervisor.has_dead:
+                if self._engines.dead:
                     continue
                 report = self._send(version)
             except (EngineError, WeightSyncError) as error:
                 # Over a network, an engine's death may first show at the sender or at other engines.
-                if not self._supervisor.find_dead(error):
+                if not self._engines.find_dead(error):
                     raise
                 continue  # an engine that has half of the weights gets all of them, from the first bucket
-            self._supervisor.admit()
+            self._engines.admit()
             return report
 
     def _send(self, version: int) -> SyncReport:
@@ -201,12 +200,14 @@ class WeightSync:
         )
 
     def _transfer(self, version: int) -> tuple[_Sent, list[UpdateReceipt]]:
-        if self._connected != self._supervisor.generation:
+        if self._connected != self._engines.generation:
             self.connect()
         generation, self._connected = self._connected, None  # until the transfer has succeeded
         manifests = self._policy.start(_PHASE, TrainerRank.begin_export)
         first = self._policy.start(_PHASE, TrainerRank.next_bucket)
-        begun = self._engines.begin_update(version, manifests)
+        begun = self._engines.ask(
+            "begin_update", version, *manifests.references.values(), phase="beginning a weight update"
+        )
         manifests.result()  # otherwise, the engines would report a trainer's failure
         sent, receipts = self._stream(first, begun, version)
         self._policy.defer(self._policy.start(_PHASE, TrainerRank.end_export))
@@ -216,7 +217,11 @@ class WeightSync:
     def _stream(
         self, gathered: Answers[BucketMetadata | None], asked: Answers[Any], version: int
     ) -> tuple[_Sent, list[UpdateReceipt]]:
-        """Gather bucket k+1 on the trainers while the engines load bucket k."""
+        """Gather bucket k+1 on the trainers while the engines load bucket k.
+
+        Ray starts an engine's call once all engines have answered the one before, without a round trip through this
+        process.
+        """
         sent = _Sent()
         while True:
             started = time.perf_counter()
@@ -227,7 +232,11 @@ class WeightSync:
                 phase = "scoring the weight-sync probe"
                 sent.expected = self._policy.start(phase, TrainerRank.probe, self._probe.sequences)
             before = asked
-            asked = self._engines.update(buckets, before) if buckets else self._engines.finish_update(version, before)
+            answered = before.references.values()
+            if buckets:
+                asked = self._engines.ask("update", buckets, *answered, phase="loading weights")
+            else:
+                asked = self._engines.ask("finish_update", version, *answered, phase="finishing a weight update")
             before.result()
             if not buckets:
                 return sent, asked.result()
@@ -242,9 +251,10 @@ class WeightSync:
         checksums = {entry.name: entry.checksum for bucket in sent.buckets for entry in bucket.entries}
         for engine, receipt in enumerate(receipts):
             compare_checksums(checksums, receipt, engine)
-        asked = [self._engines.probe(request) for request in self._probe.requests(version)]
+        phase = "answering the weight-sync probe"
+        asked = [self._engines.ask("generate", request, phase=phase) for request in self._probe.requests(version)]
         wanted, answers = present(expected.result())[0], [answers.result() for answers in asked]
-        by_engine = [[answer[engine][0] for answer in answers] for engine in range(len(self._engines))]
+        by_engine = [[answer[engine][0] for answer in answers] for engine in range(len(receipts))]
         return self._probe.judge(version, by_engine, wanted)
 
 

@@ -23,8 +23,13 @@ class Later(Generic[T]):
     def _answers(self) -> T:
         return self.compute()
 
-    def result(self, timeout_s: float | None = None) -> T:
+    def result(self, timeout_s: float | None = None, left: object = None) -> T:
         return self._answers
+
+    @property
+    def references(self) -> dict[str, Later[T]]:
+        """Arguments of calls that start once these answers are there."""
+        return {"": self}
 
 
 class OneRank:

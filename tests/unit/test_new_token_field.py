@@ -151,7 +151,7 @@ def test_a_field_of_a_prompt_goes_from_its_row_to_the_pack(
     """Also through a checkpoint, and for demonstrations. An engine that does not use it rejects the request."""
     encoding, data, interfaces = (_slime_like(name) for name in ("data.encoding", "data.prompts", "interfaces"))
     store, requests, sources = (
-        _slime_like(f"orchestration.{name}") for name in ("rollout.group_store", "rollout.requests", "run.sources")
+        _slime_like(f"orchestration.{name}") for name in ("rollout.prompt_queue", "rollout.requests", "run.sources")
     )
     check = importlib.import_module("rollout.requests").check_request
     usual = encoding.RowEncoder.encode
@@ -169,7 +169,7 @@ def test_a_field_of_a_prompt_goes_from_its_row_to_the_pack(
     source = data.PromptSource(
         [tmp_path / "rows.jsonl"], _slime_like("examples.tiny_model").byte_tokenizer(), config, 0, True
     )
-    rows = sources.DemonstrationSource(source, 2).next_batch(1, _slime_like("observability.records").PhaseClock())
+    rows = sources.Demonstrations(source, 2).next_batch(1, _slime_like("observability.records").PhaseClock())
     expected = [0, 0, 7, 14]
     assert copy.algorithms.pack_sequences(rows).marks.tolist() == expected
 

@@ -108,7 +108,7 @@ class Placement:
         return ranks + sum(self._nodes[bundle] == node for bundle in self._order[: self._num_ranks])
 
     def trainer_options(self, rank: int, gpus: int = 1) -> dict[str, Any]:
-        """Return the Ray options of a trainer rank's actor. One without a GPU may use that of its neighbor."""
+        """Return the Ray options of a trainer rank's actor. A rank with ``gpus`` 0 shares another rank's GPU."""
         return self._in_bundle(self._order[rank], gpus)
 
     def engine_options(self, engine: int, part: int = 0) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.config.roles import REFERENCE
-from slime_like.orchestration.rollout.role_pool import RolePool
+from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.trainer.checkpoint import Checkpoint
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.orchestration.trainer.rank import TrainerRank
@@ -30,7 +30,7 @@ class Reference:
         step: step of the last refresh; ``None`` while the run still has its first reference.
     """
 
-    def __init__(self, run_dir: Path, interval: int | None, policy: ModelRanks, pools: Sequence[RolePool]) -> None:
+    def __init__(self, run_dir: Path, interval: int | None, policy: ModelRanks, pools: Sequence[RoleQueue]) -> None:
         self._interval = interval
         self._policy = policy
         self._pool = next((pool for pool in pools if pool.role == REFERENCE), None)

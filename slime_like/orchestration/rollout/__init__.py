@@ -1,1 +1,1 @@
-"""Path from prompts to scored groups: engines, requests, rewards, advantages and staleness."""
+"""Sampling: from prompts to scored groups, with rewards, advantages and staleness. ``rollout/`` holds the engines."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 
 
@@ -18,7 +18,7 @@ class Turns:
         shared: trainers and engines on the same devices; ``None``: on separate devices, where nothing moves.
     """
 
-    def __init__(self, shared: tuple[ModelRanks, EngineSupervisor] | None = None) -> None:
+    def __init__(self, shared: tuple[ModelRanks, Engines] | None = None) -> None:
         self._turn: Literal["trainers", "engines"] | None = None
         if shared is not None:
             self._trainers, self._engines = shared

@@ -25,7 +25,7 @@ from slime_like.interfaces import (
     RolloutEngine,
     UpdateReceipt,
 )
-from slime_like.interfaces.engine import WHOLE, EnginePart, load_engine
+from slime_like.interfaces.engine import WHOLE, EngineNode, load_engine
 from slime_like.orchestration.cluster.node import (
     node_address,
     require_own_devices,
@@ -42,7 +42,7 @@ _LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class PartOptions:
+class EngineNodeOptions:
     """Ray's options of an actor on one of an engine's nodes, and the devices that a colocated one shares."""
 
     options: dict[str, Any]
@@ -59,21 +59,21 @@ class EngineActor:
     """
 
     def __init__(
-        self, config: RunConfig, index: int, shared_devices: str = "", others: Sequence[PartOptions] = ()
+        self, config: RunConfig, index: int, shared_devices: str = "", others: Sequence[EngineNodeOptions] = ()
     ) -> None:
         self._logs = _settle(role := f"engine-{index}", shared_devices)
         self._config = config
         self._index = index
         load: Callable[..., RolloutEngine] = partial(load_engine(config.rollout.engine), config, index)
         self._further = [
-            ray.remote(FurtherPart).options(**other.options).remote(load, n, f"{role}-node-{n}", other.devices)
+            ray.remote(EngineNodeActor).options(**other.options).remote(load, n, f"{role}-node-{n}", other.devices)
             for n, other in enumerate(others, start=1)
         ]
         self._part = WHOLE
         if others:
             address = node_address()
             self._store, port = load_option("engine-store")(address, "", config.engine_start_timeout_s)
-            self._part = EnginePart(0, 1 + len(others), address, address, port)
+            self._part = EngineNode(0, 1 + len(others), address, address, port)
         self._engine = load(self._part) if others else load()
         self._watching: asyncio.Task[None] | None = None
         self._routes = routes_per_token(config.algorithm, config.model)
@@ -201,7 +201,7 @@ class EngineActor:
         await asyncio.gather(*ends, return_exceptions=True)  # a part may be dead
 
 
-class FurtherPart:
+class EngineNodeActor:
     """Actor of an engine's ranks on a further node. The ``EngineActor`` owns it, so Ray ends it with that actor."""
 
     def __init__(self, load: Callable[..., RolloutEngine], number: int, role: str, shared_devices: str) -> None:
@@ -209,7 +209,7 @@ class FurtherPart:
         self._engine: RolloutEngine | None = None
         self._load, self._number = load, number
 
-    async def run(self, first: EnginePart) -> None:
+    async def run(self, first: EngineNode) -> None:
         """Start the ranks, and return when they have ended."""
         self._engine = self._load(replace(first, number=self._number, address=node_address()))
         await self._engine.start()

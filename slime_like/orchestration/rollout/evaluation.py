@@ -13,7 +13,7 @@ from slime_like.data.formats import held_out_settings
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.observability.progress import Progress
 from slime_like.observability.tables import HeldOutSample
-from slime_like.orchestration.rollout.engine_client import EngineClient
+from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.requests import build_requests, evaluation_sampling, to_group
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of
 from slime_like.orchestration.rollout.samples import turn_form
@@ -44,10 +44,10 @@ class Evaluator:
     """Evaluator on fixed lists of held-out prompts, one per file, from ``held_out``."""
 
     def __init__(
-        self, config: RunConfig, client: EngineClient, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
+        self, config: RunConfig, engines: Engines, scorer: Scorer, datasets: Mapping[str, Sequence[Prompt]]
     ) -> None:
         self._config = config
-        self._client = client
+        self._engines = engines
         self._scorer = scorer
         self._sampling = evaluation_sampling(config.evaluation, config.rollout, config.model)
         self._datasets = datasets
@@ -60,7 +60,7 @@ class Evaluator:
         )
         temperature = self._sampling.temperature or 1.0
         with progress.waiting("evaluating", len(prompts), "prompt") as waiting:
-            answers = self._client.generate(requests, waiting.reach)
+            answers = self._engines.generate_all(requests, waiting.reach)
             groups = [to_group(prompt, answer, temperature) for prompt, answer in zip(prompts, answers, strict=True)]
             outcomes = self._scorer.outcomes(groups)
         if failures := [outcome.metadata for outcome in outcomes if outcome.failed]:

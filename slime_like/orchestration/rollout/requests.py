@@ -72,7 +72,7 @@ def build_requests(
 
 
 def parts_of(request: GenerationRequest) -> list[GenerationRequest]:
-    """Return the request of the samples and, if there is a greedy response, the one of it."""
+    """Return the request for the samples and, if a greedy response is wanted, the request for it."""
     if not request.greedy:
         return [request]
     sampling = replace(request.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, training=False)

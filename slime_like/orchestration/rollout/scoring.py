@@ -78,24 +78,24 @@ class Scorer:
         self._on_failure: tuple[OnFailure, OnFailure] = (
             (reward.on_failure, conversations.on_failure) if is_weighted else ("zero", "zero")
         )
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the tokenizer
 
     def outcomes(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardOutcome]:
         """Score every rollout with all reward functions, in order, a group's greedy one last. They get the model's last
         turn. Conversations that failed have no reward, and no function gets them."""
         every = [one for group in groups for one in rollouts_of([*group.trajectories, *group.greedy])]
         rollouts = [one for one in every if one.last.conversation is None or one.last.conversation.failure is None]
-        responses = self._form.judged(_judged_tokens(rollout, self._stops) for rollout in rollouts)
         prompt_tokens = [group.prompt_tokens for group in groups]
-        texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
+        with self._lock:
+            responses = list(self._form.judged(_judged_tokens(rollout, self._stops) for rollout in rollouts))
+            texts = self._tokenizer.batch_decode(prompt_tokens, clean_up_tokenization_spaces=False)
         prompts = {group.group_id: (text, group.whole_row) for group, text in zip(groups, texts, strict=True)}
         items = [
             RewardItem(prompt, without_opening(response, prompt), rollout.last.answer, row)
             for rollout, response in zip(rollouts, responses, strict=True)
             for prompt, row in [prompts[rollout.group_id]]
         ]
-        with self._lock:
-            outcomes = iter(self._pool.score(items, [rollout.group_id for rollout in rollouts]))
+        outcomes = iter(self._pool.score(items, [rollout.group_id for rollout in rollouts]))
         return [self._with_environment(outcomes, rollout.last.conversation) for rollout in every]
 
     def rewards(self, groups: Sequence[GroupedUnscoredTrajectories]) -> list[RewardedGroup]:

@@ -17,9 +17,8 @@ from slime_like.orchestration.cluster.node import logs_directory
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.cluster.ray_calls import watch_none
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.engine_group import EngineGroup
-from slime_like.orchestration.rollout.role_pool import RolePool
-from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.trainer.batcher import request_tokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from slime_like.plugins.options import load_option
@@ -69,15 +68,15 @@ def launch_engines(
     note: Callable[[str], None],
     shared_devices: Sequence[str] = (),
     watch: Callable[[], None] = watch_none,
-) -> tuple[EngineSupervisor, RewardPool]:
+) -> tuple[Engines, RewardPool]:
     """Launch engines and reward workers. ``start`` of either waits for it, and ``stack`` ends both."""
-    group = EngineGroup(config, placement, watch)
-    stack.callback(group.shutdown)
-    group.launch(shared_devices)
+    engines = Engines(config, placement, note, watch)
+    stack.callback(engines.shutdown)
+    engines.launch(shared_devices)
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     pool = RewardPool(config.reward, responses, logs_directory())
     stack.callback(pool.close)
-    return EngineSupervisor(group, config.rollout, note), pool
+    return engines, pool
 
 
 def start_engines(
@@ -87,7 +86,7 @@ def start_engines(
     models: Mapping[str, ModelRanks],
     progress: Progress,
     set_up_trained: Callable[[], None],
-) -> tuple[EngineSupervisor, RewardPool, list[RolePool], Turns]:
+) -> tuple[Engines, RewardPool, list[RoleQueue], Turns]:
     """Set up models, engines and reward workers. All ranks have been launched.
 
     All import at the same time, and each wait has a separate bound. Colocated engines load while the trainers are off
@@ -98,29 +97,29 @@ def start_engines(
         progress.note(warning)
     shared_devices = policy.devices() if colocated else ()
     watch = policy.liveness("waiting for the engines")
-    supervisor, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
+    engines, rewards = launch_engines(config, stack, placement, progress.note, shared_devices, watch)
     set_up_trained()
     with progress.waiting("starting reward workers"):
         rewards.start()
     if colocated:
         policy.offload()
-    with progress.waiting("engines", len(supervisor.engines)) as waiting:
-        supervisor.start(waiting.left)
+    with progress.waiting("engines", len(engines.instances)) as waiting:
+        engines.start(waiting.left)
     workers = [model for model in models.values() if not model.role.trained]
     with progress.waiting(
         " and ".join(f"{role.name} workers" for role in config.roles.with_workers), len(workers)
     ) as waiting:
         pools = _role_pools(stack, workers, waiting.left)
     if not colocated:
-        return supervisor, rewards, pools, Turns()
-    supervisor.sleep(keep_weights=False)  # the first sync follows
+        return engines, rewards, pools, Turns()
+    engines.sleep(keep_weights=False)  # the first sync follows
     policy.onload()
-    return supervisor, rewards, pools, Turns((policy, supervisor))
+    return engines, rewards, pools, Turns((policy, engines))
 
 
 def _role_pools(
     stack: ExitStack, workers: Sequence[ModelRanks], left: Callable[[Sequence[str]], None]
-) -> list[RolePool]:
+) -> list[RoleQueue]:
     """Build a pool per role, which each worker joins after loading its weights. ``stack`` closes them.
 
     Args:
@@ -134,11 +133,11 @@ def _role_pools(
             setup.result()
             loading.remove(setups[setup])
             left(loading)
-    pools = dict[str, RolePool]()
+    pools = dict[str, RoleQueue]()
     for worker in workers:
         role = worker.role
         if role.name not in pools:
-            pools[role.name] = RolePool(
+            pools[role.name] = RoleQueue(
                 role.name, request_tokens(worker.config.trainer), role.max_restarts, role.source
             )
             stack.callback(pools[role.name].close)

@@ -98,7 +98,7 @@ class Milestones:
                 files[title] = config.run_dir / directory
                 with run.progress.waiting(phase), model.on_devices():
                     model.call(phase, TrainerRank.export_hf, files[title])
-        if not config.supervised:
+        if run.source.has_rewards:
             files["reward curve"] = config.run_dir / "reward_curve.png"
             plot_reward_curve(files["metrics"], files["reward curve"])
         until = RunDirectory(config).measured_otherwise_until()
@@ -110,7 +110,7 @@ class Milestones:
 
     def _evaluate(self, step: int) -> None:
         run = self._run
-        if (result := run.rollout.evaluate(step, run.progress)) is None:
+        if (result := run.source.evaluate(step, run.progress)) is None:
             return
         parts = {"evaluation": result.overall, **{f"evaluation/{file}": part for file, part in result.datasets.items()}}
         metrics = {f"{prefix}/{name}": value for prefix, part in parts.items() for name, value in part.items()}
@@ -122,7 +122,7 @@ class Milestones:
     def _save(self, step: int) -> None:
         run, config = self._run, self._run.config
         run.devices.training(keep_weights=step < config.steps)
-        state = run.rollout.state_dict() | run.reference.state_dict() | run.kl_reward.state_dict()
+        state = run.source.state_dict() | run.reference.state_dict() | run.kl_reward.state_dict()
         state |= {BACKEND: config.trainer.backend} | self._facts
         if not config.checkpoint.async_save:
             with run.progress.waiting(_WRITING):

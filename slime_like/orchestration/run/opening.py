@@ -28,21 +28,19 @@ from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
 from slime_like.orchestration.rollout.advantages import require_group_scope
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.engine_client import EngineClient
 from slime_like.orchestration.rollout.evaluation import Evaluator, held_out
+from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
 from slime_like.orchestration.rollout.requests import stop_tokens
-from slime_like.orchestration.rollout.role_pool import RolePool
+from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.rollout.samples import turn_form
 from slime_like.orchestration.rollout.scoring import Scorer
-from slime_like.orchestration.rollout.source import source_class
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import RunDirectory
 from slime_like.orchestration.run.engines import require_quantizable, require_servable, start_engines
 from slime_like.orchestration.run.lock import RunLock
-from slime_like.orchestration.run.rollout_side import EngineSide, RolloutSide
 from slime_like.orchestration.run.run import Run
-from slime_like.orchestration.run.sources import DemonstrationSource, DumpedSource
+from slime_like.orchestration.run.sources import Demonstrations, SampledGroups, SavedRollouts, Source
 from slime_like.orchestration.run.start_notes import critic_note, data_notes, router_note, settings_notes
 from slime_like.orchestration.trainer.batcher import require_token_ratios
 from slime_like.orchestration.trainer.checkpoint import UNUSABLE, Checkpoint, CheckpointStore, latest_checkpoint
@@ -104,19 +102,19 @@ def _open_from(base: _Base) -> Run:
     config = base.config
     if config.debug.load_rollouts is not None:
         vocab_size = ModelDimensions.from_checkpoint(config.model.path).vocab_size
-        return _without_engines(base, RolloutSide(DumpedSource(config.debug.load_rollouts, vocab_size), dict))
+        return _without_engines(base, SavedRollouts(config.debug.load_rollouts, vocab_size, not config.supervised))
     if not config.supervised:
         return _open_rl(base)
     prompts, wanted = base.prompts(need_responses=True), config.rollout.prompts_per_step
-    side = RolloutSide(DemonstrationSource(prompts, wanted), lambda: {"data": prompts.state_dict()})
-    return _without_engines(base, side, *data_notes(config.data.max_prompt_tokens, wanted, prompts))
+    notes = data_notes(config.data.max_prompt_tokens, wanted, prompts)
+    return _without_engines(base, Demonstrations(prompts, wanted), *notes)
 
 
-def _without_engines(base: _Base, side: RolloutSide, *notes: str) -> Run:
+def _without_engines(base: _Base, source: Source, *notes: str) -> Run:
     placed = base.place("starting Ray and trainers", *notes)
     placed.launch()
     placed.set_up_trained()
-    return placed.run(side, Turns())
+    return placed.run(source, Turns())
 
 
 def _open_rl(base: _Base) -> Run:
@@ -132,22 +130,21 @@ def _open_rl(base: _Base) -> Run:
     transport = _require_usable(config, on_cuda=placement.device == "GPU", hosts=placement.num_nodes)
     placed.launch()
     started = start_engines(config, stack, placement, models, progress, placed.set_up_trained)
-    supervisor, rewards, pools, devices = started
+    engines, rewards, pools, devices = started
     model, policy = config.model, models[POLICY]
     tolerance, quantized = config.sync.probe_tolerance, config.sync.quantization != "none"
     probe = Probe(model, tolerance, config.max_model_len, prompts.longest(2), quantized)
-    sync = WeightSync(config.sync, transport, model.dtype, probe, policy, supervisor, devices, placed.run_name)
+    sync = WeightSync(config.sync, transport, model.dtype, probe, policy, engines, devices, placed.run_name)
     with progress.waiting("connecting trainers and engines"):
         sync.connect()
     scorer = Scorer(config, rewards, base.tokenizer, stop_tokens(config.rollout, config.model))
     ledger = Ledger.begin(config.run_dir)
     stack.callback(ledger.close)
     placed.checkpoints.written[LEDGER] = ledger.snapshot
-    new_source = source_class(config.rollout)
-    source = new_source(config, prompts, EngineClient(supervisor), scorer, devices, ledger, supervisor, pools)
-    stack.callback(source.close)
-    evaluator = Evaluator(config, EngineClient(supervisor), scorer, datasets) if datasets else None
-    return placed.run(EngineSide(source, sync, evaluator), devices, pools)
+    groups = Groups(config, prompts, engines, scorer, ledger, pools)
+    stack.callback(groups.close)
+    evaluator = Evaluator(config, engines, scorer, datasets) if datasets else None
+    return placed.run(SampledGroups(groups, devices, sync, evaluator), devices, pools)
 
 
 def _require_usable(config: RunConfig, on_cuda: bool, hosts: int) -> str:
@@ -265,7 +262,7 @@ class _Placed:
             with self.progress.waiting(f"{model.name} ranks", len(model)) as waiting, model.on_devices(starts=True):
                 model.setup(waiting.left)
 
-    def run(self, rollout: RolloutSide, devices: Turns, pools: Sequence[RolePool] = ()) -> Run:
+    def run(self, source: Source, devices: Turns, pools: Sequence[RoleQueue] = ()) -> Run:
         """Build the opened run with its initial state. The trainers must be set up."""
         base, config = self.base, self.base.config
         interval = config.reference.update_interval if REFERENCE in config.roles else None
@@ -275,7 +272,7 @@ class _Placed:
             config=config,
             finished_steps=base.checkpoint.step if base.checkpoint is not None else 0,
             decode=partial(base.tokenizer.decode, clean_up_tokenization_spaces=False),
-            rollout=rollout,
+            source=source,
             models=self.models,
             devices=devices,
             reference=reference,
@@ -285,7 +282,7 @@ class _Placed:
             progress=self.progress,
         )
         if (checkpoint := base.checkpoint) is not None:
-            rollout.restore(checkpoint)
+            source.restore(checkpoint)
             with self.progress.waiting("loading the checkpoint"):
                 for model in self.trained:
                     with model.on_devices():

@@ -16,8 +16,8 @@ from slime_like.observability.records import PhaseTimes
 from slime_like.observability.tables import SAMPLE_TABLE, TOKEN_TABLE, Decode, Row, per_sample_rows, per_token_rows
 from slime_like.orchestration.rollout.rows import Rollout, rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, ZEROED, by_reason, failure_text
-from slime_like.orchestration.run.rollout_side import RolloutFigures
 from slime_like.orchestration.run.run import Run
+from slime_like.orchestration.run.sources import SourceFigures
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
@@ -62,7 +62,7 @@ class StepRecorder:
         if step % _MEMORY_EVERY == 1:
             peaks = run.policy.peak_memory_bytes()
             self._memory = {f"peak_{kind} (GiB)": nbytes / 2**30 for kind, nbytes in peaks.items()}
-        figures, is_sampled = run.rollout.figures(times.step_s), not run.config.supervised
+        figures, is_sampled = run.source.figures(times.step_s), run.source.has_rewards
         rollouts = rollouts_of(trained.trajectories)
         metrics = {
             **names.update_metrics(trained.updates),
@@ -84,7 +84,7 @@ class StepRecorder:
             self.note(str(figures.sync))
         run.metrics.log(step, metrics)
         run.progress.update(step, metrics)
-        if is_sampled:
+        if run.source.has_rewards:
             self._show_samples(step, trained, figures.failed)
             self._warn_of_flat_rewards(step, trained.trajectories)
 
@@ -98,7 +98,7 @@ class StepRecorder:
         self.note(self._failures.at_end())
 
     # ---------------------------------------------------------------------------------------------- sampled responses
-    def sampled(self, step: int, rollouts: Rollouts, times: PhaseTimes, figures: RolloutFigures) -> dict[str, float]:
+    def sampled(self, step: int, rollouts: Rollouts, times: PhaseTimes, figures: SourceFigures) -> dict[str, float]:
         """Return the metrics of rewards and of sampling, and report failures."""
         config = self._run.config
         metadata = [rollout.last.reward_metadata for rollout in rollouts]

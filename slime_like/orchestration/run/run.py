@@ -10,7 +10,7 @@ from slime_like.observability.progress import Progress
 from slime_like.orchestration.reference.refresh import Reference
 from slime_like.orchestration.rollout.colocation import Turns
 from slime_like.orchestration.rollout.kl_coefficient import KLCoefficient
-from slime_like.orchestration.run.rollout_side import RolloutSide
+from slime_like.orchestration.run.sources import Source
 from slime_like.orchestration.trainer.checkpoint import CheckpointStore
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 
@@ -22,7 +22,7 @@ class Run:
     Attributes:
         finished_steps: number of steps before the resumed checkpoint; 0 in a new run.
         decode: function from token ids to text, by the model's tokenizer.
-        rollout: yields a step's trajectories; with engines, also syncs and evaluates.
+        source: yields a step's trajectories; with engines, also syncs and evaluates.
         models: models on ranks: the policy, perhaps its critic, and the workers of frozen roles ("reference worker 0").
         devices: moves trainers and engines on and off shared devices.
         reference: refreshes the reference's weights if ``reference.update_interval`` is set.
@@ -32,7 +32,7 @@ class Run:
     config: RunConfig
     finished_steps: int
     decode: Callable[[Sequence[int]], str]
-    rollout: RolloutSide
+    source: Source
     models: Mapping[str, ModelRanks]
     devices: Turns
     reference: Reference

@@ -1,23 +1,60 @@
-"""Sources of trajectories without engines: demonstrations, or rollouts of an earlier run."""
+"""Sources of a run's trajectories: sampled by engines, demonstrations, or rollouts of an earlier run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from slime_like.data.dump import dump_path, load_trajectories
+from slime_like.data.ledger import FILE_NAME as LEDGER
 from slime_like.data.prompts import Prompt, PromptSource
 from slime_like.errors import DataError
+from slime_like.observability.progress import Progress
 from slime_like.observability.records import PhaseClock
+from slime_like.orchestration.rollout.colocation import Turns
+from slime_like.orchestration.rollout.evaluation import EvaluationResult, Evaluator
+from slime_like.orchestration.rollout.groups import Groups
+from slime_like.orchestration.trainer.checkpoint import Checkpoint
+from slime_like.orchestration.weight_sync import SyncReport, WeightSync
 from slime_like.trajectory import ScoredTrajectory
 
 
-class ExperienceSource(Protocol):
-    """Source of each training step's trajectories. It adds its time to the clock's phases."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFigures:
+    """A source's figures in a step's record. The defaults are for a run without engines.
 
-    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]: ...
+    Attributes:
+        queued_groups: number of groups on their way through the engines.
+        ready_groups: number of groups waiting for training.
+        failed: the step's failed rollouts that are not trained, by their last row.
+    """
+
+    queued_groups: int = 0
+    ready_groups: int = 0
+    dropped_prompts: int = 0
+    sync: SyncReport | None = None
+    scoring: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    failed: Sequence[ScoredTrajectory] = ()
+
+
+class Source:
+    """Source of each training step's trajectories. The defaults are for trajectories from disk: there are no engines to
+    sync, evaluate or report on.
+
+    Attributes:
+        has_rewards: whether its trajectories have rewards.
+    """
+
+    has_rewards = True
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        """Return the trajectories of step ``step``, and add the time to the clock's phases."""
+        raise NotImplementedError
 
     def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
         """Stream the batch in whole groups as they become ready. No phase is open while the caller has them."""
@@ -27,9 +64,39 @@ class ExperienceSource(Protocol):
         """Return whether all groups of the step are ready, so ``stream`` no longer waits."""
         return True
 
+    def start(self, version: int) -> None:
+        """Make engines serve the trainers' weights as ``version``. Runs before the first step."""
 
-class DemonstrationSource(ExperienceSource):
+    def sampling(self, progress: Progress) -> AbstractContextManager[object]:
+        """Show inside how many groups of the next step are sampled."""
+        return nullcontext()
+
+    def sync(self, version: int) -> None:
+        """Make engines serve the weights of step ``version``. Runs after its update."""
+
+    def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
+        """Record that the step is trained and its weights are served, so sampling for later steps may continue."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the source's part of a checkpoint's state; expressible in JSON."""
+        return {}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from where ``checkpoint`` was written."""
+
+    def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
+        """Measure held-out accuracy under the current weights. Return ``None`` without an evaluation file."""
+        return None
+
+    def figures(self, step_s: float) -> SourceFigures:
+        """Return the figures of a step of ``step_s`` seconds, and reset the work counters."""
+        return SourceFigures()
+
+
+class Demonstrations(Source):
     """Demonstrations from rows: supervised mode."""
+
+    has_rewards = False
 
     def __init__(self, prompts: PromptSource, prompts_per_step: int) -> None:
         self._prompts = prompts
@@ -40,16 +107,21 @@ class DemonstrationSource(ExperienceSource):
             prompts = self._prompts.next(self._prompts_per_step)
         return [row for prompt in prompts for row in _demonstration(prompt)]
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"data": self._prompts.state_dict()}
 
-class DumpedSource(ExperienceSource):
+
+class SavedRollouts(Source):
     """Rollouts that an earlier run saved, to train on without engines and reward workers.
 
     Args:
         directory: directory with one file per step.
         vocab_size: vocabulary size of the trained model.
+        has_rewards: whether the run learns from their rewards.
     """
 
-    def __init__(self, directory: Path, vocab_size: int) -> None:
+    def __init__(self, directory: Path, vocab_size: int, has_rewards: bool = True) -> None:
+        self.has_rewards = has_rewards
         self._directory = directory
         self._vocab_size = vocab_size
 
@@ -67,6 +139,83 @@ class DumpedSource(ExperienceSource):
                 remedy="use rollouts of this model",
             )
         return trajectories
+
+
+class SampledGroups(Source):
+    """Trajectories sampled by engines, which the source syncs and evaluates.
+
+    Args:
+        devices: turns on devices that trainers and engines may share.
+    """
+
+    _report: SyncReport
+
+    def __init__(self, groups: Groups, devices: Turns, sync: WeightSync, evaluator: Evaluator | None) -> None:
+        self._groups = groups
+        self._devices = devices
+        self._sync = sync
+        self._evaluator = evaluator
+        self._dropped_prompts = 0
+        self._sync_notes: list[str] = []
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        self._prepare_devices(clock)
+        return self._groups.next_batch(step, clock)
+
+    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
+        self._prepare_devices(clock)
+        return self._groups.stream(step, clock)
+
+    def _prepare_devices(self, clock: PhaseClock) -> None:
+        if not self._groups.config.rollout.max_staleness:
+            with clock.phase("sync"):
+                self._devices.generation()
+
+    def is_complete(self, step: int) -> bool:
+        return self._groups.is_complete(step)
+
+    def start(self, version: int) -> None:
+        self.sync(version)
+        self._groups.serve(version)
+
+    def sampling(self, progress: Progress) -> AbstractContextManager[object]:
+        wanted = self._groups.config.rollout.prompts_per_step
+        return progress.waiting("sampling", wanted, "group", self._groups.sampled)
+
+    def sync(self, version: int) -> None:
+        self._report = self._sync.run(version)
+        self._sync_notes += filter(None, [self._report.note])
+
+    def advance(self, step: int, trajectories: Sequence[ScoredTrajectory]) -> None:
+        self._groups.trained(trajectories, step)
+        self._groups.serve(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._groups.state_dict()
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self._groups.load_state_dict({**checkpoint.state, "data": checkpoint.data_position()})
+        self._groups.ledger.restore(checkpoint.file(LEDGER), checkpoint.state.get("ledger_events"))
+
+    def evaluate(self, step: int, progress: Progress) -> EvaluationResult | None:
+        if self._evaluator is None:
+            return None
+        self._devices.generation()
+        return self._evaluator.run(step, progress)
+
+    def figures(self, step_s: float) -> SourceFigures:
+        queued, ready = self._groups.sizes()
+        before, self._dropped_prompts = self._dropped_prompts, self._groups.prompts.source.dropped_prompts
+        lists = [self._sync_notes, *(role.news for role in self._groups.roles)]
+        return SourceFigures(
+            queued_groups=queued,
+            ready_groups=ready,
+            dropped_prompts=self._dropped_prompts - before,
+            sync=self._report,
+            scoring={name: value for role in self._groups.roles for name, value in role.take_work(step_s).items()},
+            notes=[sentences.pop(0) for sentences in lists for _ in range(len(sentences))],
+            failed=self._groups.take_failed(),
+        )
 
 
 def _demonstration(prompt: Prompt) -> Iterator[ScoredTrajectory]:

@@ -2,21 +2,19 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
 from slime_like.sandbox.rewards.failures import RewardFailures, TimeBudget, is_failure
 from slime_like.sandbox.rewards.registry import LOCAL, QUICK, ROW
+from slime_like.system.loop_thread import LoopThread
 
 _CHUNK_ITEMS = 64
-
-Result = TypeVar("Result")
 
 Answer = dict[str, Any]
 """A worker's message about one item: the results of its samples, or the reason why it has none."""
@@ -72,11 +70,9 @@ class RewardPool:
         self._failures = RewardFailures(config)
         quick = QUICK.issuperset(self._functions)
         self._time = TimeBudget(config.timeout_s, config.workers, step_responses, quick)
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, daemon=True)  # workers live as long as it does
-        self._thread.start()
+        self._thread = LoopThread()  # workers live as long as it does
         if self._functions:
-            self._run(self._workers.launch())
+            self._thread.run(self._workers.launch())
 
     @property
     def process_ids(self) -> tuple[int, ...]:
@@ -84,7 +80,7 @@ class RewardPool:
 
     def start(self) -> None:
         """Wait for every worker. Raises ``RewardError`` if a function is unusable, or a start takes too long."""
-        self._run(self._workers.ready())
+        self._thread.run(self._workers.ready())
 
     def score(self, items: Sequence[RewardItem], groups: Sequence[Hashable] | None = None) -> list[RewardOutcome]:
         """Score a batch, in order. Equal items are scored once.
@@ -95,7 +91,7 @@ class RewardPool:
         """
         if not self._functions:
             return [RewardOutcome((), ()) for _ in items]
-        if self._loop.is_closed():
+        if self._thread.loop.is_closed():
             raise RewardError("the reward pool is closed", code="pool-closed", remedy="create a new one")
         if not items:
             return []
@@ -110,7 +106,7 @@ class RewardPool:
         whole = members if of_groups else []
         messages = [_message(items[same[0]]) for same in equal]
         messages += [_message(items[group[0]]) | {"responses": [items[i].response for i in group]} for group in whole]
-        answers = self._run(self._answers(messages))
+        answers = self._thread.run(self._answers(messages))
         last = (items[-1].prompt, items[-1].answer)
         if equal:
             prompts = len({tuple(keys[i] for i in group) for group in members})
@@ -136,28 +132,18 @@ class RewardPool:
 
     def close(self) -> None:
         """End every worker by its process id, within a bound. May be called twice."""
-        if self._loop.is_closed():
+        if self._thread.loop.is_closed():
             return
         try:
-            self._run(self._workers.close())
+            self._thread.run(self._workers.close())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in the pool's thread, and wait for its result. An interrupted wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
 
     async def _answers(self, items: Sequence[dict[str, Any]]) -> list[Answer]:
         """Return one answer per item, in order. The first error ends the batch."""

@@ -25,8 +25,7 @@ from slime_like.interfaces import (
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns
-from slime_like.orchestration.rollout.engine_client import EngineClient
-from slime_like.orchestration.rollout.supervisor import EngineSupervisor
+from slime_like.orchestration.rollout.engines import Engines
 from slime_like.orchestration.rollout.sync_probe import Probe
 from slime_like.orchestration.run.directory import CONFIG_FILE
 from slime_like.orchestration.run.engines import launch_engines
@@ -129,7 +128,7 @@ class Sides:
         self._run_name, self._config, self._checkpoint = run_name, batch.config, batch.checkpoint
         self._placement, self._stack = placement, stack
         self._trainers = ModelRanks(batch.config, placement)
-        self._engines: EngineSupervisor | None = None
+        self._engines: Engines | None = None
         self._turns = Turns()
 
     @classmethod
@@ -163,9 +162,9 @@ class Sides:
             GenerationRequest(row.sequence_id, prompt, sampling, prompt_logprobs=True)
             for row, prompt in zip(rows, prompts, strict=True)
         ]
-        client = EngineClient(self._started())
+        engines = self._started()
         self._turns.generation()
-        answers = [generation for (generation,) in client.generate(requests)]
+        answers = [generation for (generation,) in engines.generate_all(requests)]
         logprobs = [
             torch.tensor(each.prompt_logprobs)[row.prompt_len - 1 :] for row, each in zip(rows, answers, strict=True)
         ]
@@ -189,7 +188,7 @@ class Sides:
             return error.problem
         return None
 
-    def _started(self) -> EngineSupervisor:
+    def _started(self) -> Engines:
         if self._engines is not None:
             return self._engines
         colocated = self._config.cluster.placement == "colocated"

@@ -17,7 +17,8 @@ from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.reading.load import load_config, save_config
 from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
-from slime_like.orchestration.rollout import engine_group
+from slime_like.orchestration.rollout import engine_instance
+from slime_like.orchestration.rollout.engines import Engines
 from tests.support.rejections import Rejects
 
 ROOT = Path(__file__).parents[3]
@@ -143,11 +144,13 @@ def test_engines_on_gpus_have_more_time_to_start(
     started: list[RunConfig] = []
     actor = SimpleNamespace(remote=lambda config, *_: started.append(config))
     remote = SimpleNamespace(options=lambda **_: actor)
-    monkeypatch.setattr(engine_group, "ray", SimpleNamespace(remote=lambda _: remote))
+    monkeypatch.setattr(engine_instance, "ray", SimpleNamespace(remote=lambda _: remote))
     placement: Any = SimpleNamespace(
         device=device, engine_nodes=1, engine_options=lambda *_: {}, shared_ranks=lambda *_: range(0)
     )
-    engine_group.EngineGroup(_config(rollout={"start_timeout_s": given}), placement).launch()
+    engines = Engines(_config(rollout={"start_timeout_s": given}), placement, print)
+    engines.launch()
+    engines.thread.close()
     assert [config.engine_start_timeout_s for config in started] == [expected]
 
 

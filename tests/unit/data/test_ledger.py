@@ -28,7 +28,7 @@ from slime_like.data.ledger import (
 from slime_like.errors import DataError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.observability.records import PhaseClock
-from slime_like.orchestration.run.sources import DumpedSource
+from slime_like.orchestration.run.sources import SavedRollouts
 from slime_like.verification.comparison import synthetic_batch
 from tests.support.rejections import Rejects
 from tests.unit.checks.checkpoint import write_checkpoint
@@ -226,6 +226,6 @@ def test_rollouts_of_a_model_with_other_tokens_are_refused(tmp_path: Path) -> No
     batch = synthetic_batch(ModelDimensions.from_checkpoint(write_checkpoint(tmp_path / "model")))
     save_trajectories(dump_path(tmp_path, 1), batch)
     largest = max(int(ids.max()) for each in batch for ids in (each.prompt_tokens, each.response_tokens))
-    assert len(DumpedSource(tmp_path, largest + 1).next_batch(1, PhaseClock())) == len(batch)
+    assert len(SavedRollouts(tmp_path, largest + 1).next_batch(1, PhaseClock())) == len(batch)
     with pytest.raises(DataError, match=rf"step-000001\.pt: contains token id {largest}, but model.path has ids 0 to"):
-        DumpedSource(tmp_path, largest).next_batch(1, PhaseClock())
+        SavedRollouts(tmp_path, largest).next_batch(1, PhaseClock())

@@ -18,7 +18,7 @@ from slime_like.data.token_rows import TokenBudget
 from slime_like.errors import DataError
 from slime_like.examples.tiny_model import byte_tokenizer
 from slime_like.observability.records import PhaseClock
-from slime_like.orchestration.run.sources import DemonstrationSource
+from slime_like.orchestration.run.sources import Demonstrations
 from tests.support import templates
 from tests.support.properties import examples
 from tests.support.rejections import Rejects
@@ -265,7 +265,7 @@ def test_a_row_becomes_a_demonstration_whose_answers_carry_loss(tmp_path: Path, 
 
 def test_a_demonstration_has_the_mask_of_its_spans(tmp_path: Path) -> None:
     source = source_of(tmp_path / "rows.jsonl", [{"messages": TWO}], tokenizer=byte_tokenizer())
-    [trajectory] = DemonstrationSource(source, 1).next_batch(1, PhaseClock())
+    [trajectory] = Demonstrations(source, 1).next_batch(1, PhaseClock())
     decoded = byte_tokenizer().decode
     assert decoded(trajectory.prompt_tokens) == "<user>a<assistant>"
     assert decoded(trajectory.response_tokens) == "b<eos><user>c<assistant>d<eos>"
@@ -294,7 +294,7 @@ def test_a_conversation_may_become_several_rows(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(templates.DROPS_THINKING)
     lengths = list[int]()
     source = source_of(tmp_path / "rows.jsonl", [{"messages": THOUGHT}], tokenizer=tokenizer, excess=lengths.append)
-    first, second = DemonstrationSource(source, 1).next_batch(1, PhaseClock())
+    first, second = Demonstrations(source, 1).next_batch(1, PhaseClock())
     for row, (end, answer) in zip(
         (first, second), ((1, f"<think>\nq\n</think>\n\nb{END}"), (3, f"d{END}")), strict=True
     ):

@@ -13,7 +13,7 @@ from slime_like.config import RunConfig
 from slime_like.observability.names import IDLE_TIME, scoring_metrics, source_kls, update_metrics
 from slime_like.observability.records import PhaseTimes
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.rollout_side import RolloutFigures
+from slime_like.orchestration.run.sources import SourceFigures
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.orchestration.weight_sync import SyncReport
@@ -67,7 +67,7 @@ def logged(
     tokens: PackTokens,
     times: PhaseTimes | None = None,
     busy_s: float | None = None,
-    figures: RolloutFigures | None = None,
+    figures: SourceFigures | None = None,
     **sections: dict[str, Any],
 ) -> dict[str, float]:
     """Return what the recorder logs for step 4."""
@@ -77,7 +77,7 @@ def logged(
         gather_s=0.2, probe_gap=1e-6,
     )  # fmt: skip
     work = scoring_metrics("reference", 2.0, 0.5, response_tokens=80, total_tokens=150)
-    figures = figures or RolloutFigures(queued_groups=3, ready_groups=64, dropped_prompts=2, sync=sync, scoring=work)
+    figures = figures or SourceFigures(queued_groups=3, ready_groups=64, dropped_prompts=2, sync=sync, scoring=work)
     found: dict[str, float] = {}
     run: Any = SimpleNamespace(
         config=RunConfig.model_validate(
@@ -112,7 +112,7 @@ def test_a_sources_kl_is_the_mean_of_the_updates_with_its_tokens() -> None:
 def test_metrics_of_a_supervised_step() -> None:
     rows = [row("1-0", 3, (), source="a"), row("2-0", 5, (), source="b")]
     metrics = logged(
-        rows, [grpo_stats(loss=2.0)], PackTokens(40, 0), figures=RolloutFigures(), algorithm={"loss": "sft"}
+        rows, [grpo_stats(loss=2.0)], PackTokens(40, 0), figures=SourceFigures(), algorithm={"loss": "sft"}
     )
     sources = {f"sources/{name}/share": 0.5 for name in "ab"}
     sources |= {"sources/a/response_length_mean": 3.0, "sources/b/response_length_mean": 5.0}

@@ -25,7 +25,7 @@ from slime_like.config import RunConfig
 from slime_like.config.reading.load import load_config
 from slime_like.config.rollout import RolloutConfig
 from slime_like.errors import EngineError, WeightSyncError
-from slime_like.interfaces.engine import WHOLE, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineNode
 from slime_like.interfaces.engine_limits import engine_limits
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.weights.transports.broadcast_group import serve_store
@@ -55,14 +55,14 @@ def test_only_engines_that_span_nodes_listen_beyond_loopback(
     monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "10.9.9.9"})  # of another program, as in a Slurm job
     monkeypatch.setattr("slime_like.interfaces.engine.interface_of", {"10.0.0.2": "eth7"}.get)
 
-    def environment(part: EnginePart) -> dict[str, str]:
+    def environment(part: EngineNode) -> dict[str, str]:
         rollout = _config(2).rollout
         if engine == "vllm":
             return arguments.environment(rollout, True, part)
         return sglang.environment(rollout, tmp_path, part)
 
     address = {"vllm": "VLLM_HOST_IP", "sglang": "SGLANG_HOST_IP"}[engine]
-    alone, half = environment(WHOLE), environment(EnginePart(1, 2, "10.0.0.2", "10.0.0.1", 4321))
+    alone, half = environment(WHOLE), environment(EngineNode(1, 2, "10.0.0.2", "10.0.0.1", 4321))
     assert alone["GLOO_SOCKET_IFNAME"] == "lo" and alone.get(address, "127.0.0.1") == "127.0.0.1"
     assert "TORCHELASTIC_USE_AGENT_STORE" not in alone
     assert half["GLOO_SOCKET_IFNAME"] == "eth7" and half[address] == "10.0.0.2"

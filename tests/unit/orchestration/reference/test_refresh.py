@@ -6,7 +6,7 @@ from typing import cast
 
 from slime_like.errors import CheckpointError
 from slime_like.orchestration.reference.refresh import REFERENCE, Reference
-from slime_like.orchestration.rollout.role_pool import RolePool
+from slime_like.orchestration.rollout.roles import RoleQueue
 from slime_like.orchestration.trainer.checkpoint import Checkpoint, CheckpointStore
 from slime_like.orchestration.trainer.model_ranks import ModelRanks
 from tests.support.pending import OneRank
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, run_dir: Path, interval: int = 2, has_workers: bool = False) -> None:
         self.trainers = Trainers()
-        self.pool = RolePool("reference", 16) if has_workers else None
+        self.pool = RoleQueue("reference", 16) if has_workers else None
         trainers = cast(ModelRanks, self.trainers)
         self.reference = Reference(run_dir, interval, trainers, [] if self.pool is None else [self.pool])
         self.store = CheckpointStore(run_dir, 2, [trainers], print)

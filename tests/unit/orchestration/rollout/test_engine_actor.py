@@ -12,16 +12,16 @@ import pytest
 from slime_like.config import RunConfig
 from slime_like.errors import EngineError
 from slime_like.interfaces import ConversationTask, GenerationRequest, PromptInput, RequestBatch, SamplingParams
-from slime_like.interfaces.engine import WHOLE, EngineHealth, EnginePart
+from slime_like.interfaces.engine import WHOLE, EngineHealth, EngineNode
 from slime_like.orchestration.rollout import engine_actor
-from slime_like.orchestration.rollout.engine_actor import EngineActor, PartOptions
+from slime_like.orchestration.rollout.engine_actor import EngineActor, EngineNodeOptions
 from tests.support.rejections import Rejects
 
 
 class _Engine:
     """An engine with processes 7 and 8, whose start waits until ``opened`` is set. ``stops`` counts."""
 
-    def __init__(self, config: RunConfig, index: int, part: EnginePart = WHOLE) -> None:
+    def __init__(self, config: RunConfig, index: int, part: EngineNode = WHOLE) -> None:
         self.part, self.stops, self.opened = part, 0, asyncio.Event()
 
     async def start(self) -> None:
@@ -56,7 +56,7 @@ def actor_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[
         monkeypatch.setattr(engine_actor, "node_address", lambda: "127.0.0.1")
         monkeypatch.setattr(engine_actor, "load_engine", lambda _: _Engine)
         config = RunConfig(run_dir=tmp_path, model={"path": tmp_path})
-        return EngineActor(config, 3, "0,1", [PartOptions({}, f"{index}") for index in range(len(ends))])
+        return EngineActor(config, 3, "0,1", [EngineNodeOptions({}, f"{index}") for index in range(len(ends))])
 
     return make
 

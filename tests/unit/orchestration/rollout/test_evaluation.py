@@ -33,9 +33,11 @@ SILENT = Progress("off", total_steps=0)
 
 
 class Engines:
-    """Client whose sample i of every request has i + 1 tokens. The last sample is cut off."""
+    """Engines whose sample i of every request has i + 1 tokens. The last sample is cut off."""
 
-    def generate(self, requests: list[GenerationRequest], answered: Callable[[int], None]) -> list[list[Generation]]:
+    def generate_all(
+        self, requests: list[GenerationRequest], answered: Callable[[int], None]
+    ) -> list[list[Generation]]:
         assert len({request.request_id for request in requests}) == len(requests)
         assert len({request.seed for request in requests}) == len(requests)
         return [

@@ -15,16 +15,24 @@ from slime_like.data.ledger import audit_run
 from slime_like.data.prompts import Prompt
 from slime_like.errors import RewardError
 from slime_like.interfaces import Conversation, Generation, PromptInput
+from slime_like.orchestration.rollout.groups import Groups
 from slime_like.orchestration.rollout.requests import to_group
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.trainer.batcher import ExperienceBatcher
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome
 from slime_like.trajectory import GroupedUnscoredTrajectories, ScoredTrajectory
 from tests.support.rejections import Rejects
+from tests.unit.orchestration.rollout.test_groups import (
+    PROMPTS,
+    SAMPLES,
+    STEPS,
+    ShuffledEngines,
+    groups_of,
+    settings,
+    trained_by,
+)
+from tests.unit.orchestration.rollout.test_groups import run_dir as run_dir
 from tests.unit.orchestration.rollout.test_rows import Tokenizer, config, generations, ids, normalised, plain
-from tests.unit.orchestration.rollout.test_source import PROMPTS, SAMPLES, STEPS, ShuffledClient, batches, settings
-from tests.unit.orchestration.rollout.test_source import run_dir as run_dir
-from tests.unit.orchestration.rollout.test_source import source as source_of
 
 LOST = RewardOutcome((0.0,), (0.0,), {"reason": "timeout", "function": "judge"})
 TIMEOUT = {"reason": "timeout", "function": "agent"}
@@ -173,48 +181,35 @@ class Outage:
         ]
 
 
-class Recorder(ShuffledClient):
-    """Client that keeps every request."""
-
-    def poll(self, tasks: Any, timeout_s: float) -> Any:
-        answered, lost = super().poll(tasks, timeout_s)
-        self.requests = [*getattr(self, "requests", []), *(task.request for task, _ in answered)]
-        return answered, lost
-
-
-def started(run_dir: Path, outage: Outage, reward: dict[str, Any], **rollout: Any) -> Any:
-    scorer, client = (
-        Scorer(settings(run_dir, reward, **rollout), cast(Any, outage), Tokenizer()),
-        Recorder(0, dies_at=(5,)),
-    )
-    made, _ = source_of(run_dir, client, scorer=cast(Any, scorer), reward=reward, **rollout)
-    return made, client
+def started(run_dir: Path, outage: Outage, reward: dict[str, Any], **rollout: Any) -> tuple[Groups, ShuffledEngines]:
+    scorer = Scorer(settings(run_dir, reward, **rollout), cast(Any, outage), Tokenizer())
+    engines = ShuffledEngines(0, dies_at=(5,))
+    return groups_of(run_dir, engines, scorer=scorer, reward=reward, **rollout), engines
 
 
 @pytest.mark.parametrize("rollout", [{}, {"max_staleness": 2}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_resampled_group_is_trained_once(run_dir: Path, rollout: dict[str, Any], stream: bool) -> None:
     """As without the failures: the same groups, from the same requests, with the same seeds."""
-    made, client = started(run_dir, outage := Outage(every=3, times=2), {"on_failure": "resample"}, **rollout)
-    steps = batches(made, client, stream=stream, max_staleness=rollout.get("max_staleness", 0))
-    trained = [group for batch in steps for group in batch]
-    made.close()
+    reward, outage = {"on_failure": "resample"}, Outage(every=3, times=2)
+    groups, engines = started(run_dir, outage, reward, stream=stream, **rollout)
+    trained = trained_by(groups, engines)
     audit = audit_run(run_dir)
     assert sorted(trained) == list(range(STEPS * PROMPTS)) and not audit.problems and not audit.dropped
     again = [group for group in trained if group % 3 == 0]
     assert audit.failed == {"resampled: timeout": len(again) * SAMPLES * 2}
     assert all(outage.asked[group] == (3 if group in again else 1) for group in trained)
     for group in again:
-        assert len({request.seed for request in client.requests if request.request_id == f"train-{group}"}) == 1
-    failed = made.store.take_failed()
-    assert {row.reward_metadata["outcome"] for row in failed} == {"resampled"} and not made.store.take_failed()
+        assert len({request.seed for request in engines.sent if request.request_id == f"train-{group}"}) == 1
+    failed = groups.take_failed()
+    assert {row.reward_metadata["outcome"] for row in failed} == {"resampled"} and not groups.take_failed()
 
 
 @pytest.mark.parametrize(("on_failure", "times"), [("mask", 1), ("resample", 3)])
 def test_masked_groups_are_replaced(run_dir: Path, on_failure: str, times: int) -> None:
     """Groups that fail whenever they are sampled are masked in the end, and others take their place."""
-    made, client = started(run_dir, Outage(every=3, times=times), {"on_failure": on_failure, "max_failed_fraction": 1})
-    trained = [group for batch in batches(made, client) for group in batch]
+    reward = {"on_failure": on_failure, "max_failed_fraction": 1}
+    trained = trained_by(*started(run_dir, Outage(every=3, times=times), reward))
     audit = audit_run(run_dir)
     assert len(trained) == STEPS * PROMPTS and all(group % 3 for group in trained) and not audit.problems
     lost = audit.dropped.pop("failures")
@@ -226,23 +221,21 @@ def test_masked_groups_are_replaced(run_dir: Path, on_failure: str, times: int) 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_too_many_failures_end_the_run(run_dir: Path, rejects: Rejects, on_failure: str, max_staleness: int) -> None:
     reward, ahead = {"on_failure": on_failure, "max_failed_fraction": 0.4}, {"max_staleness": max_staleness}
-    made, client = started(run_dir, Outage(every=2, times=9), reward, **ahead)
     with rejects(RewardError, "too-many-failures"):
-        list(batches(made, client, max_staleness=max_staleness))
-    made.close()
+        trained_by(*started(run_dir, Outage(every=2, times=9), reward, **ahead))
 
 
 def test_as_many_failures_as_allowed_do_not_end_the_run(run_dir: Path) -> None:
     """Half of each step's rollouts fail, and count with reward 0."""
-    made, client = started(run_dir, Outage(every=2, times=1), {"on_failure": "zero", "max_failed_fraction": 0.5})
-    assert len([*batches(made, client)]) == STEPS
+    outage, reward = Outage(every=2, times=1), {"on_failure": "zero", "max_failed_fraction": 0.5}
+    assert len(trained_by(*started(run_dir, outage, reward))) == STEPS * PROMPTS
     assert audit_run(run_dir).failed == {"zeroed: timeout": STEPS * PROMPTS * SAMPLES // 2}
 
 
 def test_an_outage_of_one_step_is_survived(run_dir: Path) -> None:
     """With a fraction of 1, the step trains the groups that come after the outage."""
-    made, client = started(run_dir, Outage(every=1, times=1, last=PROMPTS - 1), {"max_failed_fraction": 1})
-    first, *_ = batches(made, client)
+    outage = Outage(every=1, times=1, last=PROMPTS - 1)
+    trained = trained_by(*started(run_dir, outage, {"max_failed_fraction": 1}))
     audit = audit_run(run_dir)
-    assert first == list(range(PROMPTS, 2 * PROMPTS)) and audit.dropped == {"failures": PROMPTS}
+    assert trained[:PROMPTS] == list(range(PROMPTS, 2 * PROMPTS)) and audit.dropped == {"failures": PROMPTS}
     assert audit.trained == STEPS * PROMPTS and not audit.problems

@@ -25,7 +25,7 @@ from slime_like.orchestration.rollout.requests import require_routes, to_group
 from slime_like.orchestration.rollout.rows import rollouts_of, trained_spans
 from slime_like.orchestration.rollout.scoring import Scorer
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.rollout_side import RolloutSide
+from slime_like.orchestration.run.sources import Source
 from slime_like.sandbox.rewards.pool import RewardItem, RewardOutcome
 from slime_like.trajectory import ScoredTrajectory
 from tests.support.rejections import Rejects
@@ -293,13 +293,11 @@ def test_a_conversation_belongs_to_the_last_row() -> None:
 # ---------------------------------------------------------------------------------------------------------- figures
 def test_figures_of_a_step_count_rollouts() -> None:
     notes: list[str] = []
-    run: Any = SimpleNamespace(
-        config=config(), rollout=RolloutSide(cast(Any, None), dict), progress=SimpleNamespace(note=notes.append)
-    )
+    run: Any = SimpleNamespace(config=config(), source=Source(), progress=SimpleNamespace(note=notes.append))
     rows, recorder = scored(config()), StepRecorder(run)
     for row in rows[4:6]:
         row.reward_metadata |= {"reason": "error", "outcome": "zeroed"}
-    metrics = recorder.sampled(3, rollouts_of(rows), phase_times(), run.rollout.figures(1.0))
+    metrics = recorder.sampled(3, rollouts_of(rows), phase_times(), run.source.figures(1.0))
     (note,) = notes
     assert "failed for 1 of 7 responses" in note
     assert metrics["ref_actor_rewards/total_reward_mean"] == pytest.approx((sum(REWARDS) + sum(REWARDS[1:])) / 7)
@@ -326,7 +324,7 @@ def test_tables_show_the_rows_of_a_rollout() -> None:
 
 def test_evaluation_counts_rollouts() -> None:
     prompts = [Prompt(PromptInput(ids("p")), "answer", number, 0, 0) for number in (7, 8)]
-    engines = SimpleNamespace(generate=lambda requests, answered: [generations() for _ in requests])
+    engines = SimpleNamespace(generate_all=lambda requests, answered: [generations() for _ in requests])
     settings = config(
         evaluation={"samples_per_prompt": 4, "temperature": 1.0}, rollout={"stop_token_ids": [0], "ignore_eos": True}
     )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch
 from slime_like.config.reading.load import load_config
 from slime_like.orchestration.run.milestones import is_due
 from slime_like.orchestration.run.recorder import StepRecorder
-from slime_like.orchestration.run.rollout_side import RolloutSide
+from slime_like.orchestration.run.sources import Source
 from slime_like.orchestration.run.step import TrainedStep
 from slime_like.orchestration.trainer.batcher import PackTokens
 from slime_like.trajectory import ScoredTrajectory
@@ -31,7 +31,7 @@ def test_steps_with_equal_rewards_are_reported_once(tmp_path: Path) -> None:
     run: Any = SimpleNamespace(
         config=load_config(None, flags),
         finished_steps=0,
-        rollout=RolloutSide(cast(Any, None), dict),
+        source=Source(),
         policy=SimpleNamespace(peak_memory_bytes=lambda: {}),
         metrics=SimpleNamespace(log=lambda step, metrics: None),
         progress=SimpleNamespace(note=notes.append, update=lambda step, metrics: None),

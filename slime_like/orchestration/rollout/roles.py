@@ -1,18 +1,20 @@
-"""RolePool: adds the scores of a role with workers to rewarded groups."""
+"""Roles with workers, which add scores to rewarded groups: one queue per role, one thread per worker."""
 
+import asyncio
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from slime_like.errors import SlimeLikeError, TrainerError
 from slime_like.interfaces import Scores
 from slime_like.observability.names import scoring_metrics
-from slime_like.orchestration.rollout.group_store import GroupTask
+from slime_like.orchestration.rollout.scoring import RewardedGroup
 from slime_like.trajectory import UnscoredTrajectory
 
 
@@ -71,20 +73,26 @@ class RoleWeights:
                 self._readers[weights] -= 1
 
 
-class RolePool:
-    """Pool of a role's workers. Each has a thread that takes the next waiting groups, as many as fit a request.
+@dataclass(eq=False, slots=True)
+class _Job:
+    group: RewardedGroup
+    scored: Future[RewardedGroup] = field(default_factory=Future)
 
-    The caller keeps the groups. If a worker fails, its groups wait again, and its thread restarts it. The pool fails if
-    no restart and no worker is left.
+
+class RoleQueue:
+    """Groups that wait for a role's workers. Each worker has a thread that takes the next ones that fit a request.
+
+    If a worker fails, its groups wait again, and its thread restarts it. The queue fails if no restart and no worker is
+    left. Thread-safe.
 
     Args:
         role: name of the role.
         request_tokens: limit on the tokens of waiting groups that are scored together.
-        max_restarts: limit on worker restarts over the pool's life.
-        source: the only source whose groups the pool scores; ``None``: all groups.
+        max_restarts: limit on worker restarts over the queue's life.
+        source: the only source whose groups are scored; ``None``: all groups.
 
     Attributes:
-        weights: directory that the workers score with. Thread-safe.
+        weights: directory that the workers score with.
         news: a sentence about every worker that left or returned.
     """
 
@@ -94,41 +102,30 @@ class RolePool:
         self.weights = RoleWeights()
         self.news: list[str] = []
         self._request_tokens = request_tokens
-        self._changed = threading.Condition()  # guards everything below, and the tasks
+        self._changed = threading.Condition()  # guards everything below
         self._restarts_left = max_restarts
         self._workers = 0
         self._end: BaseException | None = None
-        self._tasks: list[GroupTask] = []
+        self._jobs: deque[_Job] = deque()
         self._work: list[tuple[float, int, int]] = []
+
+    async def score(self, group: RewardedGroup) -> RewardedGroup:
+        """Return the group with the role's scores.
+
+        Raises:
+            TrainerError: no worker is left.
+        """
+        job = _Job(group)
+        with self._changed:
+            self._jobs.append(job)
+            self._settle()
+        return await asyncio.wrap_future(job.scored)
 
     def join(self, worker: RoleWorker) -> None:
         """Add a worker that holds the weights."""
         with self._changed:
             self._workers += 1
         threading.Thread(target=self._serve, args=(worker,), name=worker.name, daemon=True).start()
-
-    def poll(self, tasks: Sequence[GroupTask], timeout_s: float) -> list[GroupTask]:
-        """Let workers score all waiting groups, and return scored ones. Without any, wait at most ``timeout_s``.
-
-        Args:
-            tasks: all tasks that the pool is to score, in order, until it has returned them.
-
-        Raises:
-            TrainerError: no worker is left, and every scored group has been returned.
-        """
-        with self._changed:
-            self._tasks = [*tasks]
-            self._changed.notify_all()
-            if tasks and not self._with(self) and self._end is None:
-                self._changed.wait(timeout_s)
-            if not (scored := self._with(self)) and self._end is not None:
-                raise self._end
-            self._tasks = [task for task in tasks if task.answer is not self]
-            return scored
-
-    def _with(self, answer: object) -> list[GroupTask]:
-        """Return the tasks with this answer, in order: ``None`` if they wait, the pool if they are scored."""
-        return [task for task in self._tasks if task.answer is answer]
 
     def take_work(self, total_s: float) -> dict[str, float]:
         """Return metrics of the work since the last call, ``total_s`` ago, with mean seconds over remaining workers."""
@@ -144,38 +141,52 @@ class RolePool:
     def _finish(self, reason: BaseException) -> None:
         with self._changed:
             self._end = self._end or reason
-            self._changed.notify_all()
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wake up the workers after a change. After the end, all waiting groups fail."""
+        while self._end is not None and self._jobs:
+            if (job := self._jobs.popleft()).scored.set_running_or_notify_cancel():
+                job.scored.set_exception(self._end)
+        self._changed.notify_all()
 
     # -------------------------------------------------------------------------------------------- a worker's thread
     def _serve(self, worker: RoleWorker) -> None:
         try:
-            while tasks := self._next_request(worker):
+            while jobs := self._next_request():
                 try:
-                    self._score(worker, tasks)
+                    self._score(worker, jobs)
                 except SlimeLikeError as error:
                     self.news.append(f"{worker.name} left the logprob pool ({error})")
-                    self._answer(tasks, None)
+                    with self._changed:
+                        self._jobs.extendleft(reversed(jobs))
+                        self._settle()
                     if not self._restarts(worker, error):
                         worker.close()
                         return
-        except BaseException as error:  # raised again by ``poll``
+        except BaseException as error:  # raised again by ``score``
             self._finish(error)
 
-    def _next_request(self, worker: RoleWorker) -> list[GroupTask]:
-        """Wait for groups, and take those that fit a request, at least one. Return none once the pool has ended."""
+    def _next_request(self) -> list[_Job]:
+        """Wait for groups, and take those that fit a request, at least one. Return none once the queue has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._end or self._with(None))
-            taken, tokens = list[GroupTask](), 0
-            for task in self._with(None) if self._end is None else ():
-                tokens += task.samples.total_tokens
+            self._changed.wait_for(self._has_work)
+            taken, tokens = list[_Job](), 0
+            while self._has_work() and self._jobs:
+                tokens += self._jobs[0].group.group.total_tokens
                 if taken and tokens > self._request_tokens:
                     break
-                task.answer = worker
-                taken.append(task)
+                taken.append(self._jobs.popleft())
             return taken
 
-    def _score(self, worker: RoleWorker, tasks: Sequence[GroupTask]) -> None:
-        rows = [row for task in tasks for row in task.samples.trajectories]
+    def _has_work(self) -> bool:
+        """Return whether a worker must do something, after removing groups that were aborted."""
+        while self._jobs and self._jobs[0].scored.cancelled():
+            self._jobs.popleft()
+        return bool(self._jobs) or self._end is not None
+
+    def _score(self, worker: RoleWorker, jobs: Sequence[_Job]) -> None:
+        rows = [row for job in jobs for row in job.group.group.trajectories]
         with self.weights.reading() as weights:
             if weights is not None:
                 worker.use(weights)
@@ -184,16 +195,11 @@ class RolePool:
         busy_s = time.perf_counter() - started
         with self._changed:
             self._work.append((busy_s, sum(row.response_len for row in rows), sum(row.total_len for row in rows)))
-            for task in tasks:
-                pairs = zip(task.samples.trajectories, task.rewarded.scores, strict=True)
-                task.rewarded = replace(task.rewarded, scores=[old | scores[row.sequence_id] for row, old in pairs])
-            self._answer(tasks, self)
-
-    def _answer(self, tasks: Sequence[GroupTask], answer: object) -> None:
-        with self._changed:
-            for task in tasks:
-                task.answer = answer
-            self._changed.notify_all()
+        for job in jobs:
+            pairs = zip(job.group.group.trajectories, job.group.scores, strict=True)
+            scored = replace(job.group, scores=[old | scores[row.sequence_id] for row, old in pairs])
+            if job.scored.set_running_or_notify_cancel():
+                job.scored.set_result(scored)
 
     def _restarts(self, worker: RoleWorker, error: SlimeLikeError) -> bool:
         """Restart a failed worker, as often as restarts are left. Return whether it works again."""
@@ -213,7 +219,7 @@ class RolePool:
         return False
 
     def _may_restart(self) -> bool:
-        """Use up a restart, if one is left and the pool has not ended."""
+        """Use up a restart, if one is left and the queue has not ended."""
         with self._changed:
             may = self._end is None and self._restarts_left > 0
             self._restarts_left -= may

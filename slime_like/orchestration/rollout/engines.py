@@ -1,0 +1,322 @@
+"""The run's engines: their actors, the requests to them, and the replacement of dead ones.
+
+A failed call reveals a death; there is no heartbeat. A dead engine is taken out of service as soon as its death is
+detected, and its requests are sent again to others, from the beginning. It is replaced at the next weight sync, or
+immediately if no engine serves. Without a restart left, the error ends the run.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait as wait_for
+from typing import Any, Literal
+
+import ray
+
+from slime_like.config import RunConfig
+from slime_like.errors import EngineError
+from slime_like.interfaces import Generation, GenerationRequest, RequestBatch
+from slime_like.observability.waiting import ignore_answers
+from slime_like.orchestration.cluster.placement import Placement
+from slime_like.orchestration.cluster.ray_calls import Answers, end_actors, watch_none
+from slime_like.orchestration.rollout.engine_instance import EngineCall, EngineInstance
+from slime_like.orchestration.rollout.samples import all_or_none
+from slime_like.system.interrupts import raise_if_interrupted
+from slime_like.system.loop_thread import LoopThread
+from slime_like.weights.transports.registry import for_engine
+
+_IMPORTS_S = 120.0
+"""Time for an actor's imports. The engine bounds its start."""
+_STOP_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 0.2
+_TOGETHER_S = 0.002
+"""Wait for requests that end with the same token. They end one after the other, within less time."""
+
+
+class Engines:
+    """All engines. An event loop in a daemon thread sends their requests, and one thread makes all other calls.
+
+    Without ``replace_and_sync``, engines serve the weights that they load at their start.
+
+    Args:
+        watch: called while waiting for engines; raises if an actor that they depend on has died.
+        note: called with a sentence about every replaced engine.
+
+    Attributes:
+        instances: one start of each engine, numbered from 0.
+        generation: number of replacements so far. A transport connected at an earlier generation lacks the latest
+            engines.
+        replace_and_sync: replaces dead engines and makes all serve the current weights; set by ``WeightSync``.
+        thread: runs ``generate``.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        note: Callable[[str], None],
+        watch: Callable[[], None] = watch_none,
+    ) -> None:
+        self._config = config.for_gpu_engines() if placement.device == "GPU" else config
+        self._placement = placement
+        self._watch = watch
+        self._note = note
+        self._shared_devices: Sequence[str] = ()
+        self.instances: list[EngineInstance] = []
+        self.generation = 0
+        self.replace_and_sync: Callable[[], object] | None = None
+        self.thread = LoopThread()
+        self._lock = threading.Lock()  # guards deaths
+        self._waiting: deque[EngineCall] = deque()
+        self._last_answer = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------ start and end
+    def launch(self, shared_devices: Sequence[str] = ()) -> None:
+        """Create the actors. They import in the background until ``start`` waits for them.
+
+        Args:
+            shared_devices: device of every trainer rank, for colocated engines.
+        """
+        self._shared_devices = shared_devices
+        for index in range(self._config.rollout.num_engines):
+            self.instances.append(EngineInstance.launch(self._config, self._placement, index, shared_devices))
+
+    def start(self, left: Callable[[Sequence[str]], None] = ignore_answers) -> None:
+        """Wait until every engine has loaded the model, within ``rollout.start_timeout_s``, then let all serve.
+
+        Args:
+            left: called with the engines that are not ready yet.
+        """
+        self.ask("start", phase="starting").result(self._config.engine_start_timeout_s + _IMPORTS_S, left)
+        self.admit()
+
+    def shutdown(self, timeout_s: float = 30.0) -> None:
+        """Stop every engine and its processes. Unresponsive actors are killed."""
+        actors = [instance.actor for instance in self.instances]
+        end_actors(actors, [actor.stop.remote() for actor in actors], timeout_s)
+        self.instances = []
+        self.thread.close()
+
+    # -------------------------------------------------------------------------------------------------------- calls
+    def ask(
+        self, method: str, *arguments: Any, phase: str, instances: Sequence[EngineInstance] | None = None
+    ) -> Answers[Any]:
+        """Call a method of all engines, or of ``instances``. Returns immediately.
+
+        Ray starts the call once those of its arguments that are references are there.
+        """
+        asked = self.instances if instances is None else instances
+        references = {each.name: getattr(each.actor, method).remote(*arguments) for each in asked}
+        return Answers(references, phase, self._config.sync.timeout_s, EngineError, self._watch)
+
+    def connect(self, transport: str, rendezvous: dict[str, Any]) -> None:
+        """Connect every engine to the transport; a colocated engine, to the trainer ranks whose devices it uses."""
+        connected = []
+        for each in self.instances:
+            own = for_engine(rendezvous, self._placement.shared_ranks(each.index).start)
+            connected.append(
+                self.ask("connect", transport, own, phase="joining the weight transport", instances=[each])
+            )
+        for answers in connected:
+            answers.result()
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Make living engines release device memory. Parts that are already asleep stay asleep."""
+        self._ask_living("sleep", keep_weights, "making room for the trainers")
+
+    def wake(self, parts: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """Make living engines reclaim these parts of the device memory."""
+        self._ask_living("wake", parts, "coming back to the device")
+
+    def _ask_living(self, method: str, argument: Any, phase: str) -> None:
+        """Call every engine that is not known to be dead, and record deaths that this reveals.
+
+        Raises:
+            EngineError: a living engine failed, or a dead one may not be replaced.
+        """
+        living = [each for each in self.instances if each.death is None]
+        asked = [self.ask(method, argument, phase=phase, instances=[each]) for each in living]
+        for each, answers in zip(living, asked, strict=True):
+            try:
+                answers.result()
+            except EngineError as error:
+                if not self.find_dead(error, [each]):
+                    raise
+
+    # ---------------------------------------------------------------------------------------- deaths and replacement
+    @property
+    def serving(self) -> list[EngineInstance]:
+        """Living engines with the current weights."""
+        return [each for each in self.instances if each.serves]
+
+    @property
+    def dead(self) -> list[EngineInstance]:
+        """Dead engines that have not been replaced."""
+        return [each for each in self.instances if each.death is not None]
+
+    def find_dead(self, error: Exception, instances: Sequence[EngineInstance] | None = None) -> bool:
+        """Check after a failed call whether ``instances`` (default: all) are alive, and record which are dead.
+
+        Returns:
+            True if some are dead and may be replaced. If not enough restarts are left, ``error`` must end the run.
+        """
+        asked = self.instances if instances is None else instances
+        death = error if isinstance(error, EngineError) else EngineError(str(error), code="engine-died")
+        found = [each for each in asked if each.death is None and self._restarts_left > 0 and not each.is_alive()]
+        with self._lock:
+            found = [each for each in found if each.death is None]  # another thread may have been faster
+            for each in found if len(found) <= self._restarts_left else ():
+                each.death, each.serves = death, False
+        if found:
+            self.thread.loop.call_soon_threadsafe(_end_lost, found)
+        return any(each.death is not None for each in asked)
+
+    @property
+    def _restarts_left(self) -> int:
+        return self._config.rollout.max_engine_restarts - self.generation - len(self.dead)
+
+    def replace_dead(self) -> None:
+        """Start dead engines again. They serve nothing until ``admit``, since they need the current weights first.
+
+        Raises:
+            EngineError: an engine did not start.
+        """
+        dead = self.dead
+        for each in dead:
+            end_actors([each.actor], [each.actor.stop.remote()], _STOP_TIMEOUT_S)
+        with self._lock:
+            for index in (each.index for each in dead):
+                shared = self._shared_devices
+                self.instances[index] = EngineInstance.launch(self._config, self._placement, index, shared)
+            self.generation += len(dead)
+        started = self.ask("start", phase="starting again", instances=[self.instances[each.index] for each in dead])
+        started.result(self._config.engine_start_timeout_s + _IMPORTS_S)
+        for each in dead:
+            self._note(f"{each.name} was restarted ({each.death})")
+
+    def admit(self) -> None:
+        """Let all living engines serve. They must have the current weights."""
+        with self._lock:
+            for each in self.instances:
+                each.serves = each.death is None
+        self.thread.loop.call_soon_threadsafe(self._send)
+
+    def check(self) -> None:
+        """Raise what must end the run, and replace engines if none serves. Call every few seconds of a wait for
+        answers, from the thread that can send weights.
+
+        Raises:
+            KeyboardInterrupt: a signal was noted.
+            EngineError: no engine has answered for too long, or the last one died and cannot be replaced.
+        """
+        raise_if_interrupted()
+        self._watch()
+        silence_s = self._config.silence_s + 60  # engines bound requests
+        asked = [each for each in self.instances if each.calls]
+        if asked and time.monotonic() - self._last_answer > silence_s:
+            names = ", ".join(each.name for each in asked)
+            problem = f"{names} gave no answer for {silence_s:.0f} s while generating"
+            if not self.find_dead(error := EngineError(problem, code="engines-silent"), asked):
+                raise error
+            self._last_answer = time.monotonic()
+        if self.serving:
+            return
+        if not self.dead:
+            raise EngineError("no engine has been started", code="no-engine")
+        if self.replace_and_sync is not None:
+            self.replace_and_sync()
+        else:
+            self.replace_dead()
+            self.admit()
+
+    # ----------------------------------------------------------------------------------------------------- requests
+    def generate_all(
+        self, requests: Sequence[GenerationRequest], answered: Callable[[int], None] = ignore_answers
+    ) -> list[list[Generation]]:
+        """Return all responses of every request, in request order. Call where a weight sync is possible.
+
+        Args:
+            answered: called with the number of answered requests whenever it may have changed.
+
+        Raises:
+            EngineError: see ``check`` and ``generate``.
+        """
+        done = 0
+
+        async def generate(request: GenerationRequest) -> list[Generation]:
+            nonlocal done
+            found = await self.generate(request)
+            done += 1
+            return found
+
+        future = self.thread.start(all_or_none([generate(request) for request in requests]))
+        try:
+            while not wait_for([future], _LOOK_EVERY_S).done:
+                self.check()
+                answered(done)
+            answered(done)
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def generate(self, request: GenerationRequest, resent: Callable[[], None] = lambda: None) -> list[Generation]:
+        """Return the responses of the least loaded engine. Requests wait while all are full or dead. Those that are
+        made together, and go to one engine, arrive there as one batch. Runs in ``thread``.
+
+        Args:
+            resent: called when the engine died, before the request is sent again.
+
+        Raises:
+            EngineError: an engine refused the request, did not answer it within ``rollout.request_timeout_s``, or died
+                and has no restart left.
+        """
+        while True:
+            self._waiting.append(call := EngineCall(request))
+            self.thread.loop.call_soon(self._send)
+            try:
+                await call.ended.wait()
+            except asyncio.CancelledError:
+                if call.engine is None:
+                    self._waiting.remove(call)
+                else:
+                    ray.cancel(call.reference)
+                raise
+            finally:
+                self._last_answer = time.monotonic()
+                call.release()
+                self.thread.loop.call_later(_TOGETHER_S, self._send)
+            assert call.engine is not None
+            try:
+                return call.result(call.engine)
+            except EngineError as error:
+                if not await asyncio.to_thread(self.find_dead, error, [call.engine]):
+                    raise
+            resent()
+
+    def _send(self) -> None:
+        """Send requests to engines that have room, in order. Requests to one engine are a batch."""
+        batches: dict[EngineInstance, list[EngineCall]] = {}
+        if not any(each.calls for each in self.instances):
+            self._last_answer = time.monotonic()
+        while self._waiting and (engine := self.least_loaded()) is not None:
+            call = self._waiting.popleft()
+            call.assign(engine)
+            batches.setdefault(engine, []).append(call)
+        for engine, calls in batches.items():
+            for place, call in enumerate(calls):
+                call.send(engine, RequestBatch(calls[0].request.request_id, len(calls), place))
+
+    def least_loaded(self) -> EngineInstance | None:
+        """Return the engine with room and the fewest outstanding tokens; ``None`` if all are full or dead."""
+        capacity = self._config.rollout.max_concurrent_requests
+        free = [each for each in self.instances if each.serves and len(each.calls) < capacity]
+        return min(free, key=lambda each: each.tokens, default=None)
+
+
+def _end_lost(dead: Sequence[EngineInstance]) -> None:
+    """End the calls of dead engines, which may never be answered."""
+    for each in dead:
+        for call in each.calls if each.death is not None else ():
+            call.ended.set()

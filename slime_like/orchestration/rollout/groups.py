@@ -1,0 +1,391 @@
+"""Groups: every prompt group from its issue to its training step, one asyncio task per group."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from slime_like.config import RunConfig
+from slime_like.data.ledger import DROPPED, FAILED, GENERATED, ISSUED, REISSUED, SCORED, TRAINED, Ledger
+from slime_like.data.prompts import Prompt, PromptSource
+from slime_like.errors import RewardError
+from slime_like.interfaces import GenerationRequest
+from slime_like.observability.records import PhaseClock
+from slime_like.orchestration.rollout.advantages import weighted_rewards
+from slime_like.orchestration.rollout.engines import Engines
+from slime_like.orchestration.rollout.prompt_queue import PromptQueue
+from slime_like.orchestration.rollout.requests import to_group
+from slime_like.orchestration.rollout.roles import RoleQueue
+from slime_like.orchestration.rollout.scoring import MASKED, OUTCOME, RESAMPLED, RewardedGroup, Scorer, failure_text
+from slime_like.orchestration.rollout.staleness import StalenessGate
+from slime_like.system.words import counted
+from slime_like.trajectory import ScoredTrajectory
+
+GENERATE, REWARD, REWARDED, SCORE, READY = "generate", "reward", "rewarded", "score", "ready"
+
+_MAX_RESAMPLES = 2
+"""Number of times that a group is sampled again because rollouts failed."""
+_LOOK_EVERY_S = 0.2
+_END_TIMEOUT_S = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """A group from its issue until a batch takes it.
+
+    Attributes:
+        version: earliest weight version that may sample its first token.
+        stage: ``GENERATE``, ``REWARD``, ``REWARDED``, ``SCORE`` (by workers of roles), or ``READY``.
+        resamples: number of times that it was sampled again because rollouts failed.
+        task: its way to ``READY``.
+        accepted: whether it is trained; known once it and others of the step are rewarded.
+    """
+
+    prompt: Prompt
+    request: GenerationRequest
+    version: int
+    stage: str = GENERATE
+    resamples: int = 0
+    task: asyncio.Task[None] = field(init=False, repr=False)
+    accepted: asyncio.Future[bool] = field(init=False, repr=False)
+    rewarded: RewardedGroup = field(init=False, repr=False)
+
+
+@dataclass(slots=True)
+class StepFailures:
+    """Failed rollouts and dropped groups of the step whose batch is being formed.
+
+    Attributes:
+        step_rollouts: number of rollouts of a step.
+        max_fraction, max_drops: ``reward.max_failed_fraction``, ``rollout.max_drops_per_step``.
+        untrained: failed rollouts that are not trained, by their last row, since they were last taken.
+        rollouts, failures: all rollouts since a batch was last formed, without those to be sampled again, and metadata
+            of those that failed.
+        dropped: groups dropped since a batch was last formed.
+    """
+
+    step_rollouts: int
+    max_fraction: float
+    max_drops: int
+    untrained: list[ScoredTrajectory] = field(default_factory=list)
+    rollouts: int = 0
+    failures: list[Mapping[str, Any]] = field(default_factory=list)
+    dropped: int = 0
+
+    def form(self) -> None:
+        """Begin to count for the next step, unless its rollouts are counted along with this one's: sampling ahead."""
+        self.dropped = 0
+        if self.rollouts >= self.step_rollouts:
+            self.rollouts, self.failures = 0, []
+
+    def check(self) -> None:
+        """Raise ``RewardError`` if too many rollouts have failed, of at least as many as a step has."""
+        failed = len(self.failures)
+        if self.rollouts >= self.step_rollouts and failed > self.max_fraction * self.rollouts:
+            raise RewardError(
+                f"{failed} of {counted(self.rollouts, 'rollout')} for one step failed "
+                f"({failure_text(self.failures)}), more than reward.max_failed_fraction={self.max_fraction:g}",
+                code="too-many-failures",
+                remedy="correct what failed, or raise the fraction",
+            )
+
+    def drop(self, reason: str) -> None:
+        """Count a dropped group. Raise ``RewardError`` if there are too many."""
+        self.dropped += 1
+        if self.dropped > self.max_drops:
+            raise RewardError(
+                f"{self.dropped} groups for one step were dropped, the last one because of {reason}, more "
+                f"than rollout.max_drops_per_step={self.max_drops}",
+                code="too-many-drops",
+                remedy="choose prompts that are neither always nor never solved, or set rollout.drop_zero_spread=false",
+            )
+
+
+class Groups:
+    """Groups under way and ready for training. The ledger records every change.
+
+    A group's task is in the engines' event loop: it is sampled, rewarded, and scored by the workers of roles. The
+    training loop takes ready groups, raises the tasks' errors, and replaces engines. With ``rollout.max_staleness`` 0,
+    groups are only issued while it waits for a batch, and then trained or dropped together. So the replacement of
+    dropped groups does not depend on which was faster. With ``rollout.oversample`` above 1, a complete batch aborts all
+    other groups.
+
+    Args:
+        roles: score groups, one after the other, before they are ready for training.
+
+    Attributes:
+        changed: guards the state; notified when it has changed.
+        gate: served version and position of the batches.
+        failures: failures of the step. ``failure`` is what ended the tasks.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: PromptSource,
+        engines: Engines,
+        scorer: Scorer,
+        ledger: Ledger,
+        roles: Sequence[RoleQueue] = (),
+    ) -> None:
+        rollout = config.rollout
+        rollouts = rollout.prompts_per_step * rollout.samples_per_prompt
+        self.config = config
+        self.prompts = PromptQueue(config, prompts)
+        self.ledger = ledger
+        self.roles = roles
+        self.gate = StalenessGate(rollout.prompts_per_step, rollout.max_staleness, config.steps, rollout.oversample)
+        self.changed = threading.Condition()
+        self.failures = StepFailures(rollouts, config.reward.max_failed_fraction, rollout.max_drops_per_step)
+        self.failure: BaseException | None = None
+        self._engines = engines
+        self._scorer = scorer
+        self._groups: dict[int, Group] = {}  # by group id, in order of arrival at their stage
+        self._asked = config.steps if rollout.max_staleness else 0  # last step whose groups may be issued
+
+    # ------------------------------------------------------------------------------------------------- training loop
+    def serve(self, version: int) -> None:
+        """Record that the engines serve ``version``."""
+        with self.changed:
+            self.gate.serve(version)
+            self._issue()
+
+    def next_batch(self, step: int, clock: PhaseClock) -> list[ScoredTrajectory]:
+        """Return the groups of training step ``step``, in id order.
+
+        Raises:
+            EngineError, RewardError: an engine or reward worker failed.
+        """
+        groups = [group for part in self._take(step, self.config.rollout.prompts_per_step, clock) for group in part]
+        with clock.phase("reward"):
+            return self._scorer.scored(groups, step)
+
+    def stream(self, step: int, clock: PhaseClock) -> Iterator[list[ScoredTrajectory]]:
+        """Yield the groups of training step ``step`` as they become ready, a few at a time. Raises like ``next_batch``.
+
+        After a while, it yields an empty list: groups that the caller holds back may be due.
+        """
+        for groups in self._take(step, 1, clock):
+            with clock.phase("reward"):
+                trajectories = self._scorer.scored(groups, step) if groups else []
+            yield trajectories
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether all groups of training step ``step`` have been returned."""
+        return self.gate.formed >= step
+
+    def trained(self, trajectories: Sequence[ScoredTrajectory], step: int) -> None:
+        """Record that every update of the step has been made."""
+        self.ledger.add(dict.fromkeys(trajectory.group_id for trajectory in trajectories), TRAINED, step=step)
+
+    def _take(self, step: int, at_least: int, clock: PhaseClock) -> Iterator[list[RewardedGroup]]:
+        """Yield groups of ``step`` as they become ready, at least ``at_least`` at a time, or none after a while."""
+        with clock.phase("wait"), self.changed:
+            self._asked = max(self._asked, step)
+            self._issue()
+        while self.gate.formed < step:
+            with clock.phase(self._phase()):
+                groups = self._ready_groups(at_least)
+            yield groups
+        if self.config.rollout.oversample > 1:
+            self._engines.thread.run(self._abort(), _END_TIMEOUT_S)
+
+    def _phase(self) -> str:
+        """Return what the training loop waits for."""
+        if self.config.rollout.max_staleness:
+            return "wait"
+        return "generate" if self.at(GENERATE) else "reward"
+
+    def _ready_groups(self, at_least: int) -> list[RewardedGroup]:
+        """Return all groups that the batch may take, in id order, or none if there are fewer than ``at_least``."""
+        phase = self._phase()
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.failure or self._may_take() >= at_least or self._phase() != phase, _LOOK_EVERY_S
+            )
+            if self.failure is not None:
+                raise self.failure
+            if (count := self._may_take()) >= at_least:
+                oldest_first = sorted(self.at(READY), key=lambda group: group.version)
+                formed = self.gate.formed
+                self.gate.take(count)
+                if self.gate.formed > formed:
+                    self.failures.form()
+                taken = sorted(group.prompt.group_id for group in oldest_first[:count])
+                return [self._groups.pop(group_id).rewarded for group_id in taken]
+        self._engines.check()
+        return []
+
+    def _may_take(self) -> int:
+        ready = [group.version for group in self.at(READY)]
+        return self.gate.may_take(ready, [group.version for group in self._groups.values() if group.stage != READY])
+
+    async def _abort(self) -> None:
+        """Abort and drop all groups, wherever they are."""
+        await self._end_tasks()
+        with self.changed:
+            self.ledger.add(sorted(self._groups), DROPPED, reason="oversampled")
+            self._groups.clear()
+
+    async def _end_tasks(self) -> None:
+        tasks = [group.task for group in self._groups.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """End sampling, within a bound. Groups under way stay so in the ledger."""
+        self._asked = 0
+        with suppress(TimeoutError):
+            self._engines.thread.run(self._end_tasks(), _END_TIMEOUT_S)
+
+    # ------------------------------------------------------------------------------------------------------- position
+    def at(self, stage: str) -> list[Group]:
+        """Return the groups at a stage, in order of arrival."""
+        with self.changed:
+            return [group for group in self._groups.values() if group.stage == stage]
+
+    def sizes(self) -> tuple[int, int]:
+        """Return (groups under way, groups ready)."""
+        with self.changed:
+            ready = len(self.at(READY))
+            return len(self._groups) - ready, ready
+
+    def sampled(self) -> int:
+        """Return the number of groups of the next batch that are already sampled."""
+        with self.changed:
+            return self.gate.taken + min(self.gate.room, len(self._groups) - len(self.at(GENERATE)))
+
+    def take_failed(self) -> list[ScoredTrajectory]:
+        """Return the failed rollouts that are not trained, by their last row, since the last call."""
+        with self.changed:
+            taken, self.failures.untrained = self.failures.untrained, []
+            return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of prompts and ledger, and the prompts that were issued but not trained, for JSON.
+
+        More may be issued before the ledger is copied: events after ``ledger_events`` are not part of the state.
+        """
+        with self.changed:
+            state = self.prompts.state_dict(group.prompt for group in self._groups.values())
+            return state | {"ledger_events": self.ledger.count()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state_dict``. Groups that were under way are issued again before new ones."""
+        self.prompts.load_state_dict(state)
+
+    # ----------------------------------------------------------------------------------------------------- event loop
+    def _issue(self) -> None:
+        """Issue as many prompts as the staleness bound allows. Called under ``changed``, in any thread."""
+        if self.gate.formed >= self._asked:
+            return
+        version = self.gate.version
+        prompts, restored = self.prompts.take(self.gate.may_issue(len(self._groups)))
+        groups = [Group(prompt, request, version) for prompt, request in prompts]
+        self._groups |= {group.prompt.group_id: group for group in groups}
+        ids = [group.prompt.group_id for group in groups]
+        self.ledger.add(ids[restored:], ISSUED, version=version)
+        self.ledger.add(ids[:restored], REISSUED, version=version, reason="resumed")
+        self._engines.thread.loop.call_soon_threadsafe(self._begin, groups)  # together: engines get them as a batch
+
+    def _begin(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.task = asyncio.create_task(self._run(group))
+
+    async def _run(self, group: Group) -> None:
+        try:
+            await self._prepare(group)
+        except Exception as error:  # raised again in the training loop
+            with self.changed:
+                self.failure = self.failure or error
+                self.changed.notify_all()
+
+    async def _prepare(self, group: Group) -> None:
+        """Make the group ready, or drop it."""
+        request, lost = group.request, partial(self._reissue, group, "engine died")
+        while True:
+            answers = await self._engines.generate(request, lost)
+            samples = to_group(group.prompt, answers, request.sampling.temperature, request.greedy)
+            self._move(group, REWARD, GENERATED, version=self.gate.version)
+            (rewarded,) = await asyncio.to_thread(self._scorer.rewards, [samples])
+            if self._is_final(group, rewarded):
+                break
+        group.accepted = asyncio.get_running_loop().create_future()
+        self._move(group, REWARDED)
+        self._accept()
+        if not await group.accepted:
+            return
+        self._move(group, SCORE)
+        for role in self.roles:
+            if role.source in (None, group.prompt.source):
+                group.rewarded = await role.score(group.rewarded)
+        self._move(group, READY, SCORED)
+
+    def _move(self, group: Group, stage: str, event: str | None = None, version: int | None = None) -> None:
+        with self.changed:
+            if event is not None:
+                self.ledger.add([group.prompt.group_id], event, version=version)
+            group.stage = stage
+            self._groups[group.prompt.group_id] = self._groups.pop(group.prompt.group_id)
+            self.changed.notify_all()
+
+    def _reissue(self, group: Group, reason: str) -> None:
+        self.ledger.add([group.prompt.group_id], REISSUED, version=self.gate.version, reason=reason)
+
+    def _is_final(self, group: Group, rewarded: RewardedGroup) -> bool:
+        """Give a group its rewards, or have it sampled again: with the same request, so that a run that was disturbed
+        trains what it would have trained."""
+        again = rewarded.resamples and group.resamples < _MAX_RESAMPLES
+        for row in rewarded.failed:
+            row.reward_metadata[OUTCOME] = RESAMPLED if again else MASKED
+        failures = [*(row.reward_metadata for row in rewarded.failed), *rewarded.zeroed]
+        with self.changed:
+            for each in failures:
+                reason = f"{each[OUTCOME]}: {each['reason']}"
+                self.ledger.add([group.prompt.group_id], FAILED, reason=reason)
+            self.failures.untrained += rewarded.failed
+            if again:
+                self._move(group, GENERATE)
+                group.version, group.resamples = self.gate.version, group.resamples + 1
+                self._reissue(group, "failed")
+            else:
+                group.rewarded = rewarded
+                self.failures.rollouts += group.request.num_samples + group.request.greedy
+                self.failures.failures += failures
+        return not again
+
+    def _accept(self) -> None:
+        """Decide which rewarded groups are trained, and issue others in place of the rest.
+
+        With ``max_staleness`` 0, this waits until enough for the batch are rewarded, unless groups are streamed, or
+        scored by workers.
+        """
+        rollout = self.config.rollout
+        with self.changed:
+            rewarded = self.at(REWARDED)
+            together = not (rollout.max_staleness or rollout.stream or self.roles)
+            if together and len(rewarded) < self.gate.room - len(self.at(READY)):
+                return
+            self.failures.check()
+            for group in rewarded:
+                reason = self._reason_to_drop(group.rewarded)
+                if reason is not None:
+                    self.ledger.add([group.prompt.group_id], SCORED)
+                    self.ledger.add([group.prompt.group_id], DROPPED, reason=reason)
+                    del self._groups[group.prompt.group_id]
+                    self.failures.drop(reason)
+                group.accepted.set_result(reason is None)
+                group.stage = SCORE
+            self._issue()
+
+    def _reason_to_drop(self, rewarded: RewardedGroup) -> str | None:
+        """Return why the group has no training signal, if so."""
+        if not rewarded.group.trajectories:
+            return "failures"
+        rewards = weighted_rewards(self.config.reward, rewarded.rewards)  # differing lengths don't make a group useful
+        is_flat = float(rewards.max() - rewards.min()) <= self.config.algorithm.least_spread
+        return "zero spread" if self.config.rollout.drop_zero_spread and is_flat else None
