@@ -52,7 +52,7 @@ class Router:
     def acquire(self, tokens: int) -> EngineCall:
         """Assign a request of so many tokens."""
         sampling = SamplingParams(max_new_tokens=tokens)
-        call, engine = EngineCall(GenerationRequest("", PromptInput(()), sampling)), self.engines.least_loaded()
+        call, engine = EngineCall(GenerationRequest("", PromptInput(()), sampling), 0), self.engines.least_loaded()
         assert engine is not None
         call.assign(engine)
         return call

@@ -69,12 +69,14 @@ class EngineCall:
     """A request until its answer. All methods run in the event loop.
 
     Attributes:
+        order: number of the request. Requests are sent in this order, also again.
         ended: set when it is answered, or its engine is dead.
         engine: engine that has it; ``None`` while it waits for one with room.
         reference, answer: Ray's reference to the answer, and the answer.
     """
 
     request: GenerationRequest
+    order: int
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     engine: EngineInstance | None = None
     reference: Any = None

@@ -8,9 +8,10 @@ immediately if no engine serves. Without a restart left, the error ends the run.
 import asyncio
 import threading
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait as wait_for
+from itertools import count
 from typing import Any, Literal
 
 import ray
@@ -69,7 +70,8 @@ class Engines:
         self.replace_and_sync: Callable[[], object] | None = None
         self.thread = LoopThread()
         self._lock = threading.Lock()  # guards deaths
-        self._waiting: deque[EngineCall] = deque()
+        self._waiting: list[EngineCall] = []  # in order
+        self._orders = count()
         self._last_answer = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ start and end
@@ -272,8 +274,9 @@ class Engines:
             EngineError: an engine refused the request, did not answer it within ``rollout.request_timeout_s``, or died
                 and has no restart left.
         """
+        order = next(self._orders)
         while True:
-            self._waiting.append(call := EngineCall(request))
+            insort(self._waiting, call := EngineCall(request, order), key=lambda each: each.order)
             self.thread.loop.call_soon(self._send)
             try:
                 await call.ended.wait()
@@ -301,7 +304,7 @@ class Engines:
         if not any(each.calls for each in self.instances):
             self._last_answer = time.monotonic()
         while self._waiting and (engine := self.least_loaded()) is not None:
-            call = self._waiting.popleft()
+            call = self._waiting.pop(0)
             call.assign(engine)
             batches.setdefault(engine, []).append(call)
         for engine, calls in batches.items():

@@ -84,7 +84,9 @@ def logged(
             {"run_dir": "run", "model": {"path": "m"}, "reward": {"functions": functions}, **sections}
         ),
         finished_steps=0,
-        rollout=SimpleNamespace(figures=lambda step_s: figures),
+        source=SimpleNamespace(
+            figures=lambda step_s: figures, has_rewards=sections.get("algorithm", {}).get("loss") != "sft"
+        ),
         metrics=SimpleNamespace(log=lambda step, metrics: found.update(metrics)),
         progress=SimpleNamespace(update=lambda step, metrics: None),
     )

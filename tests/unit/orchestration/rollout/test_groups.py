@@ -60,6 +60,7 @@ class ShuffledEngines:
         sent: all requests.
         revived: version of each restart.
         by_hand: whether only ``answer`` answers.
+        keeps_last: whether the last request waits, until the first groups are returned.
     """
 
     def __init__(self, seed: int = 0, dies_at: Collection[int] = (), by_hand: bool = False) -> None:
@@ -69,7 +70,7 @@ class ShuffledEngines:
         self.sent: list[GenerationRequest] = []
         self.revived: list[int] = []
         self.version = self.polls = 0
-        self.dead = False
+        self.dead = self.keeps_last = False
         self.by_hand = by_hand
         self._lost: dict[int, Callable[[], None]] = {}
         self._dies_at = dies_at
@@ -113,7 +114,8 @@ class ShuffledEngines:
             for group in self.held:
                 self._lost[group]()
             return
-        waiting = [future for future in self.held.values() if not future.done()]
+        kept = max(self.held) if self.keeps_last else None
+        waiting = [future for group, future in self.held.items() if not future.done() and group != kept]
         self._random.shuffle(waiting)
         for future in waiting[: self._random.randint(0, 3)]:
             future.set_result(None)
@@ -169,7 +171,7 @@ def groups_of(
 def batches(groups: Groups, engines: ShuffledEngines, first: int = 1, last: int = STEPS) -> Iterator[list[int]]:
     """Yield each step's groups."""
     clock, rollout = PhaseClock(), groups.config.rollout
-    engines.version = first - 1
+    engines.version, engines.keeps_last = first - 1, rollout.stream
     groups.serve(first - 1)
     for step in range(first, last + 1):
         trajectories: list[ScoredTrajectory] = []
@@ -177,6 +179,7 @@ def batches(groups: Groups, engines: ShuffledEngines, first: int = 1, last: int 
             trajectories += part
             if part:
                 engines.under_way.setdefault(step, len(engines.held))
+                engines.keeps_last = False
         assert len(trajectories) == PROMPTS * SAMPLES and groups.is_complete(step)
         assert step - 1 - min(t.policy_version for t in trajectories) <= rollout.max_staleness
         groups.trained(trajectories, step)

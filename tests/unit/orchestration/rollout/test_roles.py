@@ -114,9 +114,11 @@ def test_every_group_gets_its_logprobs() -> None:
     queue.submit(*(group(number, samples=1 + number % 3, length=4 + number % 5) for number in range(20)))
     check(queue.scored(), range(20))
     work = queue.take_work(9.0)
-    assert work.response_tokens == sum((1 + n % 3) * (2 + n % 5) for n in range(20))
-    assert work.total_tokens == work.response_tokens + 2 * sum(1 + n % 3 for n in range(20))
-    assert work.model_running_s > 0 and queue.take_work(9.0).total_tokens == 0
+    prefix, responses = "ref_actor_performance", sum((1 + n % 3) * (2 + n % 5) for n in range(20))
+    assert work[f"{prefix}/response_tokens_processed"] == responses
+    assert work[f"{prefix}/total_tokens_processed"] == responses + 2 * sum(1 + n % 3 for n in range(20))
+    assert work[f"{prefix}/time_model_running (s)"] > 0
+    assert queue.take_work(9.0)[f"{prefix}/total_tokens_processed"] == 0
     queue.close()
 
 

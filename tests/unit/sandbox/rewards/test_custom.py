@@ -87,7 +87,7 @@ def item(source: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("source", "options"), USABLE, ids=[source for source, _ in USABLE])
 def test_a_usable_reward_gives_rewards(prepare: Any, source: str, options: dict[str, Any]) -> None:
     samples = prepare(source, options)(item(source))["samples"]
-    assert {sample["successes"][0] for sample in samples} == {1.0} and len(samples) == 1 + ("group_" in source)
+    assert {sample["scores"][0][2] for sample in samples} == {1.0} and len(samples) == 1 + ("group_" in source)
 
 
 @pytest.mark.parametrize("row", ["row", "*, row", "*, row=None"])
@@ -99,7 +99,7 @@ def test_a_function_that_asks_for_the_row_gets_it(prepare: Any, row: str) -> Non
         (f"def f(prompt, response, answer, {row}): return row", {"row": 7}, 7.0),
     ):
         samples = prepare(source, options)(item(source) | {"row": json.dumps(given)})["samples"]
-        assert {sample["rewards"][0] for sample in samples} == {expected}
+        assert {sample["scores"][0][1] for sample in samples} == {expected}
 
 
 @pytest.mark.parametrize(("source", "options"), UNUSABLE, ids=[source for source, _ in UNUSABLE])
