@@ -1,4 +1,4 @@
-"""Limits that the engines of this distribution have in common. Importing this imports neither them nor torch."""
+"""Limits that the engines of this distribution share. This module imports neither an engine nor torch."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -44,7 +44,7 @@ _UNCHANGED: Collection[Any] = (None, False, "", "auto", "none", "null", "safeten
 
 
 def owned_arguments(adapter: str, **fields: str) -> dict[str, str]:
-    """Return the remedy by argument, for arguments that the adapter needs and arguments that fields of ours set."""
+    """Return the remedy for each argument that the adapter needs, or that a field of the configuration sets."""
     owned = {argument: f"set {field} instead" for argument, field in fields.items()}
     return owned | dict.fromkeys(adapter.split(), "remove it, because the adapter depends on its value")
 

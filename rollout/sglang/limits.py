@@ -1,4 +1,4 @@
-"""What SGLang accepts. It rejects arguments that it does not have itself. Importing this does not import it."""
+"""Limits of SGLang, which rejects unknown arguments itself. This module doesn't import it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -62,8 +62,11 @@ class DecodeBatch:
         with torch.inference_mode():
             rows = 0 if self._cache is None else len(self._cache.lengths)
             logits = [self._decode(self._cache)] if self._cache is not None else []
-            if rows < len(self.samples):
-                logits += self._prefill_waiting(rows)
+            waiting = sorted(self.samples[rows:], key=lambda sample: not sample.is_to_score)
+            self.samples[rows:] = waiting
+            scored = sum(sample.is_to_score for sample in waiting)
+            groups = ((waiting[:scored], True), (waiting[scored:], False))
+            logits += [self._prefill(group, score) for group, score in groups if group]
             tokens, logprobs = draw_tokens(torch.cat(logits), self.samples)
         for sample, token, logprob in zip(self.samples, tokens, logprobs, strict=True):
             sample.append(token, logprob, version)
@@ -96,14 +99,6 @@ class DecodeBatch:
             for sample, routes in zip(self.samples, self._routers.take(len(last)), strict=False):
                 sample.routes += [routes] if sample.wants_routes else []
         return logits[:, -1]
-
-    def _prefill_waiting(self, rows: int) -> list[Tensor]:
-        """Return logits (n, V) after the contexts of all samples after the first ``rows``, in order."""
-        waiting = sorted(self.samples[rows:], key=lambda sample: not sample.is_to_score)
-        self.samples[rows:] = waiting
-        scored = sum(sample.is_to_score for sample in waiting)
-        groups = ((waiting[:scored], True), (waiting[scored:], False))
-        return [self._prefill(group, score) for group, score in groups if group]
 
     def _prefill(self, samples: Sequence[Sample], score: bool) -> Tensor:
         """Return logits (n, V) after the contexts of joining samples. Equal contexts are computed once.

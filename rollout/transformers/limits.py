@@ -1,4 +1,4 @@
-"""What the transformers engine accepts."""
+"""Limits of the transformers engine. This module doesn't import transformers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

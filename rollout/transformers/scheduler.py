@@ -107,14 +107,19 @@ class DecodeScheduler:
             raise
 
     def _turn(self) -> None:
-        """Carry out the inbox's commands (wait for one if there is no work), then step the batch once."""
+        """Carry out the inbox's commands (wait for one if there is no work), admit requests, then step the batch."""
         if not self._has_work():
             self._inbox.get()()
         self._drain()
         self._settle()
         if self._stopping or not self._has_work():
             return
-        self._admit()
+        room = self._max_batch_size - len(self._batch.samples)
+        while self._waiting and (len(self._waiting[0].samples) <= room or not self._batch.samples):
+            request = self._waiting.pop(0)
+            room -= len(request.samples)
+            self._running.append(request)
+            self._batch.add(request.samples)
         if self._batch.samples:
             self._batch.step(self._version)
         self._settle()
@@ -125,14 +130,6 @@ class DecodeScheduler:
 
     def _has_work(self) -> bool:
         return not self._paused and bool(self._waiting or self._batch.samples)
-
-    def _admit(self) -> None:
-        room = self._max_batch_size - len(self._batch.samples)
-        while self._waiting and (len(self._waiting[0].samples) <= room or not self._batch.samples):
-            request = self._waiting.pop(0)
-            room -= len(request.samples)
-            self._running.append(request)
-            self._batch.add(request.samples)
 
     def _arrive(self, request: _PendingRequest) -> None:
         """Queue a request. A batch is queued when it is complete, in the order in which it was sent.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.arguments import check_arguments, on_cpu, sequences_at_once, sleep_mode
 from rollout.vllm.limits import LIMITS
 from rollout.vllm.sampling import MOST_TIES
-from slime_like.config import EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
+from slime_like.config import ModelConfig, RolloutConfig, RunConfig
 from slime_like.config.rollout import LARGEST_SUPPORT
 from slime_like.errors import EngineError
 from slime_like.interfaces.engine import WHOLE, EngineNode
@@ -173,12 +173,7 @@ def _defaults(config: RunConfig, cpu: bool) -> dict[str, Any]:
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, config.max_model_len),
         }
-    elif _masks_pay(config.rollout, config.evaluation):
-        defaults["return_sampling_mask"] = True
+    elif config.rollout.bounded_top_k > 0 and config.evaluation.temperature == 0:
+        # For what samples the whole vocabulary, vLLM's masks are slow, and model runner V1 has none.
+        defaults |= {} if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else {"return_sampling_mask": True}
     return defaults
-
-
-def _masks_pay(rollout: RolloutConfig, evaluation: EvaluationConfig) -> bool:
-    """Return whether training truncates, and nothing samples the whole vocabulary, for which vLLM's masks are slow."""
-    v1 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"  # has no masks
-    return rollout.bounded_top_k > 0 and evaluation.temperature == 0 and not v1

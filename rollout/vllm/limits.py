@@ -1,4 +1,4 @@
-"""What vLLM accepts. Importing this does not import it."""
+"""Limits of vLLM. This module doesn't import it."""
 
 import ast
 from collections.abc import Collection, Iterator

@@ -59,7 +59,7 @@ def adapter_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator
 
 
 def rank_problems(config: RunConfig, dimensions: ModelDimensions) -> Iterator[str]:
-    """Check that all ranks get the same number of heads, if the engine splits them. The engine checks the rest."""
+    """Check that all ranks get the same number of heads, and each stage a layer. The engine checks the rest."""
     tensor, pipeline, heads = config.rollout.tensor, config.rollout.pipeline, dimensions.num_heads
     if engine_limits(config.rollout.engine).splits_heads and heads % tensor:
         remedy = f"use {either(divisors(heads))}"

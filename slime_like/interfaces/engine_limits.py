@@ -1,4 +1,4 @@
-"""What engines accept and need, known before one is imported."""
+"""Limits of engines: arguments, memory, versions. They are known before an engine is imported."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from slime_like.plugins.resolve import ENGINE_GROUP, installed_places
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """Limits of an engine, for checks and plans. The defaults are for an engine that says nothing about itself.
+    """Limits of an engine, for checks and plans. The defaults are for an engine that states none.
 
     Attributes:
         name: ``rollout.engine``.

@@ -136,7 +136,7 @@ class StepRecorder:
 def reward_metrics(
     rollouts: Rollouts, functions: Sequence[RewardFunction], metadata: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Return mean reward and success, for all functions together and for each one, and numbers of failures and groups.
+    """Return means of rewards and successes, over all functions and for each one, and counts of failures and groups.
 
     ``rewards_mean`` weighs all functions equally. ``total_reward_mean`` is the weighted sum, as in advantages.
 
@@ -189,8 +189,7 @@ def rollout_metrics(rollouts: Rollouts, step: int, seconds: float) -> dict[str, 
 
 
 def source_metrics(rollouts: Rollouts, functions: Sequence[RewardFunction]) -> dict[str, float]:
-    """Return the metrics of each source in a mixture. Success is the first reward function's; without functions, there
-    are no rewards."""
+    """Return the metrics of each source in a mixture. Success is the first function's; without one, only lengths."""
     columns = {"/response_length_mean": np.asarray([rollout.sampled_len for rollout in rollouts], np.float64)}
     if functions:
         _, successes, columns[names.SOURCE_REWARD] = _rewards(rollouts, functions)
