@@ -78,7 +78,7 @@ class Turn:
     """One sampled turn.
 
     Attributes:
-        generation: the model's answer. Its fields are only those of tokens that the parent does not have.
+        generation: the model's answer. Its fields cover only tokens that the parent does not have.
         token_ids: prompt ids followed by sampled ids.
         pieces: text that the ids decode to.
         keys: keys of all messages up to and including the reply.
@@ -214,7 +214,7 @@ class TurnTree:
 
 
 def _new_fields(generation: Generation, parent: Turn | None) -> dict[str, np.ndarray]:
-    """Return the fields without the part that the parent's branch has. Engines return those of whole prompts."""
+    """Return the fields without the part that the parent's branch has. Engines return fields of whole prompts."""
     return {
         name: values[sum(len(turn.generation.fields[name]) for turn in _branch(parent)) :].copy()
         for name, values in generation.fields.items()

@@ -198,7 +198,7 @@ def make_calculator_data(
 def _problems(
     directory: Path, rng: random.Random, numbers: range, row: Callable[[int, int], dict[str, Any]], *sizes: int
 ) -> list[tuple[int, int]]:
-    """Write ``train.jsonl`` and ``eval.jsonl`` of disjoint pairs, and return those of training."""
+    """Write ``train.jsonl`` and ``eval.jsonl`` of disjoint pairs, and return the training pairs."""
     pairs = [(a, b) for a in numbers for b in numbers]
     rng.shuffle(pairs)
     train, held_out = pairs[: sizes[0]], pairs[sizes[0] : sum(sizes)]

@@ -53,7 +53,7 @@ def sampled_logprobs(subject: Subject) -> float:
 
 
 def prompt_logprobs(subject: Subject) -> float:
-    """Logprobs of a prompt's tokens equal those of teacher forcing."""
+    """Logprobs of a prompt's tokens equal logprobs under teacher forcing."""
     return _bounded(subject, subject.probe(), "logprobs of prompts")
 
 

@@ -77,7 +77,7 @@ class DrivenEngine:
         tamper: Tamper | None = None,
         manifest: Manifest | None = None,
     ) -> tuple[UpdateReceipt, dict[str, int]]:
-        """Update all weights; return receipt and sent hashes. ``manifest`` defaults to that of ``weights``."""
+        """Update all weights; return receipt and sent hashes. By default, ``manifest`` describes ``weights``."""
         version = self.version + 1
         await self.engine.begin_update(version, manifest or Manifest.of(weights))
         sent = await self.send(list(weights.items()), buckets, tamper)

@@ -1,6 +1,6 @@
 """Expected gradients of a configured objective, exactly: the sum over all batches of responses of small trees.
 
-The advantages, token weights, denominators and losses are those of a run; only the policy is a table of logits.
+Advantages, token weights, denominators and losses are computed as in a run; only the policy is a table of logits.
 """
 
 import itertools
