@@ -10,8 +10,8 @@ from typing import Any, Self
 from slime_like.config import RewardConfig
 from slime_like.errors import RewardError
 from slime_like.sandbox.pool import WorkerKind, WorkerPool
-from slime_like.sandbox.rewards.failures import RewardFailures, TimeBudget, is_failure
-from slime_like.sandbox.rewards.registry import LOCAL, QUICK, ROW
+from slime_like.sandbox.rewards.failures import FailureCounter, is_failure
+from slime_like.sandbox.rewards.registry import LOCAL, ROW
 from slime_like.system.loop_thread import LoopThread
 
 _CHUNK_ITEMS = 64
@@ -67,9 +67,7 @@ class RewardPool:
         functions = [index for index, function in enumerate(config.functions) if not function.is_given]
         kind = _workers_of(config, functions, "reward.functions")
         self._workers = WorkerPool(kind, config, None if logs is None else (logs, "reward"))
-        self._failures = RewardFailures(config)
-        quick = QUICK.issuperset(self._functions)
-        self._time = TimeBudget(config.timeout_s, config.workers, step_responses, quick)
+        self._failures = FailureCounter(config, step_responses)
         self._thread = LoopThread()  # workers live as long as it does
         if self._functions:
             self._thread.run(self._workers.launch())
@@ -110,9 +108,9 @@ class RewardPool:
         last = (items[-1].prompt, items[-1].answer)
         if equal:
             prompts = len({tuple(keys[i] for i in group) for group in members})
-            self._failures.record("prompts", prompts, answers[: len(equal)], last)
+            self._failures.record_call("prompts", prompts, answers[: len(equal)], last)
         if whole:
-            self._failures.record("groups", len(whole), answers[len(equal) :], last)
+            self._failures.record_call("groups", len(whole), answers[len(equal) :], last)
         results: list[list[Answer]] = [[] for _ in items]
         for answer, indices in zip(answers, [*equal, *whole], strict=True):
             found = answer.get("samples", [answer])  # one for each of the items, or one for all of them
@@ -161,15 +159,13 @@ class RewardPool:
         answers: list[Answer] = []
 
         def settle(answer: Answer) -> None:
-            answer = self._time.record(answer)
-            self._failures.record_first(hung, items[len(answers)]["prompt"], answer)
-            answers.append(answer)
+            answers.append(self._failures.record(hung, items[len(answers)]["prompt"], answer))
 
         while len(answers) < len(items):
-            if self._time.timeout_s:
-                await self._workers.ask(items[len(answers) :], settle, lambda: self._time.timeout_s)
+            if self._failures.timeout_s:
+                await self._workers.ask(items[len(answers) :], settle, lambda: self._failures.timeout_s)
             else:
-                settle(self._time.refusal)
+                settle(self._failures.refusal)
         return answers
 
 

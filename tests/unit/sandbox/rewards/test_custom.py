@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from slime_like.config.rollout import RewardConfig, RewardFunction
 from slime_like.errors import ConfigError
 from slime_like.sandbox.rewards import math_answer
+from slime_like.sandbox.rewards.failures import FailureCounter
 from slime_like.sandbox.rewards.worker import _prepare
 from slime_like.sandbox.serving import Handler, ItemFailed
 from tests.support.rejections import Rejects
@@ -138,3 +140,33 @@ def test_an_included_function_fails_because_of_the_response_or_of_the_row(
     with pytest.raises(ItemFailed) as caught:
         handle({"prompt": "", "response": "hostile", "answer": answer, "row": None})
     assert (caught.value.answer["reason"], caught.value.answer.get("fault")) == ("error", fault)
+
+
+HUNG = {"reason": "timeout"}
+
+
+def counter(function: str, workers: int) -> FailureCounter:
+    functions = (RewardFunction(name=function, options={"pattern": "a"} if function == "format" else {}),)
+    return FailureCounter(RewardConfig(functions=functions, timeout_s=5.0, workers=workers), responses=512)
+
+
+@pytest.mark.parametrize(("name", "bounds"), [("format", [5.0] * 16 + [0.5] * 184), ("majority", [5.0] * 200)])
+def test_a_step_of_hostile_answers(name: str, bounds: list[float]) -> None:
+    """Two workers: 16 whole timeouts, 184 short ones if functions are quick, then nothing, until the next step."""
+    failures, found, hung = counter(name, workers=2), [], list[str | None]([None])
+    for _ in range(512):
+        found.append(failures.timeout_s)
+        answer = failures.record(hung, "", HUNG if found[-1] else failures.refusal)
+        assert answer["reason"] == ("timeout" if found[-1] else "budget")
+    assert found == bounds + [0.0] * 312
+    assert failures.timeout_s == 5.0
+
+
+@pytest.mark.parametrize(("other", "fault"), [("format", {"fault": "response"}), ("judge", {})])
+def test_responses_that_are_not_scored_are_what_the_ones_before_were(other: str, fault: dict[str, str]) -> None:
+    failures, hung = counter("format", workers=1), list[str | None]([None])
+    for number in range(100):
+        late = number == 50 and other == "judge"
+        about = {"function": "judge"} if late else {"function": "math_verify", "fault": "response"}
+        failures.record(hung, "", HUNG | about)
+    assert {name: text for name, text in failures.refusal.items() if name == "fault"} == fault
