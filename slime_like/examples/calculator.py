@@ -3,9 +3,10 @@
 import ast
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from operator import add, floordiv, mod, mul, neg, pos, sub, truediv
+from operator import add, floordiv, mod, mul, sub, truediv
 from typing import Any
 
 from slime_like.interfaces import Step, Task
@@ -22,7 +23,6 @@ _LEADING_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")  # Python rejects 007
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod
 }  # fmt: skip
-_SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: neg, ast.UAdd: pos}
 
 
 class ArithmeticFault(ValueError):
@@ -51,7 +51,9 @@ class Calculator:
         expression, closed, _ = after.partition(self._closing)
         calls = state["calls"]
         if not (opened and closed):
-            success = _equal(response, state["answer"])
+            success = False
+            with suppress(ArithmeticFault):
+                success = evaluate(response) == evaluate(state["answer"])
             return Step(done=True, reward=float(success), success=success, metadata={"calls": calls})
         try:
             observation = to_text(evaluate(expression))
@@ -96,7 +98,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
         case ast.Constant(value=int() | float()):
             value = Fraction(text[node.col_offset : node.end_col_offset])  # the float would be rounded
         case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, operand):
-            value = _SIGNS[type(sign)](_value(operand, text))
+            value = _value(operand, text) * (-1 if isinstance(sign, ast.USub) else 1)
         case ast.BinOp(left, ast.Pow(), right):
             value = _power(_value(left, text), _value(right, text))
         case ast.BinOp(left, operator, right) if type(operator) in _OPERATORS:
@@ -119,10 +121,3 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if (bits - 1) * abs(exponent) > MAX_BITS:  # checked before the power is computed
         raise ArithmeticFault("too large")
     return base**exponent.numerator
-
-
-def _equal(response: str, answer: str) -> bool:
-    try:
-        return evaluate(response) == evaluate(answer)
-    except ArithmeticFault:
-        return False

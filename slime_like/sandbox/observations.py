@@ -56,19 +56,16 @@ class ObservationEncoder:
         excess = max(0, len(said) - self._max_tokens)
         if excess:  # the last character may be incomplete
             observation = decoded(self._tokenizer, said[: self._max_tokens]).rstrip("\ufffd")
-        text = self._between(cut_special(observation, self._special), stop_token)
-        return encoded(self._tokenizer, text.split(CUT)), excess
-
-    def _between(self, observation: str, stop_token: int | None) -> str:
+        said_plainly = cut_special(observation, self._special)
         if self._template is not None:
-            return self._template.replace(PLACE, observation)
-        stop = "" if stop_token is None else decoded(self._tokenizer, [stop_token])
-        form = next((form for form, ends in self._forms.items() if stop in ends), next(iter(self._forms)))
-        _, end, rest = self._rendered(form, observation)
-        if stop_token is None:
-            return end + rest
-        # If a turn has no end token, the next message's header ends it. The model may have sampled that header.
-        return rest if end else rest.removeprefix(stop)
+            text = self._template.replace(PLACE, said_plainly)
+        else:
+            stop = "" if stop_token is None else decoded(self._tokenizer, [stop_token])
+            form = next((form for form, ends in self._forms.items() if stop in ends), next(iter(self._forms)))
+            _, end, rest = self._rendered(form, said_plainly)
+            # If a turn has no end token, the next message's header ends it. The model may have sampled that header.
+            text = end + rest if stop_token is None else rest if end else rest.removeprefix(stop)
+        return encoded(self._tokenizer, text.split(CUT)), excess
 
     def _rendered(self, form: tuple[str, bool], observation: str) -> tuple[str, str, str]:
         role, called = form
