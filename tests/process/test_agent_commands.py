@@ -136,22 +136,21 @@ def test_a_result_counts_whatever_the_exit_code(tmp_path: Path, rejects: Rejects
     lines = "for i in range(20): print('line', i, file=sys.stderr)\nprint(file=sys.stderr)\n"
     text = lines + "if word == 'give': end(3, reward=0.5, metadata={'a': 1})\nsys.exit(2 * (word == 'quit'))\n"
     command = program(tmp_path / "agent.py", text)
-    given, none, fails = (Engine([word]) for word in ("give", "ok", "quit"))
-    (generation,) = rollouts(given, request(1), name=None, command=command)
-    assert (failure(generation), talk_of(generation).reward) == (None, 0.5)
+    given, none, fails = rollouts(Engine(["give"], ["ok"], ["quit"]), request(3), name=None, command=command)
     last = " | ".join(f"line {i}" for i in range(8, 20))
-    assert metadata(generation) | {"endpoint": 0} == {"a": 1, "exit_code": 3, "output": last, "endpoint": 0}
-    for engine, reason in ((none, "it wrote no result file"), (fails, f"exit code 2: {last}")):
-        (generation,) = rollouts(Engine(*engine.scripts), request(1), name=None, command=command)
-        assert detail(generation) == f"CommandFailed: {reason}"
+    assert (failure(given), talk_of(given).reward) == (None, 0.5)
+    assert metadata(given) | {"endpoint": 0} == {"a": 1, "exit_code": 3, "output": last, "endpoint": 0}
+    reasons = ("it wrote no result file", f"exit code 2: {last}")
+    assert [detail(none), detail(fails)] == [f"CommandFailed: {reason}" for reason in reasons]
     graded = config(name=None, command=command)
     graded = graded.model_copy(
         update={"reward": graded.reward.model_copy(update={"functions": graded.reward.computed})}
     )
-    for engine, ended in ((none, {}), (fails, {"exit_code": 2, "output": last})):
-        (generation,) = rollouts(engine, request(1), settings=graded)
-        assert failure(generation) is None
-        assert metadata(generation) | {"endpoint": 0} == {**ended, "endpoint": 0}
+    ended = rollouts(Engine(["ok"], ["quit"]), request(2), settings=graded)
+    assert [failure(generation) for generation in ended] == [None, None]
+    assert [metadata(generation) | {"endpoint": 0} for generation in ended] == [
+        {"endpoint": 0}, {"exit_code": 2, "output": last, "endpoint": 0},
+    ]  # fmt: skip
     silent = graded.rollout.agent.model_copy(update={"command": ("sh", "-c", "echo unknown flag; exit 9")})
     graded = graded.model_copy(update={"rollout": graded.rollout.model_copy(update={"agent": silent})})
     with rejects(AgentFailure, "agent-silent") as caught:

@@ -125,16 +125,17 @@ def rollouts(
 
 
 def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
-    """Rollouts run on two workers. One that hangs or dies affects no other."""
-    words = ["more", "fork", "raise", "die", "odd", "nan", "hang", "left", "ok"]
+    """Rollouts run on two workers. One that hangs or dies affects no other. Calls to other models are no rows."""
+    words = ["more", "fork", "raise", "die", "odd", "nan", "hang", "left", "ok", "title"]
     engine = Engine(*[[word, "wait"] if word == "left" else [word] for word in words])
-    found = dict(zip(words, rollouts(engine, request(len(words)), timeout_s=4.0, options={"reward": 0.5}), strict=True))
+    settings = config(timeout_s=4.0, options={"reward": 0.5}, untrained=("other_models",))
+    found = dict(zip(words, rollouts(engine, request(len(words)), settings=settings), strict=True))
     reasons = {word: failure(generation) for word, generation in found.items()}
     assert reasons == {
         "more": None, "fork": None, "raise": "error", "die": "crash", "odd": "error", "nan": "error",
-        "hang": "timeout", "left": None, "ok": None,
+        "hang": "timeout", "left": None, "ok": None, "title": None,
     }  # fmt: skip
-    more, fork, left = found["more"], found["fork"], found["left"]
+    more, fork, left, title = (found[word] for word in ("more", "fork", "left", "title"))
     talk = talk_of(more)
     assert more.segments == () and len(talk.turns) == 2
     assert TOKENIZER.decode(more.token_ids) == "more<eos><user>more<assistant>ok<eos>"
@@ -146,17 +147,20 @@ def test_rollouts_become_rows_and_a_failure_ends_only_its_sample() -> None:
     assert len(fork.segments) == 3 and fork.segments[-1].token_ids.tolist() == fork.token_ids.tolist()
     assert all(segment.loss_mask.all() for segment in fork.segments)
     assert TOKENIZER.decode(left.token_ids) == "left<eos>"
+    assert title.segments == () and TOKENIZER.decode(title.token_ids) == "title<eos>"
+    endpoint = talk_of(title).metadata[0]["endpoint"]
+    assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
     assert {(asked.sampling.temperature, asked.sampling.max_new_tokens) for asked in engine.requests} == {(0.7, 50)}
     seeds = {asked.request_id: asked.seed for asked in engine.requests}
     expected = [int(np.random.SeedSequence([5, 0, turn]).generate_state(1)[0]) for turn in (0, 1)]
     assert [seeds["r/0/0"], seeds["r/0/1"]] == expected
-
-
-def test_excluded_calls_are_no_rows_of_the_rollout() -> None:
-    (generation,) = rollouts(Engine(["title"]), request(1), untrained=("other_models",))
-    assert generation.segments == () and TOKENIZER.decode(generation.token_ids) == "title<eos>"
-    endpoint = talk_of(generation).metadata[0]["endpoint"]
-    assert (endpoint["calls"], endpoint["rows"]) == (2, 1)
+    # The agent's rewards are a column that the rows of a rollout share.
+    group, scored = rewarded(config(), [more, fork, found["raise"]])
+    assert group.rewards[:, 1].tolist() == [0.5, 0.5]
+    assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2"]
+    assert [(row.sequence_id, row.reward_metadata["reason"]) for row in group.failed] == [("7-2", "error")]
+    advantages = [float(row.advantages.unique()) for row in scored]
+    assert advantages[1] == advantages[2] == advantages[3]
 
 
 def test_fields_of_tokens_are_kept_and_fields_of_the_prompt_rejected(rejects: Rejects) -> None:
@@ -184,16 +188,6 @@ def test_a_call_may_give_template_variables_and_stop_strings(monkeypatch: pytest
     (found,) = rollouts(engine, request(1), data={"chat_template_kwargs": {"a": 2}})
     assert talk_of(found).metadata[0]["endpoint"]["ignored"] == {"temperature": "0.1"}
     assert [asked.sampling.stop for asked in engine.requests] == [(), ("zz",)]
-
-
-def test_agents_rewards_are_a_column_that_rows_of_a_rollout_share() -> None:
-    generations = rollouts(Engine(["more"], ["fork"], ["raise"]), request(3))
-    found, scored = rewarded(config(), generations)
-    assert found.rewards[:, 1].tolist() == [1.0, 1.0]
-    assert [row.sequence_id for row in scored] == ["7-0", "7-1.0", "7-1.1", "7-1.2"]
-    assert [(row.sequence_id, row.reward_metadata["reason"]) for row in found.failed] == [("7-2", "error")]
-    advantages = [float(row.advantages.unique()) for row in scored]
-    assert advantages[1] == advantages[2] == advantages[3]
 
 
 def test_calls_have_rewards_in_the_order_of_answers() -> None:
