@@ -15,11 +15,9 @@ from slime_like.config import RunConfig
 from slime_like.config.algorithm import AlgorithmConfig
 from slime_like.config.filling import AUTO, ENGINES, REPLICAS, gpus_needed
 from slime_like.config.reading.load import load_config, save_config
-from slime_like.errors import ConfigError
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.rollout import engine_instance
 from slime_like.orchestration.rollout.engines import Engines
-from tests.support.rejections import Rejects
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -56,27 +54,6 @@ def test_auto_fills_the_cluster(placement: str, flags: str, data: int, engines: 
     assert (config.trainer.parallel.data, config.rollout.num_engines) == (data, engines)
     save_config(config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == config  # as numbers
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "named"),
-    [
-        (f"--{REPLICAS} {AUTO}", "auto-without-size", [REPLICAS, "cluster.nodes"]),
-        (f"--{ENGINES} {AUTO} --cluster.nodes 1", "auto-without-size", [ENGINES, "cluster.gpus_per_node"]),
-        (f"{BOTH} {SIZE} 2", "auto-ambiguous", [REPLICAS, ENGINES, "cluster.placement=colocated"]),
-        (f"--reference.parallel.data {AUTO}", "field-type", ["reference.parallel.data"]),
-    ],
-)
-def test_what_auto_cannot_mean_is_rejected(flags: str, code: str, named: list[str], rejects: Rejects) -> None:
-    with rejects(ConfigError, code) as caught:
-        load(flags)
-    assert all(name in str(caught.value) for name in named)
-
-
-def test_a_wrong_field_hides_auto() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(f"{BOTH} {SIZE} 1 --cluster.placement colocated --rollout.tensor none")
-    assert [problem.field for problem in caught.value.problems] == ["rollout.tensor"]
 
 
 @pytest.mark.parametrize(

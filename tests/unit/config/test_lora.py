@@ -113,14 +113,6 @@ def test_settings_must_be_the_adapters(given: str, flags: list[str], adapter: Pa
     assert len(caught.value.problems) == 1
 
 
-@pytest.mark.parametrize(
-    "flag", ["--model.lora.path=none-there", "--model.lora.alpha=8", "--model.lora.targets=q_proj"]
-)
-def test_settings_without_a_rank_are_rejected(flag: str, flags: list[str], rejects: Rejects) -> None:
-    with rejects(ConfigError, "fields-conflict"):
-        load_config(None, [*flags, flag])
-
-
 def test_targets_must_be_matrices_of_the_layers(flags: list[str], rejects: Rejects) -> None:
     rank = [*flags, "--model.lora.rank", "4", "--model.lora.targets"]
     assert check(load_config(None, [*rank, "q_proj", "v_proj"])) == []
