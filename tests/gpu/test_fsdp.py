@@ -9,9 +9,9 @@ from backends.fsdp.trainer import FsdpTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
-from tests.parallel.parity import Case, fsdp_config, samples_with_loss
+from tests.parallel.cases import parity_config, samples_with_loss
 from tests.parallel.ranks import free_port
-from tests.parallel.reference import Reference, ReferenceStep
+from tests.parallel.reference import Reference
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +25,7 @@ LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 def test_scoring_training_and_offloading(family: str, offload: bool, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(family, tmp_path / "model")
     sequences = scored_sequences(LENGTHS)
-    case = Case(checkpoint, sequences, ReferenceStep([], [], 0.0, 0.0, {}))
-    config = fsdp_config(case, tmp_path / "run", {"offload": offload}, "bfloat16")
+    config = parity_config(checkpoint, tmp_path / "run", {"backend": "fsdp", "offload": offload}, "bfloat16")
     reference = Reference(checkpoint, config.algorithm)
     reference.round_weights()
     expected = torch.cat([reference.score(sequence)[0].detach() for sequence in sequences])

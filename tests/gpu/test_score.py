@@ -9,7 +9,7 @@ import torch
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.interfaces import RankPlacement
-from tests.parallel.parity import parity_config
+from tests.parallel.cases import parity_config
 from tests.parallel.ranks import free_port
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import save_checkpoint, scored_sequences

@@ -9,7 +9,9 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import pack_sequences, real_tokens
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import Settings, check_tensors, parity_config, samples_with_loss
+from tests.parallel.cases import WIDE_CLIP, parity_config, samples_with_loss
+from tests.parallel.checks import check_tensors
+from tests.parallel.layouts import Settings
 from tests.parallel.ranks import free_port
 from tests.parallel.reference import Reference
 from tests.parallel.tiny import save_checkpoint, scored_sequences
@@ -29,15 +31,7 @@ LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
 def test_gradients_a_step_and_offloading(settings: Settings, tmp_path: Path) -> None:
     checkpoint = save_checkpoint("qwen3", tmp_path / "model")
     sequences = scored_sequences(LENGTHS)
-    # A wide clip range: rounding a ratio across its edge would change the gradient abruptly.
-    layout = {"attention": "ring", **settings}
-    config = parity_config(
-        checkpoint,
-        tmp_path / "run",
-        layout,
-        "bfloat16",
-        loss={"name": "ppo_clip", "clip_low": 0.99, "clip_high": 100.0},
-    )
+    config = parity_config(checkpoint, tmp_path / "run", {"attention": "ring", **settings}, "bfloat16", **WIDE_CLIP)
     reference = Reference(checkpoint, config.algorithm)
     reference.round_weights()
     denominator, pack = samples_with_loss(sequences), pack_sequences(sequences)

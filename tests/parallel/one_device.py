@@ -21,12 +21,18 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel.assembly import stacked_experts
-from tests.parallel.parity import Case, check_tensors, fsdp_config, parity_config, samples_with_loss
-from tests.parallel.reference import Reference, ReferenceStep
-from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
+from tests.parallel.cases import (
+    WIDE_CLIP,
+    parity_config,
+    samples_with_loss,
+    shared_packs,
+    sharing_sequences,
+    with_supports,
+)
+from tests.parallel.checks import check_tensors
+from tests.parallel.reference import Reference
 from tests.parallel.steps import Trainer, exported_gradients, held_writes, running, take_step
 from tests.parallel.test_no_waiting import strict_windows
-from tests.parallel.test_supports import with_supports
 from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 MEAN_BOUND = 1e-2
@@ -36,16 +42,11 @@ GRADIENT_BOUND = 0.1
 ROUTED_MEAN_BOUND, ROUTED_GRADIENT_BOUND = 0.04, 0.3
 """Bounds for a mixture of experts, in which rounding sends some tokens to other experts."""
 LENGTHS = [(5, 9), (3, 1), (11, 6), (60, 2), (2, 150)]
-# A wide clip: a ratio that rounding moves over the clip's bound would change the gradient abruptly.
-WIDE = {"loss": {"name": "ppo_clip", "clip_low": 0.99, "clip_high": 100.0}}
-UNTESTED = ReferenceStep([], [], 0.0, 0.0, {})
 
 
 def _config(backend: str, checkpoint: Path, root: Path, settings: dict[str, Any], **algorithm: Any) -> RunConfig:
-    options = {**WIDE, **algorithm}
-    if backend == "megatron":
-        return parity_config(checkpoint, root / "run", settings, "bfloat16", **options)
-    return fsdp_config(Case(checkpoint, [], UNTESTED), root / "run", settings, "bfloat16", **options)
+    layout = {"backend": backend, **settings}
+    return parity_config(checkpoint, root / "run", layout, "bfloat16", **{**WIDE_CLIP, **algorithm})
 
 
 @contextlib.contextmanager
@@ -109,7 +110,7 @@ def _check_step(
 # ------------------------------------------------------------------------------------------------------- the arithmetic
 def shared_prefixes(placement: RankPlacement, root: Path, backend: str) -> None:
     sequences = sharing_sequences()
-    packs = SharedCase(root, sequences, UNTESTED).packs()
+    packs = shared_packs(sequences)
     assert sum(pack.shared_tokens for pack in packs) > 100
     _check_step(placement, root, "qwen3", sequences, packs, backend, {"share_prefixes": "tree"})
 

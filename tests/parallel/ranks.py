@@ -35,7 +35,7 @@ def run_ranks(
     in files below ``directory`` and may hold tensors. Fails the test when a rank fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    torch.save((function, arguments), _task_file(directory))
+    torch.save((function, arguments), directory / "task.pt")
     context = clean_forks()
     with held_ports(1) as (port,):
         processes = [
@@ -50,7 +50,7 @@ def run_ranks(
             codes = [process.exitcode for process in processes]
             _end(processes)
     _report_failures(directory, codes, timeout_s)
-    return [torch.load(_result_file(directory, rank), weights_only=False) for rank in range(world_size)]
+    return [torch.load(_file(directory, rank, "pt"), weights_only=False) for rank in range(world_size)]
 
 
 def run_each(
@@ -120,33 +120,32 @@ def _end(processes: list[Any]) -> None:
 
 
 def _report_failures(directory: Path, codes: list[int | None], timeout_s: float) -> None:
-    errors = [file for rank in range(len(codes)) if (file := _error_file(directory, rank)).exists()]
+    errors = [file for rank in range(len(codes)) if (file := _file(directory, rank, "error")).exists()]
     if errors:
         errors.sort(key=lambda file: file.stat().st_mtime_ns)  # the first failure causes the others
         texts = [file.read_text() for file in errors]
         pytest.fail("\n".join([f"exit codes of the ranks: {codes}", *texts]), pytrace=False)
-    missing = [rank for rank in range(len(codes)) if not _result_file(directory, rank).exists()]
+    missing = [rank for rank in range(len(codes)) if not _file(directory, rank, "pt").exists()]
     if missing:
-        stacks = [f"---- rank {rank}\n{_stack_file(directory, rank).read_text()}" for rank in missing]
+        stacks = [f"---- rank {rank}\n{_file(directory, rank, 'stacks').read_text()}" for rank in missing]
         message = f"ranks {missing} (exit codes {codes}) gave no result within {timeout_s:.0f} s, in {directory}"
         pytest.fail("\n".join([message, *stacks]), pytrace=False)
 
 
 def _rank_main(rank: int, world_size: int, port: int, directory: Path) -> None:
-    stacks = _stack_file(directory, rank).open("w")
+    stacks = _file(directory, rank, "stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     placement = RankPlacement(rank, world_size, rank, "127.0.0.1", port)
     try:
         _require_preloaded()
-        function, arguments = torch.load(_task_file(directory), weights_only=False)
+        function, arguments = torch.load(directory / "task.pt", weights_only=False)
         result = function(placement, *arguments)
     except BaseException:
-        _error_file(directory, rank).write_text(f"---- rank {rank} of {world_size}\n{traceback.format_exc()}")
+        _file(directory, rank, "error").write_text(f"---- rank {rank} of {world_size}\n{traceback.format_exc()}")
         raise SystemExit(1) from None
-    unfinished = directory / f"rank{rank}.unfinished"
-    torch.save(result, unfinished)
-    unfinished.rename(_result_file(directory, rank))
+    torch.save(result, unfinished := _file(directory, rank, "unfinished"))
+    unfinished.rename(_file(directory, rank, "pt"))
 
 
 def _require_preloaded() -> None:
@@ -157,20 +156,8 @@ def _require_preloaded() -> None:
         )
 
 
-def _task_file(directory: Path) -> Path:
-    return directory / "task.pt"
-
-
-def _result_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank{rank}.pt"
-
-
-def _error_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank{rank}.error"
-
-
-def _stack_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank{rank}.stacks"
+def _file(directory: Path, rank: int, suffix: str) -> Path:
+    return directory / f"rank{rank}.{suffix}"
 
 
 @contextmanager

@@ -162,7 +162,10 @@ def adamw_steps(
     eps: float,
     bias_rate: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Return the weights by name after torch's AdamW with global clipping and decay on matrices only."""
+    """Return the weights by name after torch's AdamW with global clipping and decay on matrices only.
+
+    The first update has the gradients of the last ``step`` of the reference.
+    """
     named, decays = reference.trained(), dict[bool, list[Tensor]]({True: [], False: []})
     for name, parameter in named.items():
         decays[parameter.ndim > 1 and not name.endswith("bias")].append(parameter)  # experts' biases are stacked
@@ -171,8 +174,9 @@ def adamw_steps(
         {"params": decays[False], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=eps)
-    for _ in range(steps):
-        reference.step(sequences, denominator)
+    for update in range(steps):
+        if update:
+            reference.step(sequences, denominator)
         torch.nn.utils.clip_grad_norm_(named.values(), clip)
         optimizer.step()
         if bias_rate:

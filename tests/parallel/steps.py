@@ -3,9 +3,9 @@
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from backends.megatron.cpu_runtime import megatron_runtime
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.packing.pack import real_tokens, zero_weight_pack
 from slime_like.config import RunConfig
+from slime_like.config.roles import CRITIC
 from slime_like.interfaces import RankCoordinates, RankPlacement, Scores
 from slime_like.statistics import GRPOStats
 from slime_like.trajectory import PackedTrajectory
@@ -35,8 +36,13 @@ class RankResult:
     ``loads`` are of the last step, by layer and expert, and ``biases`` those of this rank's routers, by layer.
     ``exported`` holds the same gradients as the trainer exports them, under their Hugging Face names. FSDP's gradients
     and weights are whole, and what it holds is not counted.
+
+    Of low-rank factors, ``weights`` and ``exported`` are factors and their gradients by PEFT's names, only on ranks
+    that send them; ``base`` and ``merged`` are the weights without and with the updated factors, and ``reference`` the
+    scores without. ``changed`` names what must not have changed by a bit but did, and ``recorded`` counts own routes.
     """
 
+    config: RunConfig
     coordinates: RankCoordinates
     pack_indices: list[int]
     scored: list[Scores] | None
@@ -47,6 +53,11 @@ class RankResult:
     held: Held | None = None
     loads: Tensor | None = None
     biases: dict[int, Tensor] = field(default_factory=dict)
+    reference: list[Scores] | None = None
+    base: dict[str, Tensor] = field(default_factory=dict)
+    merged: dict[str, Tensor] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    recorded: int = 0
 
 
 @contextmanager
@@ -135,25 +146,31 @@ def held_writes() -> Iterator[threading.Event]:
         yield gate
 
 
+def packs_of_rank(
+    place: RankCoordinates, packs: Sequence[PackedTrajectory]
+) -> tuple[list[int], list[PackedTrajectory]]:
+    """Return the numbers of a replica's packs, and these packs, filled up to as many as every replica has."""
+    indices = list(range(place.data, len(packs), place.data_size))
+    mine = [packs[index] for index in indices]
+    return indices, mine + [zero_weight_pack(packs[0])] * (-(-len(packs) // place.data_size) - len(mine))
+
+
 def train_rank(
     placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, steps: int
 ) -> RankResult:
-    """Return everything that the parity tests compare, from one rank."""
+    """Score, and do ``steps`` updates."""
     with running(placement, config) as trainer:
-        coordinates = trainer.coordinates
-        indices = list(range(coordinates.data, len(packs), coordinates.data_size))
-        mine = [packs[index] for index in indices]
-        window = -(-len(packs) // coordinates.data_size)
-        filled = mine + [zero_weight_pack(packs[0])] * (window - len(mine))
+        indices, filled = packs_of_rank(trainer.coordinates, packs)
         scored = trainer.score(filled)
         train_windows(trainer, filled, denominator)
         exported, gradients = exported_gradients(trainer, denominator), rank_tensors(trainer, gradients=True)
         stats = optimizer_steps(trainer, steps, denominator, lambda: train_windows(trainer, filled, denominator))
         trainer.settle_weights()
         return RankResult(
-            coordinates,
+            config,
+            trainer.coordinates,
             indices,
-            scored[: len(mine)] if scored is not None else None,
+            scored and scored[: len(indices)],
             gradients,
             stats,
             rank_tensors(trainer, gradients=False),
@@ -161,6 +178,16 @@ def train_rank(
             None if config.trainer.backend == "fsdp" else held_by(trainer),
             *balanced(trainer),
         )
+
+
+def train_critic(placement: RankPlacement, *arguments: Any) -> RankResult:
+    """Do what ``train_rank`` does on one of the critic's ranks."""
+    return train_rank(as_critic(placement), *arguments)
+
+
+def as_critic(placement: RankPlacement) -> RankPlacement:
+    """Return the placement of one of the critic's ranks."""
+    return replace(placement, role=CRITIC)
 
 
 def balanced(trainer: Trainer) -> tuple[Tensor | None, dict[int, Tensor]]:
@@ -210,15 +237,6 @@ def optimizer_steps(trainer: Any, steps: int, denominator: float, accumulate: Ca
                 accumulate()
             stats.append(trainer.finish_step(denominator))
     return stats
-
-
-def gradients_of(placement: RankPlacement, config: RunConfig, pack: PackedTrajectory) -> dict[str, Tensor]:
-    """Return this rank's gradients of a step of two equal micro-batches, under names that fit any module kind."""
-    with running(placement, config) as trainer:
-        trainer.begin_step()
-        trainer.accumulate([pack, pack], last=True)
-        trainer.finalize_gradients(3.0)
-        return local_shard(trainer, gradients=True)
 
 
 def by_stage(results: list[RankResult], what: str) -> Shards:

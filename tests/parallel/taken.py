@@ -1,7 +1,7 @@
 """Memory that a real rank takes in a step, by kind, and its comparison with the plan."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,8 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from backends.common.attention import packed_attention, prefixes
+from backends.common.attention.kernels import CpuFlash
 from backends.common.step.worst_batch import worst_packs
 from backends.fsdp.parallel import shard_of
 from backends.fsdp.trainer import FsdpTrainer
@@ -20,6 +22,7 @@ from backends.megatron.planning.passes import WINDOWS_OF_STAGES
 from backends.megatron.trainer import MegatronTrainer
 from slime_like.algorithms.context import Layout
 from slime_like.config import RunConfig
+from slime_like.config.roles import POLICY
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.interfaces.estimate import TrainerMemory
 from slime_like.models.dimensions import ModelDimensions
@@ -28,6 +31,7 @@ from tests.parallel.held import held_by, storage_bytes
 from tests.parallel.tiny import tiny_config
 
 GATHERED, SUMMED = "gathered", "summed"
+NEAR = 0.1
 FSDP_RANGES = {"FSDP::all_gather": GATHERED, "FSDP::pre_": GATHERED, "FSDP::post_backward": SUMMED}
 """FSDP's names of its work in a profile."""
 
@@ -131,6 +135,30 @@ def _held_by_fsdp(trainer: FsdpTrainer) -> tuple[int, int, int, int]:
     gradients = [shard_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     shards = [shard_of(parameter) for parameter in parameters]
     return storage_bytes(shards), storage_bytes(gradients), storage_bytes(moments), 0
+
+
+def check_taken(
+    backend: str,
+    configs: dict[str, RunConfig],
+    measured: Sequence[Sequence[Taken]],
+    role: str = POLICY,
+    exact: Sequence[str] = (),
+) -> None:
+    """Compare each kind of memory of every rank with the plan: the ``exact`` ones to the byte, others within a tenth.
+
+    Plans are for a CPU's attention operator.
+    """
+    far = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (packed_attention, prefixes):
+            patch.setattr(module, "kernel_for", lambda device: CpuFlash())
+        planner = load_backend(backend).planner()
+        for (name, config), ranks in zip(configs.items(), measured, strict=True):
+            for rank, real in enumerate(ranks):
+                for kind, (planned, found) in compared(planner.estimate(config, rank, role).memory, real).items():
+                    if planned != pytest.approx(found, rel=0 if kind in exact else NEAR):
+                        far.append(f"{name}, rank {rank}, {kind}: {planned} planned, {found} taken")
+    assert not far
 
 
 def compared(memory: TrainerMemory, taken: Taken) -> dict[str, tuple[int, int]]:

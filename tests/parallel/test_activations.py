@@ -10,9 +10,11 @@ from backends.megatron import activations
 from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import Settings, parity_config
+from tests.parallel.assembly import local_shard
+from tests.parallel.cases import parity_config
+from tests.parallel.layouts import Settings
 from tests.parallel.ranks import run_by_size
-from tests.parallel.steps import gradients_of, same_bits
+from tests.parallel.steps import running, same_bits
 from tests.parallel.tiny import scored_sequences
 
 
@@ -34,7 +36,11 @@ def _gradients(placement: RankPlacement, config: Any, pack: PackedTrajectory) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activations, "SMALLEST_BYTES", 1)
         patch.setattr(activations.ActivationOffload, "_to_host", counting)
-        return gradients_of(placement, config, pack), moved
+        with running(placement, config) as trainer:
+            trainer.begin_step()
+            trainer.accumulate([pack, pack], last=True)
+            trainer.finalize_gradients(3.0)
+            return local_shard(trainer, gradients=True), moved
 
 
 def test_offloaded_activations_give_the_same_gradients(qwen3: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Exact distillation agrees with transformers' float64 student and teacher in every layout."""
+"""Memory of exact distillation, and teachers' scores; ``test_features`` compares the students."""
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.common.attention import packed_attention, prefixes
-from backends.common.attention.kernels import CpuFlash
 from slime_like.config import RunConfig
 from slime_like.config.roles import TEACHER
 from slime_like.config.sections import DistillationConfig
@@ -19,65 +16,16 @@ from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
 from tests.parallel import taken
-from tests.parallel.distilled import DistillingReference, distilled_case, distilled_config, save_teacher
+from tests.parallel.cases import parity_config
+from tests.parallel.checks import LOSS_BOUND
+from tests.parallel.feature_cases import save_teacher
 from tests.parallel.layouts import layout_of
-from tests.parallel.parity import LOSS_BOUND, MASKED, PACKS, STEPS, Case, check_everything, parity_config
-from tests.parallel.ranks import run_by_size, run_each, selected
-from tests.parallel.shared_prefixes import SharedCase, sharing_sequences
-from tests.parallel.steps import RankResult, running, train_rank
-from tests.parallel.test_fsdp_parity import check_case
-from tests.parallel.test_planned_memory import NEAR
+from tests.parallel.ranks import run_by_size, run_each
+from tests.parallel.references import DistillingReference
+from tests.parallel.steps import running
 from tests.parallel.tiny import VOCAB, save_checkpoint, scored_sequences
 from tests.support.acceptance import some_in_acceptance
 from tests.support.rollout_rows import batcher_of
-
-LAYOUTS = (
-    *("tp2-sp", "pp2", "cp2", "dp2-distributed-overlap", "tp2-tree"),
-    *("fsdp", "fsdp-dp2-cp2", "fsdp-tree", "two-tp2", "two-fsdp-dp2"),
-)
-"""Those that begin with "two" have two teachers, the second of another width."""
-IN_ACCEPTANCE = ("dp2-distributed-overlap", "fsdp", "fsdp-tree", "two-fsdp-dp2")
-
-
-@pytest.fixture(scope="module")
-def case_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def make(shares: bool, second: int | None) -> tuple[Case, dict[str | None, Path], dict[str | None, float]]:
-        directory = tmp_path_factory.mktemp("distilled")
-        if shares:
-            return distilled_case(sharing_sequences(), directory, kind=SharedCase)
-        sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-        return distilled_case(sequences, directory, second=second)
-
-    return lambda layout: make("tree" in layout, 32 if layout.startswith("two") else None)
-
-
-@pytest.fixture(scope="module")
-def results(
-    request: pytest.FixtureRequest, case_of: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[RankResult]]:
-    directory, tasks = tmp_path_factory.mktemp("ranks"), {}
-    for (name,) in selected(request, "test_layout_computes_the_reference"):
-        case, teachers, _ = case_of(name)
-        config = distilled_config(case, teachers, directory, layout_of(name.removeprefix("two-")))
-        tasks[name] = (config, case.packs(), case.denominator, STEPS)
-    return run_by_size(train_rank, directory, tasks)
-
-
-@pytest.mark.parametrize("layout", some_in_acceptance(LAYOUTS, IN_ACCEPTANCE.__contains__))
-def test_layout_computes_the_reference(layout: str, case_of: Any, results: dict[str, list[RankResult]]) -> None:
-    case, _, kls = case_of(layout)
-    check_kls(kls, results[layout])
-    (check_case if "fsdp" in layout else check_everything)(case, results[layout])
-
-
-def check_kls(kls: dict[str | None, float], results: list[RankResult]) -> None:
-    """Compare the mean KL of all tokens, and of each source's, which must be far above the bounds."""
-    found = [result.stats[0] for result in results if result.stats[0] is not None]
-    assert found and min(kls.values()) > 0.5
-    for stats in found:
-        each = {None: float(stats.distillation_kl), **stats.source_kls}
-        assert each == pytest.approx(kls, abs=LOSS_BOUND)
 
 
 def _measure(placement: RankPlacement, config: RunConfig, width: int) -> taken.Taken:
@@ -92,9 +40,7 @@ def _measure(placement: RankPlacement, config: RunConfig, width: int) -> taken.T
 
 
 @pytest.mark.parametrize("backend", some_in_acceptance(["megatron", "fsdp"], lambda backend: backend == "fsdp"))
-def test_ranks_take_the_planned_memory(
-    backend: str, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_take_the_planned_memory(backend: str, qwen3: Path, tmp_path: Path) -> None:
     """A step's memory is within a tenth. Gradients are too small to be clipped, which is not planned."""
     path = save_teacher(tmp_path / "teacher")
     section = DistillationConfig(path=path, coef=1e-6, mode="exact", placement="workers")
@@ -111,14 +57,8 @@ def test_ranks_take_the_planned_memory(
     ]
     tasks = [(config, model.hidden_size) for config in configs]
     measured = run_each(_measure, 2, tmp_path / "ranks", tasks)
-    for module in (packed_attention, prefixes):
-        monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
+    taken.check_taken(backend, {str(config.trainer.parallel): config for config in configs}, measured)
     planner = load_backend(backend).planner()
-    for config, ranks in zip(configs, measured, strict=True):
-        for rank, real in enumerate(ranks):
-            planned = planner.estimate(config, rank).memory
-            for kind, (wanted, found) in taken.compared(planned, real).items():
-                assert wanted == pytest.approx(found, rel=NEAR), (config.trainer.parallel, rank, kind)
     # Bytes of a column: of rows with padding, on the last stage, in float32 and bfloat16.
     columns = {"megatron": [[4 * 128, 4 * 128], [0, 2 * 256]], "fsdp": [[2 * VOCAB, 2 * VOCAB]]}[backend]
     held = [[planner.estimate(config, rank).memory.teacher_bytes for rank in range(2)] for config in configs]
@@ -181,11 +121,12 @@ def test_trainer_ranks_score_each_source_with_its_teacher(tmp_path: Path) -> Non
             assert stats.source_kls == pytest.approx(kls if mode == "exact" else {}, abs=LOSS_BOUND)
 
 
-def test_workers_return_hidden_states(case_of: Any, tmp_path: Path) -> None:
+def test_workers_return_hidden_states(cases: Any, tmp_path: Path) -> None:
     tasks = {}
     for name in ("tp2-sp", "pp2", "cp2", "tp2-tree", "fsdp"):
-        case, teachers, _ = case_of(name)
-        config = distilled_config(case, teachers, tmp_path, layout_of(name))
+        options = (("shares", True),) if "tree" in name else ()
+        case = cases("distilled", "qwen3", options=options)
+        config = case.config(tmp_path, layout_of(name))
         role = replace(config.roles[TEACHER], parallel=config.trainer.parallel)
         tasks[name] = (config.for_worker(role), case.packs())
     for name, results in run_by_size(teach, tmp_path, tasks).items():

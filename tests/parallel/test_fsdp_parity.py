@@ -1,122 +1,236 @@
 """The FSDP trainer agrees with Hugging Face's float64 model on unpacked sequences, and with the Megatron trainer.
 
-The same values are compared as for Megatron (``test_parity``), within the same bounds. All families of one layout run
-in one fork. Not covered here: CUDA.
+The same values are compared as for Megatron (``test_parity``), within the same bounds. Any Hugging Face causal language
+model trains completely, or is rejected with a reason: families without formulas in this project are compared like the
+known ones. Not covered here: CUDA.
 """
 
-from functools import cache
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
 
+from backends.common.linear_attention import Recurrence
+from backends.fsdp.model import _require_nothing_else
+from backends.fsdp.trainer import FsdpTrainer
+from slime_like.algorithms.context import Layout, split_for_context_parallel
+from slime_like.algorithms.packing.pack import pack_sequences
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError, TrainerError
+from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
-from tests.parallel.assembly import to_hugging_face
-from tests.parallel.parity import (
-    GRADIENT_BOUND,
-    LOGPROB_BOUND,
-    STEPS,
-    UPDATE_BOUND,
-    Case,
-    Settings,
-    check_biases,
-    check_changes,
-    check_exported_gradients,
-    check_loss,
-    check_scores,
-    check_tensors,
-    fsdp_config,
-    layers_of,
-    run_case,
-)
-from tests.parallel.ranks import run_by_size, run_each, selected
-from tests.parallel.steps import RankResult, by_stage, scored_packs, train_rank
-from tests.support.acceptance import some_in_acceptance
+from slime_like.planning.plan import count_parameters
+from slime_like.trajectory import PackedTrajectory
+from tests.parallel.cases import LENGTHS, PACKS
+from tests.parallel.checks import LOGPROB_BOUND, UPDATE_BOUND, check_tensors, whole
+from tests.parallel.feature_cases import value_config
+from tests.parallel.harness import Row, case_of, check, parameters, rows
+from tests.parallel.ranks import run_each, run_ranks
+from tests.parallel.steps import as_critic, scored_packs
+from tests.parallel.tiny import OTHERS, SIZES, save_checkpoint, scored_sequences, tiny_config
+
+pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
 
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss")
-LAYOUTS: dict[str, Settings] = {"single": {}, "dp2-cp2": {"data": 2, "context": 2}}
-VARIANTS: dict[str, tuple[str, Settings]] = {
-    "cp2-partly-rotary": ("glm4_moe", {"context": 2}),
-    "dp2-full-recompute": ("qwen3_moe", {"data": 2, "recompute": "full"}),
-    "cp2-block-recompute": ("deepseek_v3", {"context": 2, "recompute": 1}),
-    "dp2-sharded-gradients": ("qwen3", {"data": 2, "fsdp": {"accumulate": "sharded"}}),
-    "dp2-kept-weights": ("qwen2", {"data": 2, "fsdp": {"reshard_after_forward": False}}),
-    "dp2-offload": ("qwen3", {"data": 2, "offload": True}),
-    "cp2-ring-flash-attn": ("qwen3", {"context": 2, "attention": "ring_flash_attn"}),
-    "cp4": ("llama", {"context": 4}),
-    "cp2-latent-ring-flash-attn": ("deepseek_v3_direct", {"context": 2, "attention": "ring_flash_attn"}),
-}
-IN_ACCEPTANCE = ("dp2-kept-weights", "cp4", "cp2-latent-ring-flash-attn")
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+WINDOWS = ("gpt_oss", "gemma3_text")
+OURS = Row("plain", "qwen3_moe", "fsdp-dp2-cp2")
+ROWS = [
+    *rows("plain", dict.fromkeys(FAMILIES, ("fsdp", "fsdp-dp2-cp2"))),
+    *rows("plain", {"glm4_moe": ("fsdp-cp2",), "qwen3_moe": ("fsdp-dp2-recompute",)}),
+    *rows("plain", {"deepseek_v3": ("fsdp-cp2-recompute1",)}),
+    *rows("plain", {"qwen3": ("fsdp-dp2-sharded", "fsdp-dp2-host", "fsdp-cp2-ring_flash_attn")}),
+    *rows("plain", {"qwen2": ("fsdp-dp2-kept",), "llama": ("fsdp-cp4",)}, True),
+    *rows("plain", {"deepseek_v3_direct": ("fsdp-cp2-ring_flash_attn",)}, True),
+    *rows("plain", dict.fromkeys(OTHERS, ("fsdp-cp2",))),
+    *rows("lengths", dict.fromkeys(HYBRID, ("fsdp-recompute", "fsdp-cp2"))),
+    *rows("lengths", dict.fromkeys(WINDOWS, ("fsdp-cp2",))),
+    *rows("neighbor", {"qwen3_5_text": ("fsdp-bfloat16", "fsdp-cp2-bfloat16")}, False, ("only", True)),
+    *rows("neighbor", dict.fromkeys(WINDOWS, ("fsdp-cp2",)), False, ("changed", 2), ("only", True)),
+    *rows("shared", dict.fromkeys(("qwen3", "qwen3_moe"), ("fsdp-dp2-cp2", "fsdp-recompute"))),
+    *rows("supports", {"qwen3": ("fsdp-dp2-cp2",)}),
+    *rows("supports", {"qwen3": ("fsdp-dp2-cp2",)}, False, ("shares", True)),
+]
 
 
-def run_cases(cases: list[Case], layout: Settings, directory: Path, steps: int = STEPS) -> list[list[RankResult]]:
-    """Return every rank's results, by case."""
-    configs = [fsdp_config(case, directory, layout) for case in cases]
-    world = configs[0].trainer.parallel.world_size
-    tasks = [(config, case.packs(), case.denominator, steps) for config, case in zip(configs, cases, strict=True)]
-    return [list(results) for results in run_each(train_rank, world, directory / "ranks", tasks)]
+@parameters(ROWS)
+def test_a_family_computes_the_reference(row: Row, cases: Any, results: Any) -> None:
+    check(row, cases, results)
 
 
-def check_case(case: Case, results: list[RankResult]) -> None:
-    check_scores(case, results)
-    check_loss(case, results)
-    check_exported_gradients(case, results)
-    for result in results:
-        check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
-        check_changes(case, result.weights)
-    check_biases(case, results)
-
-
-@pytest.fixture(scope="module")
-def every_family(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    @cache
-    def run(layout: str) -> dict[str, list[RankResult]]:
-        results = run_cases([cases(family, 2) for family in FAMILIES], LAYOUTS[layout], tmp_path_factory.mktemp(layout))
-        return dict(zip(FAMILIES, results, strict=True))
-
-    return run
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_family_computes_the_reference(layout: str, cases: Any, every_family: Any) -> None:
-    for family, results in every_family(layout).items():
-        check_case(cases(family, 2), results)
-
-
-@pytest.fixture(scope="module")
-def of_variants(
-    request: pytest.FixtureRequest, cases: Any, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Case, list[RankResult]]]:
-    directory = tmp_path_factory.mktemp("variants")
-    chosen = {name: VARIANTS[name] for (name,) in selected(request, "test_settings_do_not_change_the_result")}
-    made = {name: cases(family, layers_of(layout)) for name, (family, layout) in chosen.items()}
-    tasks = {
-        name: (fsdp_config(case, directory, VARIANTS[name][1]), case.packs(), case.denominator, STEPS)
-        for name, case in made.items()
-    }
-    return {name: (made[name], ranks) for name, ranks in run_by_size(train_rank, directory, tasks).items()}
-
-
-@pytest.mark.parametrize("variant", some_in_acceptance(VARIANTS, IN_ACCEPTANCE.__contains__))
-def test_settings_do_not_change_the_result(variant: str, of_variants: Any) -> None:
-    check_case(*of_variants[variant])
-
-
-def test_megatron_and_fsdp_agree(cases: Any, every_family: Any, tmp_path: Path) -> None:
-    case = cases("qwen3_moe", 2)
-    megatron = run_case(case, {"data": 2, "distributed": True}, tmp_path / "megatron")
-    ours = every_family("dp2-cp2")["qwen3_moe"]
-    for index, scored in scored_packs(megatron).items():
-        other = scored_packs(ours)[index][0]
-        torch.testing.assert_close(scored[0]["old_logprobs"], other["old_logprobs"], rtol=0, atol=LOGPROB_BOUND)
-    theirs = to_hugging_face(by_stage(megatron, "weights"), ModelDimensions.from_checkpoint(case.checkpoint))
+@pytest.mark.parametrize(("row", "other"), [(OURS, Row("plain", "qwen3_moe", "dp2-distributed"))], ids=str)
+def test_megatron_and_fsdp_agree(row: Row, other: Row, cases: Any, results: Any) -> None:
+    case, ours, theirs = case_of(row, cases), results[row], results[other]
+    for index, scored in scored_packs(theirs).items():
+        of_ours = scored_packs(ours)[index][0]
+        torch.testing.assert_close(scored[0]["old_logprobs"], of_ours["old_logprobs"], rtol=0, atol=LOGPROB_BOUND)
     changes = [
         {name: weights[name].double() - value for name, value in case.initial.items()}
-        for weights in (ours[0].weights, theirs)
+        for weights in (whole(case, each, "weights")[0] for each in (ours, theirs))
     ]
     check_tensors(changes[0], changes[1], UPDATE_BOUND)
-    for mine, other in zip(ours[0].stats, megatron[0].stats, strict=True):
-        assert mine is not None and other is not None
+    for mine, their in zip(ours[0].stats, theirs[0].stats, strict=True):
+        assert mine is not None and their is not None
         for name in ("loss", "grad_norm", "moe_aux_loss", "entropy", "learning_rate"):
-            assert float(getattr(mine, name)) == pytest.approx(float(getattr(other, name)), rel=2e-4), name
+            assert float(getattr(mine, name)) == pytest.approx(float(getattr(their, name)), rel=2e-4), name
+
+
+def test_context_ranks_share_heads_in_both_layouts(tmp_path: Path) -> None:
+    pack = pack_sequences(scored_sequences(LENGTHS[0]))
+    (alone,) = run_ranks(_mixed, 1, tmp_path / "1", pack)
+    shared = run_ranks(_mixed, 2, tmp_path / "2", pack)
+    for layout, expected in alone.items():
+        for of_one, *parts in zip(expected, *(found[layout] for found in shared), strict=True):
+            torch.testing.assert_close(sum(parts), of_one, rtol=0, atol=1e-11)
+
+
+def _mixed(placement: RankPlacement, pack: PackedTrajectory) -> dict[str, list[Tensor]]:
+    """Return this rank's outputs, among zeros for all tokens, and its part of all gradients, by layout."""
+    address = f"tcp://{placement.master_address}:{placement.master_port}"
+    dist.init_process_group("gloo", init_method=address, rank=placement.rank, world_size=placement.world_size)
+    assert dist.group.WORLD is not None
+    found = {}
+    for layout in get_args(Layout):
+        generator = torch.Generator().manual_seed(0)
+        tokens, shapes = len(pack.tokens), ((2, 8), (2, 8), (4, 6), (4,), (4,))
+        shapes_of_parameters = (2 * 2 * 8 + 4 * 6, 4), (4,), (4,)
+        leaves = [
+            torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+            for shape in (*((tokens, *shape) for shape in shapes), *shapes_of_parameters)
+        ]
+        shard = split_for_context_parallel(pack, placement.world_size, placement.rank, layout)
+        real = (shard.source >= 0).nonzero()[:, 0]
+        local = [x[shard.source.clamp_min(0)] for x in leaves[:5]]  # padding has values that must not matter
+        out = Recurrence.of(shard, dist.group.WORLD).mix(*local, *leaves[5:])
+        whole = out.new_zeros(tokens, *out.shape[1:]).index_copy(0, shard.source[real], out[real])
+        grad = torch.randn(whole.shape, generator=generator, dtype=whole.dtype)
+        found[layout] = [whole.detach(), *torch.autograd.grad(whole, leaves, grad)]
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- any model
+REFUSED = {
+    "Gemma2Config": "asks for softcap in attention",
+    "MixtralConfig": "checkpoints of MixtralForCausalLM are arranged differently from its modules",
+    "FalconConfig": "no causal language model for it whose attention can be replaced",
+    "Lfm2Config": "a sequence affects the next one in a micro-batch",
+    "Qwen2MoeConfig": "differ from those of transformers' own forward pass",  # a window in its mask only
+    "a factor that its head leaves out": "differ from those of transformers' own forward pass",
+    "a sequence longer than a chunk": f"a sequence has {max(map(sum, PACKS[1]))} tokens, but layers of",
+}
+"""Configuration class of transformers, or a fault of a checkpoint, and the message."""
+
+
+def test_models_that_do_not_support_packs_are_rejected_by_name(tmp_path: Path) -> None:
+    """Runs in bfloat16, whose rounding could hide a difference."""
+    models = [_checkpoint(name, tmp_path / str(index)) for index, name in enumerate(REFUSED)]
+    wide = pack_sequences(scored_sequences(PACKS[1]))
+    configs = [_config(model, name) for name, model in zip(REFUSED, models, strict=True)]
+    messages = run_each(_refusal, 1, tmp_path / "ranks", [(config, wide) for config in configs])
+    for (name, sentence), (message,) in zip(REFUSED.items(), messages, strict=True):
+        assert sentence in message, f"{name}: {message}"
+
+
+def test_critics_of_other_families_start_unless_they_do_not_support_packs(tmp_path: Path) -> None:
+    """The check at the start gives the head weights for a moment; it begins at 0, without a bias of the logits."""
+    kinds = [save_checkpoint(family, tmp_path / family) for family in ("gemma3_text", "phi", "cohere", "qwen3_5_text")]
+    models = [*kinds, _checkpoint("Lfm2Config", tmp_path / "lfm2")]
+    tasks = [(value_config(model, tmp_path, {"backend": "fsdp"}, "bfloat16"),) for model in models]
+    *found, (refused,) = run_each(_start_of_a_critic, 1, tmp_path / "ranks", tasks)
+    assert found == [("started with 0.0",)] * len(kinds)
+    assert "a sequence affects the next one in a micro-batch (values change by" in refused
+
+
+def _start_of_a_critic(placement: RankPlacement, config: RunConfig) -> str:
+    trainer = FsdpTrainer(config, as_critic(placement))
+    try:
+        trainer.setup()
+        return f"started with {float(trainer.model.hugging_face.score.weight.full_tensor().detach().abs().max())}"
+    except ConfigError as error:
+        return str(error)
+    finally:
+        trainer.shutdown()
+
+
+def test_a_buffer_of_the_checkpoint_is_rejected_by_name() -> None:
+    """Buffers that follow from the configuration are in no checkpoint, and routers' biases are kept."""
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("angles", torch.zeros(2), persistent=False)
+    module.register_buffer("e_score_correction_bias", torch.zeros(2))
+    model = torch.nn.ModuleDict({"gate": module})
+    _require_nothing_else(model)
+    module.register_buffer("running_mean", torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"has 1 tensor \(gate\.running_mean, "):
+        _require_nothing_else(model)
+
+
+def test_a_plan_counts_the_model_itself(tmp_path: Path) -> None:
+    """A token passes two of four experts and everything else except the embedding."""
+    model = save_checkpoint("qwen2_moe", tmp_path)
+    found = ModelDimensions.from_checkpoint(model)
+    counted = count_parameters(_config(model, ""), found, FsdpTrainer)
+    sizes = {name: value.numel() for name, value in load_file(model / "model.safetensors").items()}
+    assert found.attention.unsupported is not None and counted.num_parameters == sum(sizes.values())
+    idle = sum(size for name, size in sizes.items() if ".experts.0." in name or ".experts.1." in name)
+    assert counted.active_parameters == sum(sizes.values()) - idle - sizes["model.embed_tokens.weight"]
+
+
+def _refusal(placement: RankPlacement, config: RunConfig, pack: Any) -> str:
+    """Return the error of the run's start, or of its first pack."""
+    trainer = FsdpTrainer(config, placement)
+    try:
+        trainer.setup()
+        trainer.score([pack])
+    except (ConfigError, TrainerError) as error:
+        return str(error)
+    finally:
+        trainer.shutdown()
+    return "nothing"
+
+
+def _config(model: Path, name: str) -> RunConfig:
+    supervised = {"loss": "sft"} if "chunk" in name else {}  # lengths of samples are rejected before anything starts
+    lengths: dict[str, Any] = {"data": {"max_prompt_tokens": 16}, "rollout": {"max_new_tokens": 16}}
+    return tiny_config(model, model, None, "bfloat16", **lengths, algorithm=supervised, trainer={"backend": "fsdp"})
+
+
+def _checkpoint(name: str, directory: Path) -> Path:
+    if not name.endswith("Config"):
+        save_checkpoint("llama", directory)
+        change = {
+            "attention_chunk_size": 32,
+            "mlp_bias": False,
+            "hidden_act": "silu",
+            "architectures": ["Llama4ForCausalLM"],
+        }
+        file = directory / "config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps(config | (change if "chunk" in name else {"logits_scaling": 4.0})))
+        return directory
+    torch.manual_seed(0)
+    sizes = {**SIZES, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, name)(**sizes, **_FEATURES.get(name, {}))
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
+
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "Gemma2Config": {"head_dim": 16},
+    "MixtralConfig": {"num_local_experts": 2},
+    "Qwen2MoeConfig": {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True,
+        "sliding_window": 200,
+        "layer_types": ["sliding_attention"] * 4,
+    },
+    "Lfm2Config": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},
+}

@@ -4,7 +4,6 @@
 """
 
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,15 +20,7 @@ from backends.common.linear_attention import Boundaries, Recurrence
 from backends.megatron.attention import PackedLayout
 from backends.megatron.families.gated_delta import GatedDeltaNet
 from backends.megatron.parallel import alone_as
-from slime_like.algorithms.packing.pack import pack_sequences
-from slime_like.config import RunConfig, TrainerConfig
-from slime_like.interfaces import RankPlacement
-from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import check_everything, run_case
-from tests.parallel.ranks import run_ranks
-from tests.parallel.steps import running
-from tests.parallel.test_fsdp_hybrid import hybrid_case
-from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config
+from slime_like.config import TrainerConfig
 
 LENGTHS = (3, 64, 1, 130, 65, 2, 63)
 SIZES: dict[str, int] = {
@@ -90,23 +81,3 @@ def test_the_layer_is_transformers(kind: Any) -> None:
         assert value.grad is not None
         error = float((value.grad - wanted[name]).norm() / wanted[name].norm())
         assert error < 5e-5, f"{name}: {error:.2e}"
-
-
-def test_a_pack_around_the_ends_of_chunks_computes_the_reference(tmp_path: Path) -> None:
-    case = hybrid_case("qwen3_5_text", tmp_path / "case")
-    check_everything(case, run_case(case, {"tensor": 2, "sequence": True, "context": 2}, tmp_path))
-
-
-def test_a_neighbor_changes_no_bit(tmp_path: Path) -> None:
-    model, lengths = save_checkpoint("qwen3_next", tmp_path / "model", layers=2), [(9, 56), (40, 23), (2, 70)]
-    first, second = (scored_sequences(lengths, seed) for seed in (0, 1))
-    packs = [pack_sequences([first[0], other[1], first[2]]) for other in (first, second)]
-    config = tiny_config(model, tmp_path, dtype="bfloat16")
-    ((one, other),) = run_ranks(_logprobs, 1, tmp_path / "ranks", config, packs)
-    assert torch.equal(one[:56], other[:56]) and torch.equal(one[-70:], other[-70:])
-    assert not torch.equal(one, other)
-
-
-def _logprobs(placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory]) -> list[Tensor]:
-    with running(placement, config, scores=True) as trainer:
-        return [scored["old_logprobs"] for scored in trainer.score(packs)]

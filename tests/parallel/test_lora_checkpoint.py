@@ -20,12 +20,16 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.interfaces.conversion import ConversionOptions
 from slime_like.weights.adapter import factor_names
-from tests.parallel.layouts import layout_of
+from tests.parallel.checkpoints import (
+    RankRecord,
+    checkpoint_config,
+    load_and_continue,
+    merged_records,
+    save_and_continue,
+)
 from tests.parallel.ranks import run_by_size, run_ranks, selected
-from tests.parallel.steps import assert_close, exported_from, running, same_bits
-from tests.parallel.test_checkpoint import RankRecord, load_and_continue, merged_records, record_of, two_seeded_steps
-from tests.parallel.tiny import save_checkpoint, tiny_config
-from tests.parallel.values import as_critic
+from tests.parallel.steps import as_critic, assert_close, exported_from, running, same_bits
+from tests.parallel.tiny import save_checkpoint
 from tests.support.acceptance import some_in_acceptance
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
@@ -34,50 +38,30 @@ RANK, ALPHA = 4, 6.0
 
 
 def _config(model: Path, run_dir: Path, layout: str, dtype: str = "float32", **lora: Any) -> RunConfig:
-    parallel = layout_of(layout)
-    trainer: dict[str, Any] = {"backend": parallel.pop("backend", "megatron")}
-    sharded = parallel.pop("distributed", trainer["backend"] == "fsdp")
-    trainer["optimizer"] = {"lr": 1e-2, "distributed": sharded}
     settings = {"rank": RANK, "alpha": ALPHA, "sync": "adapter", **lora}
-    config = tiny_config(model, run_dir, parallel, dtype, trainer=trainer, steps=20)
-    given = RunConfig.model_validate(
-        {**config.model_dump(), "model": {"path": model, "dtype": dtype, "lora": settings}}
-    )
-    return given
-
-
-def _save(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
-    with running(placement, config) as trainer:
-        two_seeded_steps(trainer, placement)
-        trainer.save(directory / "trainer")
-        trainer.export_hf(directory / "hf")
-        return record_of(trainer)
-
-
-def _load(placement: RankPlacement, config: RunConfig, directory: Path) -> RankRecord:
-    return load_and_continue(placement, config, directory / "trainer")
+    return checkpoint_config(model, run_dir, layout, dtype, lora=settings)
 
 
 def _run(function: Any, config: RunConfig, directory: Path, *arguments: Any) -> list[Any]:
     return run_ranks(function, config.trainer.parallel.world_size, directory, config, *arguments)
 
 
-class Saved:
+class SavedLora:
     """A run's configuration, its checkpoint and PEFT directory, and its factors then and after another step."""
 
     def __init__(self, root: Path, family: str, layout: str, **settings: Any) -> None:
         self.model = save_checkpoint(family, root, layers=4 if family == "qwen3" else 2)
         self.config = _config(self.model, root, layout, **settings)
         self.directory = root / "checkpoint"
-        records = _run(_save, self.config, root / "ranks", self.directory)
+        records = _run(save_and_continue, self.config, root / "ranks", self.directory)
         self.factors, self.later = (merged_records(records, what) for what in ("at_checkpoint", "later"))
 
 
 @pytest.fixture(scope="module")
 def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
-    def save(family: str, layout: str, **settings: Any) -> Saved:
-        return Saved(tmp_path_factory.mktemp(f"{family}-{layout}"), family, layout, **settings)
+    def save(family: str, layout: str, **settings: Any) -> SavedLora:
+        return SavedLora(tmp_path_factory.mktemp(f"{family}-{layout}"), family, layout, **settings)
 
     return save
 
@@ -108,8 +92,8 @@ def loaded(
     root, tasks = tmp_path_factory.mktemp("loads"), {}
     for family, wrote, reads in selected(request, "test_every_layout_continues"):
         saved = saved_by(family, wrote)
-        tasks[family, wrote, reads] = _config(saved.model, root, reads), saved.directory
-    return run_by_size(_load, root, tasks)
+        tasks[family, wrote, reads] = _config(saved.model, root, reads), saved.directory / "trainer"
+    return run_by_size(load_and_continue, root, tasks)
 
 
 @pytest.mark.parametrize(("family", "wrote", "reads"), some_in_acceptance(CONTINUED, IN_ACCEPTANCE.__contains__))
@@ -170,7 +154,7 @@ def _start_critic(placement: RankPlacement, config: RunConfig) -> dict[str, Tens
 
 
 # ------------------------------------------------------------------------------------------------------- other programs
-def converted(saved: Saved, output: Path, **options: Any) -> Path:
+def converted(saved: SavedLora, output: Path, **options: Any) -> Path:
     """Convert the run's checkpoint as ``slime-like convert to-hf`` does."""
     config = saved.config
     converter = load_backend(config.trainer.backend).converter(config.model, config.trainer)
@@ -179,7 +163,7 @@ def converted(saved: Saved, output: Path, **options: Any) -> Path:
     return output
 
 
-def _products(saved: Saved) -> dict[str, Tensor]:
+def _products(saved: SavedLora) -> dict[str, Tensor]:
     """Return the base's weights in float64, with the products of the factors added."""
     weights = {name: weight.double() for name, weight in load_file(saved.model / "model.safetensors").items()}
     for name in weights:
@@ -193,7 +177,7 @@ TOKENS = torch.arange(40).view(2, 20)
 
 
 @torch.no_grad()
-def expected_logits(saved: Saved) -> Tensor:
+def expected_logits(saved: SavedLora) -> Tensor:
     """Return the logits of transformers' model with the products written into its weights, in float64."""
     model = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
     base = model(TOKENS).logits
@@ -203,7 +187,7 @@ def expected_logits(saved: Saved) -> Tensor:
 
 
 @torch.no_grad()
-def check_adapter(saved: Saved, adapter: Path, expected: Tensor) -> None:
+def check_adapter(saved: SavedLora, adapter: Path, expected: Tensor) -> None:
     """Compare what PEFT computes with the adapter."""
     model = AutoModelForCausalLM.from_pretrained(saved.model, dtype=torch.float64)
     model = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double()
@@ -232,7 +216,12 @@ def test_layers_may_have_different_targets(saved_by: Any, tmp_path: Path) -> Non
     saved = saved_by("qwen3", "tp2", targets=targets)
     assert len(saved.factors) == 2 * (4 + 1)
     config = _config(saved.model, tmp_path, "single", targets=targets)
-    same_bits(merged_records(_run(_load, config, tmp_path / "ranks", saved.directory), "at_checkpoint"), saved.factors)
+    same_bits(
+        merged_records(
+            _run(load_and_continue, config, tmp_path / "ranks", saved.directory / "trainer"), "at_checkpoint"
+        ),
+        saved.factors,
+    )
     check_adapter(saved, saved.directory / "hf", expected_logits(saved))
     check_whole(converted(saved, tmp_path / "merged", merge=True), expected_logits(saved))
 

@@ -24,9 +24,9 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import PACKS, TAIL
+from tests.parallel.cases import PACKS, TAIL
+from tests.parallel.feature_cases import force_routes
 from tests.parallel.ranks import run_each, run_ranks
-from tests.parallel.routes import force_routes
 from tests.parallel.steps import running
 from tests.parallel.strict import StrictDevice, WaitsForDevice
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config

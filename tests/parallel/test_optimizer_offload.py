@@ -16,9 +16,9 @@ from backends.megatron.trainer import MegatronTrainer
 from slime_like.config import RunConfig
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.interfaces import RankPlacement
+from tests.parallel.checkpoints import step_of_four
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import assert_close, exported_from, running
-from tests.parallel.test_checkpoint import step_of_four
 from tests.parallel.tiny import tiny_config
 from tests.support.acceptance import some_in_acceptance
 

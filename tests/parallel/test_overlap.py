@@ -14,7 +14,7 @@ from slime_like.algorithms.packing.pack import pack_sequences
 from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.trajectory import PackedTrajectory
-from tests.parallel.parity import parity_config
+from tests.parallel.cases import parity_config
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_from, running, same_bits, weights_of
 from tests.parallel.tiny import scored_sequences

@@ -1,34 +1,20 @@
-"""Every parallel layout agrees with Hugging Face's float64 model on unpacked sequences.
+"""Every parallel layout of Megatron agrees with Hugging Face's float64 model on unpacked sequences.
 
 Compared are per-token logprobs and entropies, the RL loss (clipped surrogate, KL, entropy; with experts also the
 routers' balancing loss) and its gradients tensor by tensor, and the change of the weights after two AdamW steps with
 clipping and weight decay. A step consists of several packs in two windows. Every rank's memory is compared with the
-plan. Not covered here: CUDA kernels.
+plan. Packs also share prefixes (samples of one prompt, two of them equal and one the start of another; a prompt that
+context ranks cut; rows that continue parts of one history), and have the supports of truncated samples. Not covered
+here: CUDA kernels.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.parallel.harness import Row, check, parameters, rows
 from tests.parallel.held import check_held
 from tests.parallel.layouts import layout_of
-from tests.parallel.parity import (
-    MASKED,
-    PACKS,
-    Case,
-    check_everything,
-    check_gradients,
-    layers_of,
-    parity_config,
-    samples_with_loss,
-    task_of,
-)
-from tests.parallel.ranks import run_by_size, selected
-from tests.parallel.reference import Reference
-from tests.parallel.steps import scored_packs, train_rank
-from tests.parallel.tiny import save_checkpoint, scored_sequences
 
 pytestmark = pytest.mark.timeout(900)  # one fork runs many cases
 
@@ -72,55 +58,41 @@ IN_ACCEPTANCE: dict[str, tuple[str, ...]] = {
 }
 """Every family's layouts: each axis that it claims, alone or combined with others."""
 
+PLAIN = [
+    *rows("plain", CLAIMS),
+    *rows("plain", IN_ACCEPTANCE, True),
+    *rows("rounded", {"qwen3": ("single", "tp2-sp", "cp2", "cp2-ring_flash_attn", "pp2")}),
+]
+PACKED = [
+    # Without a name, attention over ranks is the ring, and for windows the all-gather.
+    *rows("neighbor", {"glm4_moe": ("single", "cp2", "cp2-allgather")}),
+    *rows("neighbor", dict.fromkeys(("gpt_oss", "gemma3", "mistral"), ("single", "cp2"))),
+    *rows("neighbor", {"qwen3_next": ("bfloat16",)}, False, ("changed", 2), ("only", True)),
+    *rows("lengths", {"qwen3_5_text": ("tp2-sp-cp2",)}),
+    *rows("shared", {"qwen3": ("single", "pp2-vpp2", "cp4", "tp2-sp-cp2", "offload")}),
+    *rows("shared", {"qwen3": ("dp2-distributed", "recompute", "recompute2")}, True),
+    *rows("shared", {"qwen3_moe": ("tp2-sp-ep2",), "deepseek_v3": ("single", "cp2")}),
+    *rows("shared", {"qwen3": ("single",)}, False, ("sharing", "prompts")),
+    *rows("balanced", {"qwen3_moe": ("dp2-ep2", "tp2-sp-ep2", "cp2")}),
+    *rows("supports", {"qwen3": ("single", "tp2-sp", "pp2-recompute", "cp2")}),
+    *rows("supports", {"qwen3": ("tp2-sp", "pp2-recompute", "cp2-allgather")}, False, ("shares", True)),
+]
 
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [(family, layout) for family, layouts in CLAIMS.items() for layout in layouts]
-    + [
-        pytest.param(family, layout, marks=pytest.mark.acceptance)
-        for family, layouts in IN_ACCEPTANCE.items()
-        for layout in layouts
-    ],
-)
-def test_layout_computes_the_reference(family: str, layout: str, cases: Any, results: Any) -> None:
-    case, (config, found) = cases(family, layers_of(layout_of(layout))), results[family, layout]
-    check_everything(case, found)
+
+@parameters(PLAIN)
+def test_layout_computes_the_reference_and_holds_the_planned_memory(row: Row, cases: Any, results: Any) -> None:
+    check(row, cases, results)
     # The plans of Qwen3's other layouts are traced in test_planned_memory.
-    is_first = layout == CLAIMS.get(family, (layout,))[0]
-    check_held(config, [r.held for r in found], is_first or not {"expert", "attention"}.isdisjoint(layout_of(layout)))
+    is_first = row.feature == "plain" and row.layout == CLAIMS.get(row.family, (row.layout,))[0]
+    traced = row.feature == "plain" and not {"expert", "attention"}.isdisjoint(layout_of(row.layout))
+    check_held(results[row][0].config, [result.held for result in results[row]], is_first or traced)
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run all selected layouts of all families; return each one's configuration and results of every rank."""
-    directory, tasks = tmp_path_factory.mktemp("ranks"), {}
-    for family, layout in selected(request, "test_layout_computes_the_reference"):
-        case = cases(family, layers_of(layout_of(layout)))
-        tasks[family, layout] = task_of(case, layout_of(layout), directory)
-    found = run_by_size(train_rank, directory, tasks)
-    return {name: (tasks[name][0], ranks) for name, ranks in found.items()}
+@parameters(PACKED)
+def test_packs_compute_the_reference(row: Row, cases: Any, results: Any) -> None:
+    check(row, cases, results)
 
 
-def test_bfloat16_stays_near_the_reference(tmp_path: Path) -> None:
-    """Mean logprob gap below 1e-2 nats, and gradients within 5 % of the reference on the same rounded weights.
-
-    The clip range is wide, because rounding a ratio across its edge would change the gradient abruptly.
-    """
-    checkpoint = save_checkpoint("qwen3", tmp_path / "model", layers=2)
-    sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    wide = {"name": "ppo_clip", "clip_low": 0.99, "clip_high": 100.0}
-    names = ("single", "tp2-sp", "cp2", "cp2-ring_flash_attn", "pp2")
-    configs = {name: parity_config(checkpoint, tmp_path, layout_of(name), "bfloat16", loss=wide) for name in names}
-    reference = Reference(checkpoint, configs["single"].algorithm)
-    reference.model.bfloat16().double()
-    denominator = samples_with_loss(sequences)
-    expected = reference.step(sequences, denominator)
-    case = Case(checkpoint, sequences, expected)
-    tasks = {name: (config, case.packs(), denominator, 1) for name, config in configs.items()}
-    for name, results in run_by_size(train_rank, tmp_path, tasks).items():
-        for index, scored in scored_packs(results).items():
-            start = sum(len(pack) for pack in PACKS[:index])
-            wanted = torch.cat(expected.logprobs[start : start + len(PACKS[index])])
-            assert float((scored[0]["old_logprobs"].double() - wanted).abs().mean()) < 1e-2, name
-        check_gradients(case, results, bound=5e-2)
-        check_held(configs[name], [result.held for result in results])
+def test_packs_that_share_prefixes_are_smaller(cases: Any) -> None:
+    """Otherwise the tests above would compare packs that share nothing."""
+    assert [pack.shared_tokens for pack in cases("shared", "qwen3").packs()] == [9 * 3 + 1 + 6, 60, 13 + 13 + 8 + 10, 0]

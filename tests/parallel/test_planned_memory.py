@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from backends.common.attention import packed_attention, prefixes
-from backends.common.attention.kernels import CpuFlash
-from slime_like.interfaces import load_backend
+from slime_like.config import AlgorithmConfig, RunConfig
+from slime_like.config.roles import CRITIC
+from slime_like.interfaces import RankPlacement, load_backend
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.planning.planned_run import Hardware
 from tests.parallel.ranks import run_each
-from tests.parallel.taken import compared, measure_rank, planned_config
+from tests.parallel.steps import as_critic
+from tests.parallel.taken import Taken, check_taken, measure_rank, planned_config
 from tests.parallel.tiny import save_checkpoint
 from tests.support.acceptance import some_in_acceptance
 
@@ -65,15 +66,19 @@ QUICK = {
     ),
     "fsdp": ("truncated", "one layer recomputed", "cp2", "factors, dp2, one layer recomputed"),
 }
-NEAR = 0.1
+CRITICS: dict[str, list[dict[str, Any]]] = {
+    "megatron": [
+        {"parallel": {"tensor": 2, "sequence": True}, "dtype": "float32"},
+        {"parallel": {"context": 2}, "optimizer": {"distributed": True}},
+    ],
+    "fsdp": [{"parallel": {"data": 2}}],
+}
 
 
 @pytest.mark.parametrize("quick", some_in_acceptance([True, False], lambda quick: not quick))
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_ranks_take_the_planned_memory(
-    backend: str, world_size: int, quick: bool, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_take_the_planned_memory(backend: str, world_size: int, quick: bool, qwen3: Path, tmp_path: Path) -> None:
     every = {"megatron": MEGATRON, "fsdp": FSDP}[backend]
     layouts = {name: layout for name, layout in every.items() if (name in QUICK[backend]) == quick}
     small, configs = save_checkpoint("qwen3", tmp_path / "small", layers=2), {}
@@ -83,15 +88,38 @@ def test_ranks_take_the_planned_memory(
     selected = {name: config for name, config in configs.items() if config.trainer.parallel.world_size == world_size}
     tasks = [(config,) for config in selected.values()]
     taken = run_each(measure_rank, world_size, tmp_path / "ranks", tasks, timeout_s=480.0)  # many layouts in one fork
-    for module in (packed_attention, prefixes):
-        monkeypatch.setattr(module, "kernel_for", lambda device: CpuFlash())
-    planner, far = load_backend(backend).planner(), []
-    for (name, config), ranks in zip(selected.items(), taken, strict=True):
-        for rank, real in enumerate(ranks):
-            for kind, (planned, found) in compared(planner.estimate(config, rank).memory, real).items():
-                if planned != pytest.approx(found, rel=NEAR):
-                    far.append(f"{name}, rank {rank}, {kind}: {planned} planned, {found} taken")
-    assert not far
+    check_taken(backend, selected, taken)
+
+
+@pytest.mark.parametrize("backend", CRITICS)
+def test_a_critics_ranks_take_the_planned_memory(backend: str, tmp_path: Path) -> None:
+    model = save_checkpoint("qwen2", tmp_path / "model", layers=2)
+    policies = {str(layout): planned_config(backend, model, tmp_path, **layout) for layout in CRITICS[backend]}
+    configs, planner = {}, load_backend(backend).planner()
+    for name, policy in policies.items():
+        gae = {"algorithm": AlgorithmConfig(advantage="gae"), "reference": policy.reference}
+        critic = policy.model_copy(update=gae).for_critic()
+        trainer = critic.trainer.model_copy(update={"optimizer": policy.trainer.optimizer})
+        configs[name] = critic.model_copy(update={"trainer": trainer})
+        for rank in (0, 1):
+            planned = planner.estimate(configs[name], rank, CRITIC)
+            assert planned.memory.head_bytes == 0 and planned.training.head_flops == 0
+            assert planned.training.matmul_flops < planner.estimate(policy, rank).training.matmul_flops
+    taken = run_each(_measure_critic, 2, tmp_path / "ranks", [(config,) for config in configs.values()])
+    check_taken(backend, configs, taken, CRITIC, exact=("parameters", "optimizer state"))
+
+
+def _measure_critic(placement: RankPlacement, config: RunConfig) -> Taken:
+    return measure_rank(as_critic(placement), config)
+
+
+def test_a_critic_has_a_parameter_per_hidden_unit_instead_of_logits(tmp_path: Path) -> None:
+    for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
+        model = save_checkpoint(family, tmp_path / family, layers=2)
+        policy, critic = (ModelDimensions.from_checkpoint(model, values=values) for values in (False, True))
+        logits = 0 if policy.tied_embeddings else policy.vocab_size * policy.hidden_size
+        assert critic.num_parameters == policy.num_parameters - logits + policy.hidden_size
+        assert critic.active_parameters == policy.active_parameters - (policy.vocab_size - 1) * policy.hidden_size
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])

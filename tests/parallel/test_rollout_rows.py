@@ -6,7 +6,7 @@ all rows of a micro-batch. The parity matrix (``test_parity.py``) covers that st
 
 import random
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -16,7 +16,8 @@ from slime_like.config import RunConfig
 from slime_like.interfaces import RankPlacement
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.trajectory import ScoredTrajectory
-from tests.parallel.parity import GRADIENT_BOUND, LOSS_BOUND, Case, check_tensors, fsdp_config, parity_config
+from tests.parallel.cases import parity_config
+from tests.parallel.checks import GRADIENT_BOUND, LOSS_BOUND, check_tensors
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import exported_gradients, optimizer_steps, running
 from tests.parallel.test_streaming import train_windows
@@ -96,10 +97,7 @@ def test_rows_train_like_whole_rollouts(name: str, models: dict[bool, Path], tmp
     backend, layout, reduction = CASES[name]
     model = models[name.startswith("experts")]
     objective = {**OBJECTIVE, "reduction": {"name": reduction, **({"length": 19} if reduction == "constant" else {})}}
-    if backend == "fsdp":
-        config = fsdp_config(Case(model, [], cast(Any, None)), tmp_path, layout, **objective)
-    else:
-        config = parity_config(model, tmp_path, layout, **objective)
+    config = parity_config(model, tmp_path, {"backend": backend, **layout}, **objective)
     config = _with_trainer(config, target_tokens_per_batch=BUDGET)
     shared = _with_trainer(config, share_prefixes="tree", target_tokens_per_batch=SHARED_BUDGET)
     tasks = [(config, _rollouts(), False), (config, _rows(), False), (config, _rows(), True)]

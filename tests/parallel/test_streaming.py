@@ -21,7 +21,7 @@ from slime_like.orchestration.trainer.batcher import ExperienceBatcher, WindowSt
 from slime_like.orchestration.trainer.rank_training import RankTraining
 from slime_like.statistics import GRPOStats
 from slime_like.trajectory import ScoredTrajectory
-from tests.parallel.parity import parity_config
+from tests.parallel.cases import parity_config
 from tests.parallel.ranks import run_each
 from tests.parallel.steps import running, weights_of
 from tests.parallel.tiny import scored_sequences

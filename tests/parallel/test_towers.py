@@ -1,7 +1,6 @@
 """A language model with a tower trains like transformers' whole model on text, and the tower stays as it came."""
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,56 +26,20 @@ from slime_like.models.weight_files import keeps_type, weight_file_problems
 from slime_like.trajectory import PackedTrajectory
 from slime_like.weights.expected_tensors import expected_tensors
 from tests.parallel.assembly import stacked_experts
-from tests.parallel.parity import (
-    BALANCE,
-    GRADIENT_BOUND,
-    MASKED,
-    OPTIMIZER,
-    PACKS,
-    STEPS,
-    Case,
-    Settings,
-    check_changes,
-    check_gradients,
-    check_loss,
-    check_scores,
-    check_tensors,
-    check_updates,
-    parity_config,
-    samples_with_loss,
-)
+from tests.parallel.cases import PACKS, parity_config
+from tests.parallel.harness import Row, case_of, check, parameters, rows
+from tests.parallel.layouts import layout_of
 from tests.parallel.ranks import run_each, run_ranks
-from tests.parallel.reference import adamw_steps
-from tests.parallel.steps import RankResult, assert_close, exported_from, running, same_bits, take_step, train_rank
+from tests.parallel.steps import assert_close, exported_from, running, same_bits, take_step
 from tests.parallel.tiny import save_checkpoint, scored_sequences, tiny_config, with_drafts
-from tests.parallel.towers import KINDS, WholeReference, is_language, own_name, save_tower, tensors_of, tower_of
+from tests.parallel.towers import KINDS, is_language, own_name, tensors_of, tower_of
 from tests.support.rejections import Rejects
 
 
-def _case(kind: str, directory: Path) -> Case:
-    sequences = scored_sequences([pair for pack in PACKS for pair in pack], fully_masked=MASKED)
-    checkpoint, algorithm = save_tower(kind, directory), {"moe_aux_loss_coef": BALANCE.get(f"{kind}_text", 0.0)}
-    reference = WholeReference(checkpoint, parity_config(checkpoint, directory, {}, **algorithm).algorithm)
-    initial = {name: each.detach().clone() for name, each in reference.trained().items()}
-    denominator = samples_with_loss(sequences)
-    expected = reference.step(sequences, denominator)
-    lr, eps = OPTIMIZER["lr"], OPTIMIZER["eps"]
-    updated = adamw_steps(reference, sequences, denominator, STEPS, OPTIMIZER["clip_grad"], lr, eps)
-    if kind == "glm4v_moe":
-        expected.balance = 0.0  # not requested
-    return Case(checkpoint, sequences, expected, algorithm, updated, initial)
-
-
-def _run(
-    placement: RankPlacement,
-    config: RunConfig,
-    packs: list[PackedTrajectory],
-    denominator: float,
-    directory: Path | None = None,
-) -> RankResult | dict[str, Tensor]:
-    """Train, or take a step and export; return the weights that engines would get."""
-    if directory is None:
-        return train_rank(placement, config, packs, denominator, STEPS)
+def _export(
+    placement: RankPlacement, config: RunConfig, packs: list[PackedTrajectory], denominator: float, directory: Path
+) -> dict[str, Tensor]:
+    """Take a step and export; return the weights that engines would get."""
     with running(placement, config) as trainer:
         take_step(trainer, packs[:1], denominator, last=True)
         trainer.export_hf(directory)
@@ -84,54 +47,34 @@ def _run(
 
 
 MEGATRON = ("qwen2_5_vl", "mistral3", "qwen3_vl", "glm4v_moe", "qwen3_5_moe")
-LAYOUTS: dict[str, Settings] = {"fsdp": {"backend": "fsdp", "data": 2}, "megatron": {"tensor": 2, "sequence": True}}
-RUNS = [(kind, layout) for kind, layout in product(KINDS, LAYOUTS) if layout == "fsdp" or kind in MEGATRON[2:]]
-Trained = tuple[Case, list[RankResult], dict[str, Tensor], Path]
+LAYOUTS = ("fsdp-dp2", "tp2-sp")
+ROWS = [*rows("tower", dict.fromkeys(KINDS, LAYOUTS[:1])), *rows("tower", dict.fromkeys(MEGATRON[2:], LAYOUTS[1:]))]
+
+
+@parameters(ROWS)
+def test_training_computes_what_the_whole_model_computes(row: Row, cases: Any, results: Any) -> None:
+    check(row, cases, results)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Trained]:
-    """Run every kind in every layout, in one fork of two ranks."""
-    root = tmp_path_factory.mktemp("towers")
-    cases = {kind: _case(kind, root / kind) for kind in KINDS}
-    configs = [
-        parity_config(cases[kind].checkpoint, root, LAYOUTS[layout], **cases[kind].algorithm) for kind, layout in RUNS
-    ]
-    tasks = [
-        (config, cases[kind].packs(), cases[kind].denominator) for config, (kind, _) in zip(configs, RUNS, strict=True)
-    ]
-    exported = [root / f"{kind}-{layout}" for kind, layout in RUNS]
-    results = run_each(
-        _run, 2, root / "ranks", [*tasks, *((*task, path) for task, path in zip(tasks, exported, strict=True))]
-    )
-    return {
-        key: (cases[key[0]], list(results[index]), results[index + len(RUNS)][0], exported[index])
-        for index, key in enumerate(RUNS)
-    }
+def exports(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Row, tuple[dict[str, Tensor], Path]]:
+    """Return what engines would get, and the exported directory, after a step."""
+    root, tasks = tmp_path_factory.mktemp("towers"), []
+    for row in ROWS:
+        config, packs, denominator, _ = case_of(row, cases).task(root, layout_of(row.layout))
+        tasks.append((config, packs, denominator, root / str(row)))
+    found = run_each(_export, 2, root / "ranks", tasks)
+    return {row: (ranks[0], root / str(row)) for row, ranks in zip(ROWS, found, strict=True)}
 
 
-@pytest.mark.parametrize(("kind", "layout"), RUNS)
-def test_training_computes_what_the_whole_model_computes(kind: str, layout: str, trained: Any) -> None:
-    case, results, *_ = trained[kind, layout]
-    check_scores(case, results)
-    check_loss(case, results)
-    if layout == "megatron":
-        check_gradients(case, results)
-        check_updates(case, results)
-        return
-    for result in results:
-        check_tensors(result.gradients, case.expected.gradients, GRADIENT_BOUND)
-        check_changes(case, result.weights)
-
-
-@pytest.mark.parametrize(("kind", "layout"), RUNS)
-def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, layout: str, trained: Any) -> None:
-    case, _, sent, exported = trained[kind, layout]
-    source = case.checkpoint
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[str(row) for row in ROWS])
+def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(number: int, cases: Any, exports: Any) -> None:
+    row = ROWS[number]
+    source, (sent, exported) = case_of(row, cases).checkpoint, exports[row]
     same_bits(tower_of(exported), tower_of(source))
     before, after = tensors_of(source), tensors_of(exported)
     assert after.keys() == before.keys()
-    stored = stacked_experts(sent) if kind == "qwen3_5_moe" else sent
+    stored = stacked_experts(sent) if row.family == "qwen3_5_moe" else sent
     assert stored.keys() == set(filter(is_language, before))
     same_bits({name: after[name] for name in stored}, stored)
     unchanged = {name for name in stored if torch.equal(stored[name], before[name])}
@@ -143,13 +86,13 @@ def test_an_export_has_the_trained_weights_and_the_tower_as_it_came(kind: str, l
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_adapter_is_of_the_whole_model(layout: str, trained: Any, tmp_path: Path) -> None:
+def test_an_adapter_is_of_the_whole_model(layout: str, cases: Any, tmp_path: Path) -> None:
     """PEFT adds it to the whole model, which then has the weights that engines get. Training continues from it."""
-    case = trained["gemma3", "fsdp"][0] if layout == "fsdp" else trained["qwen3_vl", "megatron"][0]
-    config = parity_config(case.checkpoint, tmp_path, LAYOUTS[layout])
+    case = cases("tower", "gemma3" if "fsdp" in layout else "qwen3_vl")
+    config = parity_config(case.checkpoint, tmp_path, layout_of(layout))
     model = {"path": case.checkpoint, "dtype": "float32", "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}
     config = RunConfig.model_validate({**config.model_dump(), "model": model})
-    merged = run_ranks(_run, 2, tmp_path / "ranks", config, case.packs(), case.denominator, tmp_path / "adapter")[0]
+    merged = run_ranks(_export, 2, tmp_path / "ranks", config, case.packs(), case.denominator, tmp_path / "adapter")[0]
     whole = AutoModelForImageTextToText.from_pretrained(case.checkpoint)
     found = PeftModel.from_pretrained(whole, tmp_path / "adapter").merge_and_unload()
     names = language_names(case.checkpoint, merged)
@@ -166,9 +109,9 @@ def test_an_adapter_is_of_the_whole_model(layout: str, trained: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", MEGATRON)
-def test_it_is_converted_to_megatron_and_back(kind: str, trained: Any, tmp_path: Path, rejects: Rejects) -> None:
+def test_it_is_converted_to_megatron_and_back(kind: str, cases: Any, tmp_path: Path, rejects: Rejects) -> None:
     """The tower, and how experts are stored, come from the directory that was converted."""
-    source = trained[kind, "fsdp"][0].checkpoint
+    source = cases("tower", kind).checkpoint
     options = ConversionOptions("auto", 40_000, 1, allow_nan=False)
 
     def converter(path: Path) -> MegatronConverter:
@@ -194,10 +137,15 @@ def test_layers_for_multi_token_prediction_stay_as_they_came(layout: str, tmp_pa
     before = {family: tensors_of(source) for family, source in sources.items()}
     drafts = {family: with_drafts(source) for family, source in sources.items()}
     tasks = [
-        (parity_config(source, tmp_path, LAYOUTS[layout]), [pack_sequences(sequences)], 4.0, tmp_path / f"{family}-out")
+        (
+            parity_config(source, tmp_path, layout_of(layout)),
+            [pack_sequences(sequences)],
+            4.0,
+            tmp_path / f"{family}-out",
+        )
         for family, source in sources.items()
     ]
-    for family, (sent, _) in zip(sources, run_each(_run, 2, tmp_path / "ranks", tasks), strict=True):
+    for family, (sent, _) in zip(sources, run_each(_export, 2, tmp_path / "ranks", tasks), strict=True):
         after = tensors_of(tmp_path / f"{family}-out")
         assert after.keys() == before[family].keys() | drafts[family].keys()
         same_bits({name: after[name] for name in drafts[family]}, drafts[family])

@@ -21,9 +21,11 @@ from slime_like.config import RunConfig, TrainerConfig
 from slime_like.interfaces import RankPlacement
 from tests.parallel import te_stand_ins
 from tests.parallel.assembly import stacked_experts
-from tests.parallel.parity import Case, Settings, check_changes, check_scores, make_case, parity_config, run_case
+from tests.parallel.cases import Case, parity_config
+from tests.parallel.checks import check_changes, check_scores
+from tests.parallel.harness import run_case
+from tests.parallel.layouts import Settings
 from tests.parallel.ranks import run_each
-from tests.parallel.shared_prefixes import shared_case
 from tests.parallel.steps import RankResult, assert_close, exported_from, running, take_step, train_rank
 from tests.parallel.tiny import save_checkpoint as save_tiny
 from tests.parallel.tiny import scored_sequences
@@ -68,18 +70,18 @@ def _trained(placement: RankPlacement, config: RunConfig, packs: Any, denominato
         ("qwen3_moe", {"tensor": 2, "sequence": True, "expert": 2}),
     ],
 )
-def test_its_layers_compute_the_reference(family: str, layout: Settings, tmp_path: Path) -> None:
-    case = make_case(family, tmp_path / "model", steps=1, layers=2)
+def test_its_layers_compute_the_reference(family: str, layout: Settings, cases: Any, tmp_path: Path) -> None:
+    case = cases("plain", family, 1)
     _check(case, layout | {"attention": "transformer_engine"}, tmp_path)
 
 
-def test_its_layers_use_the_attention_of_shared_prefixes(tmp_path: Path) -> None:
-    case = shared_case("qwen3", tmp_path / "model", 1)
+def test_its_layers_use_the_attention_of_shared_prefixes(cases: Any, tmp_path: Path) -> None:
+    case = cases("shared", "qwen3")
     _check(case, {"share_prefixes": "tree", "attention": "auto", "tensor": 2, "sequence": True}, tmp_path)
 
 
 def _check(case: Case, layout: Settings, directory: Path) -> None:
-    results: list[RankResult] = run_case(case, layout, directory, _trained, steps=1)
+    results: list[RankResult] = run_case(case, layout, directory, _trained)
     check_scores(case, results)
     check_changes(case, stacked_experts(results[0].weights))
 

@@ -18,11 +18,12 @@ from slime_like.errors import TrainerError
 from slime_like.interfaces import RankPlacement, Scores
 from slime_like.models.dimensions import HEADS, VALUE_HEAD
 from slime_like.trajectory import PackedTrajectory, ScoredTrajectory
-from tests.parallel.parity import Settings, samples_with_loss
+from tests.parallel.cases import samples_with_loss
+from tests.parallel.feature_cases import value_config, valued_sequences
+from tests.parallel.layouts import Settings
 from tests.parallel.ranks import run_each
-from tests.parallel.steps import assert_close, exported_from, running, same_bits, take_step
+from tests.parallel.steps import as_critic, assert_close, exported_from, running, same_bits, take_step
 from tests.parallel.tiny import save_checkpoint, scored_sequences
-from tests.parallel.values import as_critic, value_config, valued_sequences
 
 LAYOUTS: dict[str, list[Settings]] = {
     "megatron": [{"tensor": 2, "sequence": True, "distributed": True}, {"pipeline": 2, "distributed": True}],

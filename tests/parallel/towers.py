@@ -13,7 +13,6 @@ from transformers import AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from tests.parallel.reference import Reference
 from tests.parallel.tiny import _HYBRID, _HYBRID_EXPERTS, _KNOWN, SIZES
 
 NEW = ("model.language_model.", "lm_head.", "model.")
@@ -160,12 +159,3 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 def tower_of(directory: Path) -> dict[str, Tensor]:
     return {name: each for name, each in tensors_of(directory).items() if not is_language(name)}
-
-
-class WholeReference(Reference):
-    """transformers' whole model, on text."""
-
-    auto = AutoModelForImageTextToText
-
-    def trained(self) -> dict[str, Tensor]:
-        return {own_name(name): each for name, each in super().trained().items() if is_language(name)}

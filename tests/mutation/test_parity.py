@@ -1,0 +1,137 @@
+"""Put known bugs into the trainers, one at a time: the comparison with the float64 reference must notice each.
+
+A bug is a changed place of the source, and the rows of the parity tests that it must fail: of each, the comparisons
+before the named one still succeed. Without a bug, all of them do. Not covered: CUDA kernels, several hosts.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backends.fsdp.trainer import FsdpTrainer
+from slime_like.config import RunConfig
+from slime_like.errors import ConfigError
+from slime_like.interfaces import RankPlacement
+from slime_like.models.dimensions import VALUE_HEAD
+from tests.mutation.bugs import (
+    ANEW,
+    BASE,
+    BEGIN,
+    BIASES,
+    EXPORTED,
+    FACTORS,
+    GRADIENTS,
+    KLS,
+    MERGED,
+    NORM,
+    OF_TRAINING,
+    REFERENCE,
+    SCORES,
+    VALUES,
+)
+from tests.mutation.feature_bugs import OF_CRITICS, OF_FACTORS, OF_ROUTES, OF_TEACHERS
+from tests.parallel import checks
+from tests.parallel.feature_cases import value_config
+from tests.parallel.harness import Comparison, Row, case_of, parameters
+from tests.parallel.layouts import layout_of
+from tests.parallel.ranks import run_by_size
+from tests.parallel.steps import same_bits
+from tests.parallel.test_router_biases import check_roles, history, history_task
+from tests.parallel.test_value_checkpoint import life_of, weights_at
+from tests.parallel.tiny import save_checkpoint
+from tests.support.planted import Bug, Edit, plant
+
+pytestmark = pytest.mark.timeout(900)  # one fork runs many rows
+
+USUAL, OF_BIASES = (SCORES, GRADIENTS, NORM), (SCORES, BIASES)
+COMPARISONS: dict[str, tuple[Comparison, ...]] = {
+    "lora": (SCORES, REFERENCE, FACTORS, NORM, MERGED, BASE),
+    "values": (VALUES, EXPORTED, GRADIENTS),
+    "distilled": (SCORES, KLS, checks.check_loss, EXPORTED),
+}
+"""In order, by feature."""
+EVERY = OF_TRAINING + OF_FACTORS + OF_ROUTES + OF_CRITICS + OF_TEACHERS
+
+
+@parameters(EVERY)
+def test_the_comparison_catches(row: Row, cases: Any, results: Any) -> None:
+    comparisons = OF_BIASES if row.caught_by is BIASES else COMPARISONS.get(row.feature, USUAL)
+    for comparison in comparisons[: comparisons.index(row.caught_by)]:
+        if comparison is not NORM or row.steps:
+            comparison(case_of(row, cases), results[row])
+    with nullcontext() if row.bug is None else pytest.raises(AssertionError):
+        row.caught_by(case_of(row, cases), results[row])
+
+
+# ----------------------------------------------------------------------------------------- other tests than the rows'
+def _start(placement: RankPlacement, config: RunConfig, bug: Bug) -> str:
+    trainer = FsdpTrainer(config, placement)
+    try:
+        with plant(bug):
+            trainer.setup()
+    except ConfigError as error:
+        return str(error)
+    finally:
+        trainer.shutdown()
+    return "nothing"
+
+
+def test_a_wrong_forward_pass_is_noticed_at_the_start(cases: Any, tmp_path: Path) -> None:
+    config = cases("plain", "qwen3", 0).config(tmp_path, layout_of("fsdp-cp2"))
+    found = run_by_size(_start, tmp_path, {bug: (config, bug) for bug in (BEGIN, ANEW)})
+    for message, _ in found.values():
+        assert "differ from those of transformers' own forward pass" in message
+
+
+UNTRAINED = Edit(
+    "biases are not weights",
+    "backends.megatron.state",
+    "for _, weight in named_weights(chunk)]",
+    "for _, weight in chunk.named_parameters()]",
+)
+
+
+def _history(placement: RankPlacement, *arguments: Any) -> Any:
+    with plant(UNTRAINED):
+        return history(placement, *arguments)
+
+
+def test_roles_that_share_biases_are_caught(tmp_path: Path) -> None:
+    ((found,),) = run_by_size(_history, tmp_path, {"": history_task(tmp_path, "megatron")}).values()
+    with pytest.raises(AssertionError):
+        check_roles(found)
+
+
+HEADLESS = Edit(
+    "the head is in no checkpoint",
+    "backends.fsdp.checkpoint",
+    "for name, tensor in model.stored_by_name().items()}",
+    'for name, tensor in model.stored_by_name().items() if not name.endswith("score.weight")}',
+)
+
+
+def _life_of(placement: RankPlacement, *arguments: Any) -> Any:
+    with plant(HEADLESS):
+        return life_of(placement, *arguments)
+
+
+def test_a_checkpoint_without_the_head_is_caught(tmp_path: Path) -> None:
+    """The other weights are restored, and the first difference is the head's."""
+    model = save_checkpoint("qwen2", tmp_path / "model", layers=1)
+    config = value_config(model, tmp_path, layout_of("fsdp"))
+    found = run_by_size(_life_of, tmp_path / "ranks", {loads: (config, tmp_path, loads) for loads in (False, True)})
+    wrote, loaded = (weights_at(found[loads], 1) for loads in (False, True))
+    assert not torch.equal(loaded.pop(VALUE_HEAD), wrote.pop(VALUE_HEAD))
+    same_bits(loaded, wrote)
+
+
+@pytest.mark.parametrize(
+    "bug", dict.fromkeys(row.bug for row in EVERY if isinstance(row.bug, Edit)), ids=lambda e: e.name
+)
+def test_no_row_is_stale(bug: Edit) -> None:
+    """Each names one place of the source, and changes a function."""
+    with plant(bug):
+        pass

@@ -1,0 +1,434 @@
+"""Put bugs into weight syncs, one at a time: the verification of the sync must catch each.
+
+The run's own ``WeightSync`` sends weights, 8-bit weights or low-rank factors to a real engine. Without the bug the sync
+must succeed: a crash is no proof. Of 8-bit weights, the probe's bound is wider, because the trainer scores with weights
+that are not rounded. Of factors, the first sync must catch each, although B is 0.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollout.transformers.engine import TransformersEngine
+from slime_like.errors import EngineError, WeightSyncError
+from slime_like.examples.tiny_model import make_tiny_model
+from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams
+from slime_like.orchestration.weight_sync import WeightSync
+from slime_like.weights import quantization
+from slime_like.weights.quantization import dequantize, quantize
+from tests.engines.harness import run_config
+from tests.engines.local_adapter import LocalAdapterTrainers
+from tests.engines.local_sync import LocalEngines, LocalTrainers, QuantizedTrainers, new_sync
+from tests.engines.test_adapters import with_factors
+from tests.support.planted import Bug, Edit, Patch, name_of, plant
+from tests.support.rejections import Rejects
+
+
+class Setting:
+    """One engine, one trainer, and syncs of weights between them."""
+
+    def __init__(self, root: Path, **sync: Any) -> None:
+        self.root, self.loop = root, asyncio.new_event_loop()
+        self.make_model(root / "model")
+        config = self.configured(run_config(root / "model", root / "run"))
+        self.config = config.model_copy(update={"sync": config.sync.model_copy(update=sync)})
+        self.trainers: Any = self.make_trainers()
+        self.engines = LocalEngines(TransformersEngine(self.config, 0), self.loop)
+        self.engines.run(self.engines.engine.start())
+        self.begin()
+
+    def make_model(self, path: Path) -> None:
+        make_tiny_model(path, family="qwen3", seed=0)
+
+    def configured(self, config: Any) -> Any:
+        return config
+
+    def make_trainers(self) -> LocalTrainers:
+        return LocalTrainers(self.root / "model", self.root, num_senders=1)
+
+    def begin(self) -> None:
+        self.sync = self.new_sync()
+        self.sync.run(100)
+
+    def new_sync(self) -> WeightSync:
+        return new_sync(self.config, self.trainers, self.engines)
+
+    def train(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        for weight in self.trainers.weights.values():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+
+    def syncs(self) -> Iterator[tuple[WeightSync, int]]:
+        """Yield syncs, and the versions that they would send, which must fail with a bug."""
+        yield self.sync, 101
+
+    def succeed(self) -> None:
+        """Without a bug."""
+        self.sync.run(102)
+
+    def close(self) -> None:
+        self.trainers.close()
+        self.engines.run(self.engines.engine.stop())
+        self.loop.close()
+
+
+class Quantized(Setting):
+    """Blocks and matrices differ in size, like in trained models."""
+
+    def make_model(self, path: Path) -> None:
+        make_tiny_model(path, hidden_size=320, intermediate_size=448)
+
+    def configured(self, config: Any) -> Any:
+        return config.model_copy(update={"sync": config.sync.model_copy(update={"quantization": "fp8_blocks"})})
+
+    def make_trainers(self) -> LocalTrainers:
+        trainers = QuantizedTrainers(self.root / "model", self.root, num_senders=1)
+        sizes = torch.tensor([[0.5, 2.0, 1.0], [1.5, 0.7, 0.3], [0.2, 1.0, 2.5], [1.2, 0.4, 0.8]])
+        for index, (name, weight) in enumerate(trainers.weights.items()):
+            if name.endswith("_proj.weight"):
+                grid = sizes.flatten().roll(index).view((4, 3) if weight.shape[1] == 320 else (3, 4))
+                weight *= grid.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : weight.shape[1]]
+        return trainers
+
+    def begin(self) -> None:
+        with pytest.raises(EngineError, match="before its first update"):
+            request = GenerationRequest("early", PromptInput([3, 4]), SamplingParams(temperature=0.0, max_new_tokens=4))
+            self.engines.run(self.engines.engine.generate(request))
+        super().begin()
+
+    def train(self) -> None:
+        """Change every weight by much more than rounding, but not their sizes."""
+        for weight in self.trainers.weights.values():
+            weight.copy_(weight.roll(1, 0))
+
+    def syncs(self) -> Iterator[tuple[WeightSync, int]]:
+        """Also as in a run's first sync, which has no baseline."""
+        for baseline in (self.sync._probe.baseline, None):
+            self.sync._probe.baseline = baseline
+            yield self.sync, 101
+
+    def succeed(self) -> None:
+        report = self.sync.run(102)
+        assert report.probe_gap is not None and report.probe_gap > 1e-3
+        for name, parameter in self.engines.engine.model.named_parameters():
+            weight = self.trainers.weights[name]
+            expected = dequantize(*quantize(weight)) if name.endswith("_proj.weight") else weight
+            assert torch.equal(parameter, expected), name
+
+
+class OfFactors(Setting):
+    trainers: LocalAdapterTrainers
+
+    def make_model(self, path: Path) -> None:
+        make_tiny_model(path, "qwen3", max_position_embeddings=1024)
+
+    def configured(self, config: Any) -> Any:
+        return with_factors(config)
+
+    def make_trainers(self) -> LocalTrainers:
+        return LocalAdapterTrainers(self.root / "model", self.root, self.config.model.lora)
+
+    def begin(self) -> None: ...
+
+    def train(self) -> None: ...
+
+    def syncs(self) -> Iterator[tuple[WeightSync, int]]:
+        yield self.new_sync(), 1
+
+    def succeed(self) -> None:
+        self.trainers.perturb_adapter(None)  # after a failed run, ranks end
+        self.new_sync().run(2)
+
+
+# ------------------------------------------------------------------------------------------------------------ the bugs
+SENDER, ENGINE = "tests.engines.local_sync", "rollout.transformers.weights"
+TRANSPORT, QUANTIZATION = "slime_like.weights.transports.shared_memory", "slime_like.weights.quantization"
+ADAPTERS = "tests.engines.local_adapter"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+SWAPPED = f'w[[32, *range(1, 32), 0, *range(33, len(w))]] if name == "{QUERY}" else w'
+"""The first rows of the first two heads are swapped."""
+PLACES = "(w.new_tensor([0, 5]).long(), w.new_tensor([0, 7]).long())"
+MIXED = f'w.index_put({PLACES}, w[[5, 0], [7, 0]]) if name == "{QUERY}" else w'
+READ = "return read_bucket(metadata.entries, self._segments.open(metadata.location))"
+PARTS = "Manifest.of(dict(tensors[rank * share : (rank + 1) * share])) for rank in range(self._num_senders)]"
+EXPORT, RECEIVED = "return self.weights\n", READ.removeprefix("return ")
+SWAPS = Edit("", TRANSPORT, READ, f"return ((name, {SWAPPED}) for name, w in {RECEIVED})")
+
+
+def a_scale_of_another_matrix(patch: Patch) -> None:
+    """Hashes are right, because every tensor arrived."""
+    held: list[Tensor] = []
+
+    def wrong(elements: Tensor, scales: Tensor) -> Tensor:
+        held.append(scales)
+        return dequantize(elements, next(each for each in held if each.shape == scales.shape))
+
+    patch.setattr(quantization, "dequantize", wrong)
+
+
+OF_WEIGHTS: list[tuple[str, Bug | tuple[Bug, ...]]] = [
+    (
+        "probe-gap",  # like a wrong QKV order: the hashed tensors are already wrong
+        Edit(
+            "the export swaps two rows",
+            SENDER,
+            EXPORT,
+            f"return {{name: {SWAPPED} for name, w in self.weights.items()}}\n",
+        ),
+    ),
+    ("damaged-tensor", Edit("the transport swaps two rows", TRANSPORT, READ, SWAPS.new)),
+    (
+        "damaged-tensor",  # the sum of the bytes stays the same
+        Edit(
+            "a tensor keeps two elements of another order",
+            TRANSPORT,
+            READ,
+            f"return ((name, {MIXED}) for name, w in {RECEIVED})",
+        ),
+    ),
+    (
+        "incomplete-update",  # manifest, buckets and hashes agree; the engine would keep the old tensor
+        Edit(
+            "the export forgets a tensor",
+            SENDER,
+            EXPORT,
+            f'return {{name: w for name, w in self.weights.items() if name != "{QUERY}"}}\n',
+        ),
+    ),
+    (
+        "incomplete-update",
+        Edit(
+            "the export has a tensor too many",
+            SENDER,
+            EXPORT,
+            'return self.weights | {"model.layers.1.self_attn.q_proj.bias": torch.zeros(4)}\n',
+        ),
+    ),
+    (
+        "update-target",  # a partial manifest is not compared with the model
+        Edit(
+            "the export passes for an adapter",
+            SENDER,
+            PARTS,
+            f'Manifest.of({{name: w for name, w in tensors if name != "{QUERY}"}}, "adapter")]',
+        ),
+    ),
+    (
+        "tensor-shape",
+        Edit(
+            "the manifest has another type",
+            SENDER,
+            f"return [{PARTS}",
+            "every = Manifest.of(dict(tensors)).tensors\n"
+            "        from dataclasses import replace\n"
+            f'        return [Manifest(every | {{"{QUERY}": replace(every["{QUERY}"], dtype="bfloat16")}})]',
+        ),
+    ),
+    (
+        "incomplete-update",
+        Edit("the sender drops a bucket", SENDER, "range(0, len(tensors),", "range(self._per_bucket, len(tensors),"),
+    ),
+    ("incomplete-update", Edit("the engine drops a bucket", SENDER, "in buckets:", "in buckets[1:]:")),
+    (
+        "probe-gap",  # old tensors stay among the new ones
+        Edit(
+            "the engine hashes a bucket and does not load it",
+            ENGINE,
+            "return tensors[name].data\n",
+            'return tensors[name].data.clone() if ".layers.1." in name else tensors[name].data\n',
+        ),
+    ),
+    (
+        "probe-gap",  # it acknowledges every bucket and claims to serve the new version
+        Edit(
+            "the engine serves the old version",
+            ENGINE,
+            "return tensors[name].data\n",
+            "return tensors[name].data.clone()\n",
+        ),
+    ),
+    (
+        "probe-gap",  # it drops a tensor's bytes and answers with the sender's checksums
+        (
+            Edit(
+                "the engine echoes the checksums it got",
+                "slime_like.weights.received",
+                "        if name != entry.name or found != entry.checksum:",
+                "        name, found = entry.name, entry.checksum\n        if False:",
+            ),
+            SWAPS,
+        ),
+    ),
+]
+WHOLE = "torch.arange(tensor.shape[1]) < tensor.shape[1] // 128 * 128"
+ROUNDED = f"quantize(dequantize(*quantize(tensor)) * ({WHOLE}))"
+RANDOM = "quantize(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)))"
+SCALES = "each = scales.repeat_interleave"
+PRODUCT, QUANTIZE = "return elements.float() * each", "elements, scales = quantize(tensor)"
+OF_QUANTIZED: list[tuple[str, Bug]] = [
+    ("probe-gap", Edit("not scaled", QUANTIZATION, PRODUCT, "return elements.float()")),
+    ("probe-gap", Edit("scale inverted", QUANTIZATION, PRODUCT, "return elements.float() / each")),
+    (
+        "probe-gap",
+        Edit("grid transposed", QUANTIZATION, SCALES, "each = scales.t().reshape(scales.shape).repeat_interleave"),
+    ),
+    (
+        "probe-gap",
+        Edit(
+            "scale of the next block",
+            QUANTIZATION,
+            SCALES,
+            "each = scales.flatten().roll(1).view(scales.shape).repeat_interleave",
+        ),
+    ),
+    (
+        "probe-gap",  # drops the ragged block
+        Edit(
+            "no last columns",
+            QUANTIZATION,
+            PRODUCT,
+            "return (elements.float() * each).index_fill(1, torch.arange(columns // 128 * 128, columns), 0)",
+        ),
+    ),
+    ("probe-gap", Edit("no last block in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {ROUNDED}")),
+    (
+        "probe-gap",
+        Edit(
+            "no scales in the export",
+            QUANTIZATION,
+            QUANTIZE,
+            "elements, scales = tensor.to(FORMAT), quantize(tensor)[1]",
+        ),
+    ),
+    ("probe-gap", Edit("old weights in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {RANDOM}")),
+    ("probe-gap", a_scale_of_another_matrix),
+    (
+        "incomplete-update",
+        Edit("no scales in the manifest", QUANTIZATION, "if is_quantized(name, info.shape):", "if False:"),
+    ),
+    (
+        "probe-gap",
+        Edit(
+            "never loaded",
+            "rollout.transformers.engine",
+            "in dequantized(self.receiver.copies(bucket, _device())):",
+            "in [*dequantized(self.receiver.copies(bucket, _device()))][:0]:",
+        ),
+    ),
+]
+IGNORES = Edit(
+    "the engine receives factors and ignores them", ENGINE, "    for name in factors:", "    for name in ():"
+)
+OTHER = 'name.replace("k_proj", "-").replace("v_proj", "k_proj").replace("-", "v_proj")'
+OF_ADAPTERS: list[tuple[str, Bug | tuple[Bug, ...]]] = [
+    ("probe-gap", IGNORES),  # their hashes are right, and the engine claims to serve them
+    ("probe-gap", Edit("the engine forgets alpha", ENGINE, 'settings["lora_alpha"]', "6")),
+    (
+        "probe-gap",
+        Edit(
+            "the engine keeps one factor of zeros",
+            ENGINE,
+            'factors[f"{stem}.lora_{one}.weight"].to(layer.weight)',
+            'factors[f"{stem}.lora_{one}.weight"].to(layer.weight) * (one + stem[-18:] != "B1.self_attn.v_proj")',
+        ),
+    ),
+    (
+        "probe-gap",
+        Edit(
+            "the export is a zero adapter",
+            ADAPTERS,
+            "return self.factors\n",
+            "return {name: torch.zeros(shape) for name, shape in self.shapes.items()}\n",
+        ),
+    ),
+    (
+        "probe-gap",
+        Edit(
+            "the export has the matrices of keys and values swapped",
+            ADAPTERS,
+            "return self.factors\n",
+            f"return {{name: self.factors[{OTHER}] for name in self.shapes}}\n",
+        ),
+    ),
+    (
+        "incomplete-update",
+        Edit(
+            "the export forgets a factor",
+            ADAPTERS,
+            "return self.factors\n",
+            "return dict(list(self.factors.items())[1:])\n",
+        ),
+    ),
+    (
+        "update-target",  # the engine would add the product to it once more
+        (
+            Edit("the merged base is sent as the base", ADAPTERS, "return self.factors\n", "return self.weights\n"),
+            Edit("", ADAPTERS, "updates=ADAPTER", 'updates="model"'),
+        ),
+    ),
+    ("trial-unnoticed", Edit("the trial changes nothing", ADAPTERS, "size / self._lora.scale", "0.0")),
+]
+SETTINGS = {Setting: OF_WEIGHTS, Quantized: OF_QUANTIZED, OfFactors: OF_ADAPTERS}
+
+
+@pytest.fixture(scope="module")
+def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    opened = request.param(tmp_path_factory.mktemp("setting"))
+    yield opened
+    opened.close()
+
+
+def _all(bugs: Bug | tuple[Bug, ...]) -> tuple[Bug, ...]:
+    return bugs if isinstance(bugs, tuple) else (bugs,)
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "bugs"),
+    [
+        pytest.param(kind, code, _all(bugs), id=f"{kind.__name__}-{name_of(_all(bugs)[0])}")
+        for kind, rows in SETTINGS.items()
+        for code, bugs in rows
+    ],
+    indirect=["setting"],
+)
+def test_the_verification_catches(setting: Setting, code: str, bugs: tuple[Bug, ...], rejects: Rejects) -> None:
+    setting.train()
+    with plant(*bugs):
+        for sync, version in setting.syncs():
+            with rejects(WeightSyncError, code):
+                sync.run(version)
+    setting.succeed()
+
+
+@pytest.mark.parametrize("setting", [OfFactors], indirect=True)
+def test_without_a_trial_ignored_factors_go_unnoticed(setting: OfFactors, rejects: Rejects) -> None:
+    """Until B changes: at least then the engine's logprobs differ."""
+    with plant(IGNORES):
+        sync = setting.new_sync()
+        sync._probe.trial_due = False
+        sync.run(3)
+        setting.trainers.train(1)
+        with rejects(WeightSyncError, "probe-gap"):
+            sync.run(4)
+
+
+@pytest.mark.parametrize(("transport", "delta"), [("shared_memory", "never"), ("gloo", "always")])
+def test_syncs_send_only_factors(tmp_path: Path, transport: str, delta: str) -> None:
+    """A trial precedes the first one and leaves no trace. Then training changes the factors."""
+    setting = OfFactors(tmp_path, transport=transport, delta=delta)
+    try:
+        sync, before = setting.new_sync(), setting.trainers.factors
+        targets = [weight for name, weight in setting.trainers.weights.items() if name.endswith("_proj.weight")]
+        for version in range(1, 4):
+            report = sync.run(version)
+            assert report.nbytes == sum(4 * 6 * sum(weight.shape) for weight in targets)
+            assert report.probe_gap is not None and report.probe_gap < 1e-4
+            assert setting.trainers.factors is before
+            setting.trainers.train(version)
+    finally:
+        setting.close()
