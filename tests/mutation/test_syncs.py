@@ -171,89 +171,90 @@ def a_scale_of_another_matrix(patch: Patch) -> None:
     patch.setattr(quantization, "dequantize", wrong)
 
 
-OF_WEIGHTS: list[tuple[str, Bug | tuple[Bug, ...]]] = [
-    (
-        "probe-gap",  # like a wrong QKV order: the hashed tensors are already wrong
-        Edit(
-            "the export swaps two rows",
-            SENDER,
-            EXPORT,
-            f"return {{name: {SWAPPED} for name, w in self.weights.items()}}\n",
-        ),
+Table = list[tuple[str, tuple[Bug, ...]]]
+
+
+def planted(code: str, name: str, module: str, old: str, new: str) -> tuple[str, tuple[Bug, ...]]:
+    return code, (Edit(name, module, old, new),)
+
+
+OF_WEIGHTS: Table = [
+    # like a wrong QKV order: the hashed tensors are already wrong
+    planted(
+        "probe-gap",
+        "the export swaps two rows",
+        SENDER,
+        EXPORT,
+        f"return {{name: {SWAPPED} for name, w in self.weights.items()}}\n",
     ),
-    ("damaged-tensor", Edit("the transport swaps two rows", TRANSPORT, READ, SWAPS.new)),
-    (
-        "damaged-tensor",  # the sum of the bytes stays the same
-        Edit(
-            "a tensor keeps two elements of another order",
-            TRANSPORT,
-            READ,
-            f"return ((name, {MIXED}) for name, w in {RECEIVED})",
-        ),
+    planted("damaged-tensor", "the transport swaps two rows", TRANSPORT, READ, SWAPS.new),
+    # the sum of the bytes stays the same
+    planted(
+        "damaged-tensor",
+        "a tensor keeps two elements of another order",
+        TRANSPORT,
+        READ,
+        f"return ((name, {MIXED}) for name, w in {RECEIVED})",
     ),
-    (
-        "incomplete-update",  # manifest, buckets and hashes agree; the engine would keep the old tensor
-        Edit(
-            "the export forgets a tensor",
-            SENDER,
-            EXPORT,
-            f'return {{name: w for name, w in self.weights.items() if name != "{QUERY}"}}\n',
-        ),
-    ),
-    (
+    # manifest, buckets and hashes agree; the engine would keep the old tensor
+    planted(
         "incomplete-update",
-        Edit(
-            "the export has a tensor too many",
-            SENDER,
-            EXPORT,
-            'return self.weights | {"model.layers.1.self_attn.q_proj.bias": torch.zeros(4)}\n',
-        ),
+        "the export forgets a tensor",
+        SENDER,
+        EXPORT,
+        f'return {{name: w for name, w in self.weights.items() if name != "{QUERY}"}}\n',
     ),
-    (
-        "update-target",  # a partial manifest is not compared with the model
-        Edit(
-            "the export passes for an adapter",
-            SENDER,
-            PARTS,
-            f'Manifest.of({{name: w for name, w in tensors if name != "{QUERY}"}}, "adapter")]',
-        ),
+    planted(
+        "incomplete-update",
+        "the export has a tensor too many",
+        SENDER,
+        EXPORT,
+        'return self.weights | {"model.layers.1.self_attn.q_proj.bias": torch.zeros(4)}\n',
     ),
-    (
+    # a partial manifest is not compared with the model
+    planted(
+        "update-target",
+        "the export passes for an adapter",
+        SENDER,
+        PARTS,
+        f'Manifest.of({{name: w for name, w in tensors if name != "{QUERY}"}}, "adapter")]',
+    ),
+    planted(
         "tensor-shape",
-        Edit(
-            "the manifest has another type",
-            SENDER,
-            f"return [{PARTS}",
-            "every = Manifest.of(dict(tensors)).tensors\n"
-            "        from dataclasses import replace\n"
-            f'        return [Manifest(every | {{"{QUERY}": replace(every["{QUERY}"], dtype="bfloat16")}})]',
-        ),
+        "the manifest has another type",
+        SENDER,
+        f"return [{PARTS}",
+        "every = Manifest.of(dict(tensors)).tensors\n"
+        "        from dataclasses import replace\n"
+        f'        return [Manifest(every | {{"{QUERY}": replace(every["{QUERY}"], dtype="bfloat16")}})]',
     ),
-    (
+    planted(
         "incomplete-update",
-        Edit("the sender drops a bucket", SENDER, "range(0, len(tensors),", "range(self._per_bucket, len(tensors),"),
+        "the sender drops a bucket",
+        SENDER,
+        "range(0, len(tensors),",
+        "range(self._per_bucket, len(tensors),",
     ),
-    ("incomplete-update", Edit("the engine drops a bucket", SENDER, "in buckets:", "in buckets[1:]:")),
-    (
-        "probe-gap",  # old tensors stay among the new ones
-        Edit(
-            "the engine hashes a bucket and does not load it",
-            ENGINE,
-            "return tensors[name].data\n",
-            'return tensors[name].data.clone() if ".layers.1." in name else tensors[name].data\n',
-        ),
+    planted("incomplete-update", "the engine drops a bucket", SENDER, "in buckets:", "in buckets[1:]:"),
+    # old tensors stay among the new ones
+    planted(
+        "probe-gap",
+        "the engine hashes a bucket and does not load it",
+        ENGINE,
+        "return tensors[name].data\n",
+        'return tensors[name].data.clone() if ".layers.1." in name else tensors[name].data\n',
     ),
-    (
-        "probe-gap",  # it acknowledges every bucket and claims to serve the new version
-        Edit(
-            "the engine serves the old version",
-            ENGINE,
-            "return tensors[name].data\n",
-            "return tensors[name].data.clone()\n",
-        ),
+    # it acknowledges every bucket and claims to serve the new version
+    planted(
+        "probe-gap",
+        "the engine serves the old version",
+        ENGINE,
+        "return tensors[name].data\n",
+        "return tensors[name].data.clone()\n",
     ),
+    # it drops a tensor's bytes and answers with the sender's checksums
     (
-        "probe-gap",  # it drops a tensor's bytes and answers with the sender's checksums
+        "probe-gap",
         (
             Edit(
                 "the engine echoes the checksums it got",
@@ -270,108 +271,100 @@ ROUNDED = f"quantize(dequantize(*quantize(tensor)) * ({WHOLE}))"
 RANDOM = "quantize(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5)))"
 SCALES = "each = scales.repeat_interleave"
 PRODUCT, QUANTIZE = "return elements.float() * each", "elements, scales = quantize(tensor)"
-OF_QUANTIZED: list[tuple[str, Bug]] = [
-    ("probe-gap", Edit("not scaled", QUANTIZATION, PRODUCT, "return elements.float()")),
-    ("probe-gap", Edit("scale inverted", QUANTIZATION, PRODUCT, "return elements.float() / each")),
-    (
+OF_QUANTIZED: Table = [
+    planted("probe-gap", "not scaled", QUANTIZATION, PRODUCT, "return elements.float()"),
+    planted("probe-gap", "scale inverted", QUANTIZATION, PRODUCT, "return elements.float() / each"),
+    planted(
         "probe-gap",
-        Edit("grid transposed", QUANTIZATION, SCALES, "each = scales.t().reshape(scales.shape).repeat_interleave"),
+        "grid transposed",
+        QUANTIZATION,
+        SCALES,
+        "each = scales.t().reshape(scales.shape).repeat_interleave",
     ),
-    (
+    planted(
         "probe-gap",
-        Edit(
-            "scale of the next block",
-            QUANTIZATION,
-            SCALES,
-            "each = scales.flatten().roll(1).view(scales.shape).repeat_interleave",
-        ),
+        "scale of the next block",
+        QUANTIZATION,
+        SCALES,
+        "each = scales.flatten().roll(1).view(scales.shape).repeat_interleave",
     ),
-    (
-        "probe-gap",  # drops the ragged block
-        Edit(
-            "no last columns",
-            QUANTIZATION,
-            PRODUCT,
-            "return (elements.float() * each).index_fill(1, torch.arange(columns // 128 * 128, columns), 0)",
-        ),
-    ),
-    ("probe-gap", Edit("no last block in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {ROUNDED}")),
-    (
+    # drops the ragged block
+    planted(
         "probe-gap",
-        Edit(
-            "no scales in the export",
-            QUANTIZATION,
-            QUANTIZE,
-            "elements, scales = tensor.to(FORMAT), quantize(tensor)[1]",
-        ),
+        "no last columns",
+        QUANTIZATION,
+        PRODUCT,
+        "return (elements.float() * each).index_fill(1, torch.arange(columns // 128 * 128, columns), 0)",
     ),
-    ("probe-gap", Edit("old weights in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {RANDOM}")),
-    ("probe-gap", a_scale_of_another_matrix),
-    (
+    planted("probe-gap", "no last block in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {ROUNDED}"),
+    planted(
+        "probe-gap",
+        "no scales in the export",
+        QUANTIZATION,
+        QUANTIZE,
+        "elements, scales = tensor.to(FORMAT), quantize(tensor)[1]",
+    ),
+    planted("probe-gap", "old weights in the export", QUANTIZATION, QUANTIZE, f"elements, scales = {RANDOM}"),
+    ("probe-gap", (a_scale_of_another_matrix,)),
+    planted(
         "incomplete-update",
-        Edit("no scales in the manifest", QUANTIZATION, "if is_quantized(name, info.shape):", "if False:"),
+        "no scales in the manifest",
+        QUANTIZATION,
+        "if is_quantized(name, info.shape):",
+        "if False:",
     ),
-    (
+    planted(
         "probe-gap",
-        Edit(
-            "never loaded",
-            "rollout.transformers.engine",
-            "in dequantized(self.receiver.copies(bucket, _device())):",
-            "in [*dequantized(self.receiver.copies(bucket, _device()))][:0]:",
-        ),
+        "never loaded",
+        "rollout.transformers.engine",
+        "in dequantized(self.receiver.copies(bucket, _device())):",
+        "in [*dequantized(self.receiver.copies(bucket, _device()))][:0]:",
     ),
 ]
 IGNORES = Edit(
     "the engine receives factors and ignores them", ENGINE, "    for name in factors:", "    for name in ():"
 )
 OTHER = 'name.replace("k_proj", "-").replace("v_proj", "k_proj").replace("-", "v_proj")'
-OF_ADAPTERS: list[tuple[str, Bug | tuple[Bug, ...]]] = [
-    ("probe-gap", IGNORES),  # their hashes are right, and the engine claims to serve them
-    ("probe-gap", Edit("the engine forgets alpha", ENGINE, 'settings["lora_alpha"]', "6")),
-    (
+OF_ADAPTERS: Table = [
+    ("probe-gap", (IGNORES,)),
+    planted("probe-gap", "the engine forgets alpha", ENGINE, 'settings["lora_alpha"]', "6"),
+    planted(
         "probe-gap",
-        Edit(
-            "the engine keeps one factor of zeros",
-            ENGINE,
-            'factors[f"{stem}.lora_{one}.weight"].to(layer.weight)',
-            'factors[f"{stem}.lora_{one}.weight"].to(layer.weight) * (one + stem[-18:] != "B1.self_attn.v_proj")',
-        ),
+        "the engine keeps one factor of zeros",
+        ENGINE,
+        'factors[f"{stem}.lora_{one}.weight"].to(layer.weight)',
+        'factors[f"{stem}.lora_{one}.weight"].to(layer.weight) * (one + stem[-18:] != "B1.self_attn.v_proj")',
     ),
-    (
+    planted(
         "probe-gap",
-        Edit(
-            "the export is a zero adapter",
-            ADAPTERS,
-            "return self.factors\n",
-            "return {name: torch.zeros(shape) for name, shape in self.shapes.items()}\n",
-        ),
+        "the export is a zero adapter",
+        ADAPTERS,
+        "return self.factors\n",
+        "return {name: torch.zeros(shape) for name, shape in self.shapes.items()}\n",
     ),
-    (
+    planted(
         "probe-gap",
-        Edit(
-            "the export has the matrices of keys and values swapped",
-            ADAPTERS,
-            "return self.factors\n",
-            f"return {{name: self.factors[{OTHER}] for name in self.shapes}}\n",
-        ),
+        "the export has the matrices of keys and values swapped",
+        ADAPTERS,
+        "return self.factors\n",
+        f"return {{name: self.factors[{OTHER}] for name in self.shapes}}\n",
     ),
-    (
+    planted(
         "incomplete-update",
-        Edit(
-            "the export forgets a factor",
-            ADAPTERS,
-            "return self.factors\n",
-            "return dict(list(self.factors.items())[1:])\n",
-        ),
+        "the export forgets a factor",
+        ADAPTERS,
+        "return self.factors\n",
+        "return dict(list(self.factors.items())[1:])\n",
     ),
+    # the engine would add the product to it once more
     (
-        "update-target",  # the engine would add the product to it once more
+        "update-target",
         (
             Edit("the merged base is sent as the base", ADAPTERS, "return self.factors\n", "return self.weights\n"),
             Edit("", ADAPTERS, "updates=ADAPTER", 'updates="model"'),
         ),
     ),
-    ("trial-unnoticed", Edit("the trial changes nothing", ADAPTERS, "size / self._lora.scale", "0.0")),
+    planted("trial-unnoticed", "the trial changes nothing", ADAPTERS, "size / self._lora.scale", "0.0"),
 ]
 SETTINGS = {Setting: OF_WEIGHTS, Quantized: OF_QUANTIZED, OfFactors: OF_ADAPTERS}
 
@@ -383,14 +376,10 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     opened.close()
 
 
-def _all(bugs: Bug | tuple[Bug, ...]) -> tuple[Bug, ...]:
-    return bugs if isinstance(bugs, tuple) else (bugs,)
-
-
 @pytest.mark.parametrize(
     ("setting", "code", "bugs"),
     [
-        pytest.param(kind, code, _all(bugs), id=f"{kind.__name__}-{name_of(_all(bugs)[0])}")
+        pytest.param(kind, code, bugs, id=f"{kind.__name__}-{name_of(bugs[0])}")
         for kind, rows in SETTINGS.items()
         for code, bugs in rows
     ],
