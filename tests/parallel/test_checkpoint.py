@@ -36,6 +36,7 @@ from tests.parallel.checkpoints import (
     errors_of,
     load_and_continue,
     merged_records,
+    record_of,
     save_and_continue,
     step_of_four,
     two_seeded_steps,
@@ -61,7 +62,7 @@ AT_ONCE = (
 )
 SAME = [
     *((layout, dtype, "behind") for layout, dtype in BEHIND),
-    *((layout, FLOAT, "trainer") for layout in (*AT_ONCE, "fsdp-dp2-cp2")),
+    *((layout, FLOAT, "trainer") for layout in AT_ONCE),
     ("tp2", HALF, "trainer"),
 ]
 OTHERS = [
@@ -430,11 +431,26 @@ def _damaged_copies(whole: Path, root: Path) -> list[tuple[Path, str]]:
     return [*copies, (missing, "checksums.json is missing")]
 
 
-def test_damage_is_rejected_by_fsdp(saved: dict[tuple[str, str], Saved], tmp_path: Path) -> None:
+def _reject_and_continue(placement: RankPlacement, config: RunConfig, damaged: list[Path], directory: Path) -> Any:
+    with running(placement, config) as trainer:
+        errors = [error_of(trainer.load, each) for each in damaged]
+        step_of_four(trainer)
+        trainer.load(directory)
+        return errors, record_of(trainer)
+
+
+def test_damage_is_rejected_by_fsdp_and_a_trainer_continues(
+    saved: dict[tuple[str, str], Saved], tmp_path: Path
+) -> None:
     run = saved["fsdp-dp2-cp2", FLOAT]
     damaged = _damaged_copies(run.root / "trainer", tmp_path)
     directories = [directory for directory, _ in damaged]
-    every = run_ranks(errors_of, len(run.records), tmp_path / "ranks", run.config, directories)
+    tasks = {"": (run.config, directories, run.root / "trainer")}
+    (results,) = run_by_size(_reject_and_continue, tmp_path / "ranks", tasks).values()
+    every, after = ([result[place] for result in results] for place in (0, 1))
+    for what in ("at_checkpoint", "later"):
+        same_bits(merged_records(after, what), merged_records(run.records, what))
+    assert all(torch.equal(one.drawn, other.drawn) for one, other in zip(after, run.records, strict=True))
     for errors in every:
         for message, (directory, named) in zip(errors, damaged, strict=True):
             assert str(directory) in message
