@@ -6,6 +6,7 @@ known ones. Not covered here: CUDA.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -48,7 +49,7 @@ ROWS = [
     *rows("plain", {"qwen3": ("fsdp-dp2-sharded", "fsdp-dp2-host", "fsdp-cp2-ring_flash_attn")}),
     *rows("plain", {"qwen2": ("fsdp-dp2-kept",), "llama": ("fsdp-cp4",)}, True),
     *rows("plain", {"deepseek_v3_direct": ("fsdp-cp2-ring_flash_attn",)}, True),
-    *rows("plain", dict.fromkeys(OTHERS, ("fsdp-cp2",))),
+    *(replace(row, steps=1) for row in rows("plain", dict.fromkeys(OTHERS, ("fsdp-cp2",)))),
     *rows("lengths", dict.fromkeys(HYBRID, ("fsdp-recompute", "fsdp-cp2"))),
     *rows("lengths", dict.fromkeys(WINDOWS, ("fsdp-cp2",))),
     *rows("neighbor", {"qwen3_5_text": ("fsdp-bfloat16", "fsdp-cp2-bfloat16")}, False, ("only", True)),
