@@ -134,9 +134,7 @@ class EngineActor:
         talks = self._conversations if request.task is not None else None
         run = self._sample if talks is None else talks.run
         answer = all_or_none([run(part) for part in parts_of(request)])
-        if (
-            talks is not None and self._config.rollout.agent.is_set
-        ):  # agents have their own limits, and wait for workers
+        if talks is not None and self._config.rollout.agent.is_set:  # has its own limits, and waits for workers
             return [each for part in await answer for each in part]
         timeout = self._config.request_timeout_s
         try:
