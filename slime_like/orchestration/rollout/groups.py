@@ -317,9 +317,8 @@ class Groups:
         group.accepted = asyncio.get_running_loop().create_future()
         self._move(group, REWARDED)
         self._accept()
-        if not await group.accepted:
+        if not await group.accepted or not self.roles:
             return
-        self._move(group, SCORE)
         for role in self.roles:
             if role.source in (None, group.prompt.source):
                 group.rewarded = await role.score(group.rewarded)
@@ -331,7 +330,8 @@ class Groups:
                 self.ledger.add([group.prompt.group_id], event, version=version)
             group.stage = stage
             self._groups[group.prompt.group_id] = self._groups.pop(group.prompt.group_id)
-            self.changed.notify_all()
+            if stage == READY or not self.at(GENERATE):  # what the training loop may wait for
+                self.changed.notify_all()
 
     def _reissue(self, group: Group, reason: str) -> None:
         self.ledger.add([group.prompt.group_id], REISSUED, version=self.gate.version, reason=reason)
@@ -371,16 +371,18 @@ class Groups:
             if together and len(rewarded) < self.gate.room - len(self.at(READY)):
                 return
             self.failures.check()
-            for group in rewarded:
-                reason = self._reason_to_drop(group.rewarded)
+            reasons = {group: self._reason_to_drop(group.rewarded) for group in rewarded}
+            scored = [group.prompt.group_id for group, reason in reasons.items() if reason or not self.roles]
+            self.ledger.add(scored, SCORED)
+            for group, reason in reasons.items():
                 if reason is not None:
-                    self.ledger.add([group.prompt.group_id], SCORED)
                     self.ledger.add([group.prompt.group_id], DROPPED, reason=reason)
                     del self._groups[group.prompt.group_id]
                     self.failures.drop(reason)
                 group.accepted.set_result(reason is None)
-                group.stage = SCORE
+                group.stage = SCORE if self.roles else READY
             self._issue()
+            self.changed.notify_all()
 
     def _reason_to_drop(self, rewarded: RewardedGroup) -> str | None:
         """Return why the group has no training signal, if so."""
