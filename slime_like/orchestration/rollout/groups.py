@@ -204,11 +204,11 @@ class Groups:
         phase = self._phase()
         with self.changed:
             self.changed.wait_for(
-                lambda: self.failure or self._may_take() >= at_least or self._phase() != phase, _LOOK_EVERY_S
+                lambda: self.failure or self._may_take(at_least) or self._phase() != phase, _LOOK_EVERY_S
             )
             if self.failure is not None:
                 raise self.failure
-            if (count := self._may_take()) >= at_least:
+            if count := self._may_take(at_least):
                 oldest_first = sorted(self.at(READY), key=lambda group: group.version)
                 formed = self.gate.formed
                 self.gate.take(count)
@@ -219,9 +219,14 @@ class Groups:
         self._engines.check()
         return []
 
-    def _may_take(self) -> int:
+    def _may_take(self, at_least: int) -> int:
+        """Return the number of ready groups that the batch may take now, or 0 if there are fewer than ``at_least``."""
         ready = [group.version for group in self.at(READY)]
-        return self.gate.may_take(ready, [group.version for group in self._groups.values() if group.stage != READY])
+        if len(ready) < at_least:
+            return 0
+        under_way = [group.version for group in self._groups.values() if group.stage != READY]
+        count = self.gate.may_take(ready, under_way)
+        return count if count >= at_least else 0
 
     async def _abort(self) -> None:
         """Abort and drop all groups, wherever they are."""
