@@ -106,15 +106,18 @@ class EngineCall:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self.ended.set)
 
-        self.reference = engine.actor.generate.remote(replace(self.request, batch=batch))
-        self.answer = self.reference.future()
+        try:
+            self.reference = engine.actor.generate.remote(replace(self.request, batch=batch))
+            self.answer = self.reference.future()
+        except Exception as error:  # Ray has ended
+            self.answer.set_exception(error)
         self.answer.add_done_callback(end)
 
     def result(self, engine: EngineInstance) -> list[Generation]:
         """Return the answer once the call has ended. Raise what ended it, with the engine's name."""
         if not self.answer.done():
             raise engine.death or EngineError("the engine was lost", code="engine-died", who=engine.name)
-        if self.answer.exception() is not None:
+        if self.reference is not None and self.answer.exception() is not None:
             one(self.reference, engine.name, phase="generating", error=EngineError)
         return self.answer.result()
 

@@ -448,6 +448,13 @@ def test_other_failures_than_a_death_are_raised(
         client.answered()
 
 
+def test_a_request_that_cannot_be_sent_fails(engines_of: Callable[..., PlayedEngines]) -> None:
+    engines = engines_of()
+    engines.all[0].before_call = Mock(side_effect=OSError("Ray has ended"))
+    with pytest.raises(OSError, match="Ray has ended"):
+        engines.generate_all([request("a")])
+
+
 def test_without_an_engine_requests_wait_until_there_is_one(engines_of: Callable[..., PlayedEngines]) -> None:
     """Without a source of weights, a replacement serves immediately."""
     client = started(engines_of, "ab")
