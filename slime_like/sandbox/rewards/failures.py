@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 from slime_like.config import RewardConfig
@@ -43,6 +44,7 @@ class FailureCounter:
         self._full = _FULL_TIMEOUTS * config.workers if QUICK.issuperset(self._functions) else self._max
         self._has_answered = False  # some item got a reward, or was to blame for having none
         self._failed = Counter[str]()
+        self._lock = Lock()
         self._seen = self._timeouts = 0
         self._about: dict[str, Any] = {}
 
@@ -91,11 +93,12 @@ class FailureCounter:
         not to survive.
         """
         failed = bool(answers) and all(map(is_failure, answers))
-        self._failed[what] = self._failed[what] + count if failed else 0
-        if self._failed[what] >= _SUSPICIOUS_PROMPTS and not (self._survives and self._has_answered):
+        with self._lock:  # groups are scored from several threads
+            self._failed[what] = in_a_row = self._failed[what] + count if failed else 0
+        if in_a_row >= _SUSPICIOUS_PROMPTS and not (self._survives and self._has_answered):
             prompt, truth = (repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}...") for text in last)
             where = f"most recently (prompt {prompt} and answer {truth})"
-            self._reject(answers[-1], f"failed on all responses to {self._failed[what]} {what} in a row, {where}")
+            self._reject(answers[-1], f"failed on all responses to {in_a_row} {what} in a row, {where}")
 
     def _reject(self, answer: Mapping[str, Any], what: str) -> None:
         name, reason = answer.get("function"), answer["reason"]

@@ -249,8 +249,8 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("", "--reference.parallel.data auto", "field-type", "reference.parallel.data"),
     ("", f"{AUTO} {SIZE} 1 --cluster.placement colocated --rollout.tensor none", "field-type", "rollout.tensor"),
     # Of several fields, which its sentence names.
-    ("", "--trainer.parallel.data auto", "auto-without-size", "trainer.parallel.data=auto: cluster.nodes"),
-    ("", "--rollout.num_engines auto --cluster.nodes 1", "auto-without-size", "cluster.gpus_per_node are not both"),
+    ("", "--trainer.parallel.data auto", "auto-without-size", "trainer.parallel.data=auto needs cluster.nodes"),
+    ("", "--rollout.num_engines auto --cluster.nodes 1", "auto-without-size", "rollout.num_engines=auto needs cluster.nodes and cluster.gpus_per_node"),
     ("", f"{AUTO} {SIZE} 2", "auto-ambiguous", "trainer.parallel.data=auto and rollout.num_engines=auto"),
     ("", f"{AUTO} {SIZE} 2", "auto-ambiguous", "set cluster.placement=colocated"),
 ]
