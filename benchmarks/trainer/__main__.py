@@ -15,16 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import heading, parser
-from benchmarks.trainer.jobs import (
-    BACKENDS,
-    HUGGING_FACE,
-    ceiling,
-    dtype,
-    measured,
-    run_config,
-    step_packs,
-    workload,
-)
+from benchmarks.trainer.jobs import BACKENDS, HUGGING_FACE, ceiling, dtype, measured, run_config, step_packs, workload
 from benchmarks.trainer.measure import SideError, in_process
 from benchmarks.trainer.shapes import SHAPES, write_checkpoint
 from benchmarks.trainer.table import Row, Workload, render

@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.common.attention.kernels import (
-    AttentionKernel,
-    CpuFlash,
-    CudaFlash,
-    Pairing,
-    Saved,
-    Segments,
-    kernel_for,
-)
+from backends.common.attention.kernels import AttentionKernel, CpuFlash, CudaFlash, Pairing, Saved, Segments, kernel_for
 from slime_like.checks.packages import has_flash_attention_2
 from tests.parallel.dense import assert_near, dense_results, segments_of
 from tests.parallel.ring_steps import ring_by_steps

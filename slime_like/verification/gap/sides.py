@@ -16,12 +16,7 @@ from slime_like.config.reading.load import load_config
 from slime_like.config.sections import DebugConfig, DistillationConfig, ReferenceConfig
 from slime_like.data.dump import dump_path, load_trajectories
 from slime_like.errors import ConfigError, EngineError, WeightSyncError
-from slime_like.interfaces import (
-    GenerationRequest,
-    PromptInput,
-    SamplingParams,
-    load_engine,
-)
+from slime_like.interfaces import GenerationRequest, PromptInput, SamplingParams, load_engine
 from slime_like.models.dimensions import ModelDimensions
 from slime_like.orchestration.cluster.placement import Placement
 from slime_like.orchestration.rollout.colocation import Turns

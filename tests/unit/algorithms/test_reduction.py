@@ -5,13 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_like.algorithms import (
-    kl_penalty,
-    spread_over_tokens,
-    step_denominator,
-    sum_of_sample_mean,
-    token_weights,
-)
+from slime_like.algorithms import kl_penalty, spread_over_tokens, step_denominator, sum_of_sample_mean, token_weights
 from tests.support.properties import examples
 from tests.unit.algorithms.cases import REDUCTIONS, mean_by_definition, options_of
 

@@ -18,14 +18,7 @@ from backends.common.hugging_face import files
 from backends.common.hugging_face.directory import copy_companions
 from backends.common.hugging_face.files import HfCheckpoint, ValueModel
 from backends.megatron.families import family_of
-from backends.megatron.families.transforms import (
-    GroupedQkv,
-    Shape,
-    Sources,
-    Split,
-    TensorRank,
-    Transform,
-)
+from backends.megatron.families.transforms import GroupedQkv, Shape, Sources, Split, TensorRank, Transform
 from slime_like.errors import CheckpointError, ConfigError
 from slime_like.examples.tiny_model import make_tiny_model
 from slime_like.models.dimensions import EMBEDDING, VALUE_HEAD, ForeignAttention, ModelDimensions

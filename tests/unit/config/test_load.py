@@ -250,7 +250,12 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("", f"{AUTO} {SIZE} 1 --cluster.placement colocated --rollout.tensor none", "field-type", "rollout.tensor"),
     # Of several fields, which its sentence names.
     ("", "--trainer.parallel.data auto", "auto-without-size", "trainer.parallel.data=auto needs cluster.nodes"),
-    ("", "--rollout.num_engines auto --cluster.nodes 1", "auto-without-size", "rollout.num_engines=auto needs cluster.nodes and cluster.gpus_per_node"),
+    (
+        "",
+        "--rollout.num_engines auto --cluster.nodes 1",
+        "auto-without-size",
+        "auto needs cluster.nodes and cluster.gpus_per_node",
+    ),
     ("", f"{AUTO} {SIZE} 2", "auto-ambiguous", "trainer.parallel.data=auto and rollout.num_engines=auto"),
     ("", f"{AUTO} {SIZE} 2", "auto-ambiguous", "set cluster.placement=colocated"),
 ]
